@@ -1,0 +1,50 @@
+# CPU image: docker build -t windlass . && docker run -p 8000:8000 windlass
+FROM python:3.11-slim AS build
+
+# The compiler builds the CPU kernels and stays behind in this stage.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /source
+RUN python -m venv /opt/windlass
+ENV PATH=/opt/windlass/bin:$PATH
+
+# Torch first and alone: its layer survives every change of the sources. The CPU index keeps gigabytes of CUDA out.
+COPY constraints.txt ./
+RUN pip install --no-cache-dir --constraint constraints.txt \
+      --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple torch
+
+COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY src src
+COPY server server
+COPY engine engine
+COPY kernels kernels
+COPY clients clients
+COPY models/demo models/demo
+RUN pip install --no-cache-dir --constraint constraints.txt ".[hub]"
+
+
+FROM python:3.11-slim
+
+# Downloaded models live in a volume that the unprivileged user owns.
+RUN useradd --system --uid 10001 --create-home windlass \
+    && install --directory --owner windlass --group windlass /models
+COPY --from=build /opt/windlass /opt/windlass
+ENV PATH=/opt/windlass/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/models \
+    WINDLASS_HOST=0.0.0.0 \
+    WINDLASS_PORT=8000
+
+USER 10001
+WORKDIR /models
+VOLUME /models
+EXPOSE 8000
+
+# /health answers 503 while the model loads, which the start period forgives.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['WINDLASS_PORT']), timeout=4); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
+
+# An exec form: the server itself is process 1 and gets the SIGTERM that makes it drain.
+ENTRYPOINT ["windlass"]
+CMD ["serve"]

@@ -1,0 +1,333 @@
+"""Who holds which KV block: reference counts, block tables, the free list and the eviction of cached blocks.
+
+Responsible for the books only: it never touches a tensor. A block is in one of three states: held (reference count
+above 0), cached (count 0, its digest known, so a later prompt may take it up again) or free.
+
+Eviction: a block is taken from the free list first, and only when that is empty is the cached block evicted that has
+been idle longest. Tables are released tail first, so of one idle prompt the tail goes before the head: a head without
+its tail is still a usable prefix, a tail without its head is none.
+
+Order of ids: a fresh pool hands out ascending ids, and blocks released together come back in table order, because
+neighbouring blocks are cheaper to read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, abc, deque
+
+from windlass.engine.cache.prefix import first_visible_block, longest_hit
+from windlass.engine.schedule import BlockCopy, KVGroupLayout
+from windlass.engine.sequence import Sequence
+
+
+class BlockPool:
+    """The blocks of one KV group. `cached` maps the digest of every hashed block, held or idle, to its id."""
+
+    __slots__ = ("_free", "_idle", "cached", "digests", "num_blocks", "private", "ref_counts", "window")
+
+    def __init__(self, layout: KVGroupLayout) -> None:
+        self.num_blocks = layout.num_blocks
+        self.window = layout.window
+        self.ref_counts = [0] * layout.num_blocks
+        self.digests: list[bytes | None] = [None] * layout.num_blocks
+        self.private = bytearray(layout.num_blocks)
+        self.cached: dict[bytes, int] = {}
+        self._free = deque(range(layout.num_blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks nobody holds, longest idle first
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can hand out: free ones and idle cached ones."""
+        return len(self._free) + len(self._idle)
+
+    def take(self, private: bool = False) -> int:
+        """A block with reference count 1 and no digest. The caller has checked `num_available`."""
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            digest = self.digests[block]
+            assert digest is not None
+            del self.cached[digest]
+            self.digests[block] = None
+        self.ref_counts[block] = 1
+        self.private[block] = private
+        return block
+
+    def share(self, block: int) -> None:
+        """Count one more holder; an idle cached block becomes held."""
+        if self.ref_counts[block] == 0:
+            del self._idle[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """Count one holder less; the last one leaves the block cached if it is hashed, else free."""
+        if self.ref_counts[block] <= 0:
+            raise RuntimeError(f"block {block} was released more often than it was taken")
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            if self.digests[block] is not None:
+                self._idle[block] = None
+            else:
+                self.private[block] = False
+                self._free.appendleft(block)
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Offer a full block to later prompts, unless another block has this digest already or this one is private."""
+        if self.private[block] or self.digests[block] is not None or digest in self.cached:
+            return
+        self.digests[block] = digest
+        self.cached[digest] = block
+
+    def is_writable(self, block: int) -> bool:
+        """Whether one holder may write here: nobody else holds it and nobody may match it."""
+        return self.ref_counts[block] == 1 and self.digests[block] is None
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state and the digests agree with the map."""
+        free, idle = set(self._free), set(self._idle)
+        assert len(free) == len(self._free), "a block is twice on the free list"
+        assert not free & idle, "a block is both free and cached"
+        held = {block for block, count in enumerate(self.ref_counts) if count > 0}
+        assert min(self.ref_counts, default=0) >= 0, "a reference count is negative"
+        assert not held & (free | idle), "a held block is free or idle"
+        assert len(held) + len(free) + len(idle) == self.num_blocks, "a block is lost"
+        assert all(self.digests[block] is None for block in free), "a free block has a digest"
+        assert all(self.digests[block] is not None for block in idle), "an idle block has no digest"
+        known = {digest: block for block, digest in enumerate(self.digests) if digest is not None}
+        assert known == self.cached, "digests and the map of cached blocks differ"
+        assert not any(self.private[block] for block in self.cached.values()), "a private block is cached"
+
+
+class BlockManager:
+    """Block tables of all sequences over the pools of all KV groups.
+
+    groups: one layout per KV group. block_size: tokens per block. With `enable_prefix_caching` off nothing is hashed,
+    so nothing is matched. Methods that take blocks never evict a held block and never raise for want of blocks if
+    `capacity` was asked first.
+    """
+
+    def __init__(
+        self, groups: abc.Sequence[KVGroupLayout], block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
+        if not groups or block_size < 1 or any(g.num_blocks < 1 for g in groups):
+            raise ValueError("a block manager needs at least one group, one block in each, and a positive block size")
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pools = [BlockPool(layout) for layout in groups]
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    def min_blocks(self, num_tokens: int) -> list[int]:
+        """Per group the blocks a lone sequence must be able to hold at once to compute `num_tokens` tokens.
+
+        A window of w tokens spans at most (w + block_size - 2) // block_size + 1 blocks wherever it lies.
+        """
+        total = -(-num_tokens // self.block_size)
+        return [
+            total if p.window is None else min(total, (p.window + self.block_size - 2) // self.block_size + 1)
+            for p in self.pools
+        ]
+
+    def blocks_to_come(self, seq: Sequence, chunk: int) -> list[int]:
+        """Per group the blocks `seq` still takes until all tokens it has are computed, in chunks of up to `chunk`."""
+        total = -(-seq.num_tokens // self.block_size)
+        need = []
+        for group, pool in enumerate(self.pools):
+            table = seq.block_tables[group] if seq.block_tables else []
+            count = total - len(table) + self._needs_copy(seq, group)
+            if pool.window is not None:
+                # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
+                held = len(table) - (seq.num_dropped_blocks[group] if table else 0)
+                count = min(count, (pool.window + chunk + self.block_size - 2) // self.block_size + 1 - held)
+            need.append(max(0, count))
+        return need
+
+    def available(self) -> list[int]:
+        """Per group the blocks that could be taken now, idle cached ones included."""
+        return [pool.num_available for pool in self.pools]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks held by live sequences; idle cached blocks do not count."""
+        return sum(pool.num_blocks - pool.num_available for pool in self.pools)
+
+    @property
+    def usage(self) -> float:
+        """Held share of the fullest group, 0..1."""
+        return max((pool.num_blocks - pool.num_available) / pool.num_blocks for pool in self.pools)
+
+    # -- prefix cache --------------------------------------------------------------------------------------------
+
+    def match(self, seq: Sequence) -> tuple[int, bool]:
+        """Leading blocks of `seq` that can be taken from the cache, and whether all of its tokens were there.
+
+        At least one token is left to compute, since only a forward pass gives logits: after a full hit the last block
+        is computed again, into a block of its own. Changes nothing but the sequence's hash chain.
+        """
+        if not self.enable_prefix_caching or seq.private:
+            return 0, False
+        size, num_tokens = self.block_size, seq.num_tokens
+        seq.chain.extend(seq.token_ids, num_tokens)
+        groups = [(pool.cached, pool.window) for pool in self.pools]
+        hit = longest_hit(seq.chain.digests, num_tokens // size, groups, size)
+        if hit * size < num_tokens:
+            return hit, False
+        return longest_hit(seq.chain.digests, hit - 1, groups, size), True
+
+    def attach(self, seq: Sequence, num_blocks: int) -> None:
+        """Start the tables of a sequence that holds nothing with the first `num_blocks` blocks from the cache.
+
+        `num_blocks` is what `match` returned, with nothing taken in between.
+        """
+        if seq.block_tables:
+            raise RuntimeError(f"sequence {seq.seq_id} already holds blocks")
+        num_tokens = num_blocks * self.block_size
+        for pool in self.pools:
+            low = first_visible_block(num_tokens, pool.window, self.block_size)
+            blocks = [pool.cached[digest] for digest in seq.chain.digests[low:num_blocks]]
+            for block in blocks:
+                pool.share(block)
+            seq.block_tables.append([-1] * low + blocks)
+            seq.num_dropped_blocks.append(low)
+        seq.num_computed_tokens = num_tokens
+        seq.num_committed_blocks = num_blocks
+
+    def commit(self, seq: Sequence) -> None:
+        """Offer the blocks that have become full to the prefix cache. Their keys must have been written."""
+        full = seq.num_computed_tokens // self.block_size
+        if not self.enable_prefix_caching or seq.private or full <= seq.num_committed_blocks:
+            return
+        seq.chain.extend(seq.token_ids, full * self.block_size)
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            for i in range(seq.num_committed_blocks, full):
+                if table[i] >= 0:
+                    pool.register(table[i], seq.chain.digests[i])
+        seq.num_committed_blocks = full
+
+    def make_private(self, seq: Sequence, first_block: int) -> None:
+        """From logical block `first_block` on, and for every block still to come, never hash, match or save.
+
+        Raises ValueError, before changing anything, if one of them is shared or hashed: it must be copied first.
+        """
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            if any(block >= 0 and not pool.is_writable(block) for block in table[first_block:]):
+                raise ValueError("a shared or cached block cannot become private: copy it first")
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            for block in table[first_block:]:
+                if block >= 0:
+                    pool.private[block] = True
+        seq.private = True
+
+    # -- tables --------------------------------------------------------------------------------------------------
+
+    def _needs_copy(self, seq: Sequence, group: int) -> bool:
+        """Whether the next token falls into a block that others hold or may match."""
+        index = seq.num_computed_tokens // self.block_size
+        if not seq.block_tables or index >= len(seq.block_tables[group]):
+            return False
+        return not self.pools[group].is_writable(seq.block_tables[group][index])
+
+    def capacity(self, seq: Sequence, num_tokens: int) -> int:
+        """How many of the next `num_tokens` tokens of `seq` the pools have room for now."""
+        start = seq.num_computed_tokens
+        for group, pool in enumerate(self.pools):
+            table = seq.block_tables[group]
+            copy = self._needs_copy(seq, group)
+            if not copy and start + num_tokens <= len(table) * self.block_size:
+                continue
+            spare = pool.num_available - copy
+            if spare < 0:
+                return 0
+            num_tokens = min(num_tokens, (len(table) + spare) * self.block_size - start)
+        return num_tokens
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> list[BlockCopy]:
+        """Make the slots of the next `num_tokens` tokens writable; `num_tokens` is at most `capacity`.
+
+        Returns the copies to do, in order, before the forward pass: a last block that others hold or may match is
+        replaced by a copy of its own (copy on write). Targets of the copies of one step are distinct, and no source
+        is the target of an earlier copy, so copying all at once is right as well.
+        """
+        index = seq.num_computed_tokens // self.block_size
+        end = -(-(seq.num_computed_tokens + num_tokens) // self.block_size)
+        needs = []  # (group, whether its last block is to be copied)
+        for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=True)):
+            copy = self._needs_copy(seq, group)
+            count = max(0, end - len(table)) + copy
+            if count > pool.num_available:
+                raise RuntimeError(f"sequence {seq.seq_id}: no room for {num_tokens} tokens")
+            if count:
+                needs.append((group, copy))
+        copies = []
+        for group, copy in needs:
+            pool, table = self.pools[group], seq.block_tables[group]
+            if copy:
+                source = table[index]
+                table[index] = pool.take(private=seq.private or bool(pool.private[source]))
+                pool.release(source)
+                copies.append(BlockCopy(group, source, table[index]))
+            for _ in range(len(table), end):
+                table.append(pool.take(seq.private))
+        return copies
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which holds nothing, hold every block of `parent`; whoever writes first copies."""
+        if child.block_tables:
+            raise RuntimeError(f"sequence {child.seq_id} already holds blocks")
+        for pool, table in zip(self.pools, parent.block_tables, strict=True):
+            for block in table:
+                if block >= 0:
+                    pool.share(block)
+            child.block_tables.append(list(table))
+        child.num_dropped_blocks = list(parent.num_dropped_blocks)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_committed_blocks = parent.num_committed_blocks
+        child.private = parent.private
+        child.chain = parent.chain.fork()
+
+    def drop_outside_window(self, seq: Sequence) -> None:
+        """Release the blocks of window groups that no query still to come can see. Call after `commit`."""
+        for group, pool in enumerate(self.pools):
+            if pool.window is None:
+                continue
+            table, first = seq.block_tables[group], seq.num_dropped_blocks[group]
+            visible = first_visible_block(seq.num_computed_tokens, pool.window, self.block_size)
+            for i in range(min(visible, len(table)) - 1, first - 1, -1):
+                pool.release(table[i])
+                table[i] = -1
+            seq.num_dropped_blocks[group] = max(first, min(visible, len(table)))
+
+    def free(self, seq: Sequence) -> None:
+        """Release everything `seq` holds, tail first. Freeing twice does nothing the second time."""
+        for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=False)):
+            for i in range(len(table) - 1, seq.num_dropped_blocks[group] - 1, -1):
+                pool.release(table[i])
+        # New lists: a plan made before an abort may still refer to the old ones.
+        seq.block_tables = []
+        seq.num_dropped_blocks = []
+        seq.num_computed_tokens = 0
+        seq.num_committed_blocks = 0
+
+    # -- integrity -----------------------------------------------------------------------------------------------
+
+    def assert_consistent(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Raise AssertionError unless the reference counts are exactly what the tables of `sequences` say."""
+        counts = [[0] * pool.num_blocks for pool in self.pools]
+        for seq in sequences:
+            for group, table in enumerate(seq.block_tables):
+                for i, block in enumerate(table):
+                    assert (block < 0) == (i < seq.num_dropped_blocks[group]), "only a leading part may be dropped"
+                    if block >= 0:
+                        counts[group][block] += 1
+        for pool, count in zip(self.pools, counts, strict=True):
+            pool.check()
+            assert count == pool.ref_counts, "reference counts differ from the block tables"
+
+    def assert_balanced(self) -> None:
+        """Raise AssertionError unless nothing is held and no block is lost: what an idle engine looks like."""
+        self.assert_consistent(())

@@ -1,0 +1,82 @@
+"""The tensors behind the block tables: pages of keys and values per KV group. Knows nothing of who holds which block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from windlass.engine.model.spec import KVGroupSpec
+from windlass.engine.schedule import BlockCopy
+from windlass.kernels import KVPages
+
+
+class KVStorage:
+    """Pages of every KV group on one device.
+
+    groups and num_blocks run in parallel. Memory is reserved, not touched, so unused pages cost nothing on a CPU.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[KVGroupSpec],
+        num_blocks: Sequence[int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._pages: dict[int, KVPages] = {}
+        self._groups: list[torch.Tensor] = []
+        for group, blocks in zip(groups, num_blocks, strict=True):
+            # [keys and values, layers of the group, num_blocks, P, Hkv, D]
+            shape = (2, len(group.layers), blocks, block_size, group.num_kv_heads, group.head_dim)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            self._groups.append(tensor)
+            for i, layer in enumerate(group.layers):
+                self._pages[layer] = KVPages(tensor[0, i], tensor[1, i])
+
+    def pages(self, layer: int) -> KVPages:
+        return self._pages[layer]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Apply whole-block copies in order, all layers of the group at once."""
+        for copy in copies:
+            tensor = self._groups[copy.group]
+            tensor[:, :, copy.target] = tensor[:, :, copy.source]
+
+
+def plan_blocks(
+    groups: Sequence[KVGroupSpec],
+    *,
+    budget_bytes: int,
+    block_size: int,
+    element_size: int,
+    max_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> tuple[int, ...]:
+    """Blocks per KV group that fit in `budget_bytes`; (0, …) when not even one block each does.
+
+    A window group never needs more than its windows plus one step's tokens for every running sequence, so whatever it
+    does not need goes to the full-attention groups. max_blocks: what all sequences at full length could hold.
+    """
+    cost = [group.bytes_per_token(element_size) * block_size for group in groups]
+
+    def blocks_for(count: int) -> tuple[int, ...]:
+        result = []
+        for group in groups:
+            need = count
+            if group.window is not None:
+                per_sequence = -(-group.window // block_size) + 2
+                need = min(count, max_num_seqs * per_sequence + -(-max_num_batched_tokens // block_size))
+            result.append(need)
+        return tuple(result)
+
+    low, high = 0, max_blocks
+    while low < high:  # the largest count that fits
+        middle = (low + high + 1) // 2
+        if sum(c * n for c, n in zip(cost, blocks_for(middle), strict=True)) <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return blocks_for(low)

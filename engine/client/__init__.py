@@ -1,0 +1,42 @@
+"""How a server talks to an engine: the `EngineClient` protocol and its two implementations, inline and process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+
+
+class EngineClient(Protocol):
+    """The whole interface between server and engine. Keep it this small.
+
+    `generate` is an async generator: it yields outputs of all samples of the request as they come and ends after every
+    sample has finished. Closing it early (`aclose()`, or cancelling the task that iterates) aborts the request and
+    frees its blocks within one step. It raises RequestError, QueueFullError, DeadlineError or EngineDeadError.
+    """
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """The loaded model; None until loading has finished."""
+        ...
+
+    @property
+    def state(self) -> str:
+        """One of "starting", "ready", "restarting", "failed", "closed"."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How many times the engine was restarted after it died."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
+
+    async def stats(self) -> EngineStats:
+        """The latest statistics; raises EngineDeadError while there is no engine."""
+        ...
+
+    async def close(self) -> None:
+        """Abort what runs and end the engine. Safe to call twice."""
+        ...

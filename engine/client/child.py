@@ -1,0 +1,63 @@
+"""The engine process as its parent holds it: spawn it with a private socket, end it, say how it ended.
+
+Synchronous and free of asyncio, so that it can be spawned before an event loop exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+
+from windlass.engine.client.wire import Load, encode
+from windlass.engine.config import EngineConfig
+
+
+class ChildProcess:
+    """A running `windlass.engine.process`, already told what to load.
+
+    Attributes: `socket` is the parent's end, `process` the Popen object.
+    """
+
+    def __init__(self, config: EngineConfig, core: str, log_level: str) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            # -P keeps the working directory off the child's import path. A session of its own keeps the terminal's
+            # ctrl-C away: the parent decides when the engine ends.
+            options = [f"--fd={theirs.fileno()}", f"--core={core}", f"--log-level={log_level}"]
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "windlass.engine.process", *options],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # nothing it prints may mix with what a command writes to its standard output
+                start_new_session=True,
+            )
+        # It fits the socket's buffer, so this does not wait; a child that is already dead shows up as closed later.
+        with contextlib.suppress(OSError):
+            self.socket.sendall(encode(Load(config)))
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def kill(self) -> None:
+        """End it now, whatever it does, and reap it."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+
+    def describe_end(self) -> str:
+        """How it ended, for people: "killed by SIGKILL …" or "exit code 1"."""
+        code = self.process.poll()
+        if code is None:
+            return "it closed its connection"
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        hint = ": perhaps the machine ran out of memory" if name == "SIGKILL" else ""
+        return f"killed by {name}{hint}"

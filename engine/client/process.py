@@ -1,0 +1,343 @@
+"""ProcessClient: the engine in a process of its own, supervised from an asyncio program that never imports torch.
+
+It starts the child, carries messages, and when the child dies fails what was in flight and starts another. It knows
+nothing of HTTP, and of the engine only the messages in `wire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+
+from windlass.engine.client.child import ChildProcess
+from windlass.engine.client.router import RequestRouter
+from windlass.engine.client.wire import (
+    AskStats,
+    Close,
+    Crashed,
+    FrameReader,
+    LoadFailed,
+    Message,
+    Progress,
+    Ready,
+    Stats,
+    StatsAccumulator,
+    StepDone,
+    encode,
+)
+from windlass.engine.config import EngineConfig
+from windlass.engine.errors import EngineDeadError, LoadError
+from windlass.engine.loop import ProgressCallback
+from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+
+_logger = logging.getLogger("windlass.engine.client")
+
+DEFAULT_CORE = "windlass.engine.loop:default_core"
+STATS_TIMEOUT = 1.0  # seconds to wait for fresh statistics before the last known ones do
+CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
+SLOW_STEP_FACTOR = 20.0  # a step may take this many times the slowest one seen before it counts as hung
+FAILED_RELOADS = 3  # restarts in a row that do not even load
+
+
+class ProcessClient:
+    """An `EngineClient` over a child process.
+
+    progress: called in the event loop with (stage, done, total) while the model loads.
+    hang_seconds: the engine is killed and restarted when requests are in flight and it shows no sign of life for this
+    long (or for SLOW_STEP_FACTOR times its slowest step, if that is longer).
+    max_deaths, death_window: it is given up after this many deaths within so many seconds.
+    backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
+    core: private; see `windlass.engine.process`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        progress: ProgressCallback | None = None,
+        log_level: str = "warning",
+        hang_seconds: float = 120.0,
+        max_deaths: int = 5,
+        death_window: float = 60.0,
+        backoff: float = 0.25,
+        core: str = DEFAULT_CORE,
+    ) -> None:
+        self.progress = progress
+        self._config = config
+        self._core = core
+        self._log_level = log_level
+        self._hang_seconds = hang_seconds
+        self._max_deaths = max_deaths
+        self._death_window = death_window
+        self._backoff = backoff
+
+        self._state = "starting"
+        self._state_changed = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._info: ModelInfo | None = None
+        self._restarts = 0
+        self._failure = ""  # why the state is "failed", one line
+        self._child: ChildProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._router = RequestRouter(self._send, self._require_engine)
+        self._stats = StatsAccumulator()
+        self._stats_waiter: asyncio.Future[None] | None = None
+
+        self._reported: str | None = None  # what the child itself said about its end
+        self._silent_seconds = 0.0
+        self._slowest_step = 0.0
+
+    # ---- the EngineClient protocol -----------------------------------------------------------------------------------
+    @property
+    def info(self) -> ModelInfo | None:
+        return self._info
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    @property
+    def restarts(self) -> int:
+        return self._restarts
+
+    @property
+    def failure(self) -> str:
+        """Why `state` is "failed", one line; empty otherwise."""
+        return self._failure
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, None before the first spawn."""
+        return self._child.process.pid if self._child else None
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """See `EngineClient.generate`."""
+        return self._router.generate(request)
+
+    async def stats(self) -> EngineStats:
+        """Fresh statistics, or the last known ones while a step takes longer than STATS_TIMEOUT.
+
+        The `*_seconds` samples are those since the previous call of this method, each handed out once.
+        """
+        self._require_engine()
+        if self._stats_waiter is None:
+            self._stats_waiter = asyncio.get_running_loop().create_future()
+            self._send(AskStats())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._stats_waiter), STATS_TIMEOUT)
+        self._require_engine()
+        return self._stats.take()
+
+    async def close(self) -> None:
+        """End the engine; requests in flight get EngineDeadError. Safe to call twice and before the start."""
+        self._set_state("closed")
+        self._closing.set()
+        self._send(Close())
+        self._router.fail_all(lambda: EngineDeadError("the engine was closed"))
+        if self._supervisor is not None:
+            if self._info is None and self._child is not None:
+                self._child.process.kill()  # it may load for minutes, and nobody waits for it any more
+            await asyncio.wait({self._supervisor}, timeout=CLOSE_TIMEOUT)
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        self.kill()
+
+    # ---- starting ----------------------------------------------------------------------------------------------------
+    def spawn(self) -> None:
+        """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
+        if self._child is None:
+            self._child = ChildProcess(self._config, self._core, self._log_level)
+
+    def start_nowait(self) -> None:
+        """Begin to load and supervise, in the running event loop."""
+        self.spawn()
+        if self._supervisor is None:
+            self._supervisor = asyncio.get_running_loop().create_task(self._supervise(), name="engine-supervisor")
+
+    async def wait_ready(self) -> ModelInfo:
+        """Wait until requests are served; raises LoadError if that will not happen."""
+        state = await self.wait_state("ready", "failed", "closed")
+        if state != "ready" or self._info is None:
+            raise LoadError(self._failure or "the engine was closed before it was ready")
+        return self._info
+
+    async def start(self) -> ModelInfo:
+        """start_nowait, then wait_ready."""
+        self.start_nowait()
+        return await self.wait_ready()
+
+    async def wait_state(self, *states: str) -> str:
+        """Wait until `state` is one of `states` and return it."""
+        while self._state not in states:
+            await self._state_changed.wait()
+        return self._state
+
+    def kill(self) -> None:
+        """End the child at once, without a goodbye. Needs no event loop."""
+        if self._child is not None:
+            self._child.kill()
+            if self._writer is None:  # else the transport owns the socket
+                self._child.socket.close()
+
+    # ---- supervision -------------------------------------------------------------------------------------------------
+    async def _supervise(self) -> None:
+        deaths: deque[float] = deque()
+        failed_reloads = 0
+        while True:
+            assert self._child is not None  # spawned before this task began
+            loaded = await self._serve(self._child)
+            if self._closing.is_set():
+                return
+            reason = self._reported or f"the engine process ended: {self._child.describe_end()}"
+            if self._info is None:
+                self._fail(self._reported or f"the engine process ended while loading: {self._child.describe_end()}")
+                return
+            now = time.monotonic()
+            deaths.append(now)
+            while deaths[0] < now - self._death_window:
+                deaths.popleft()
+            failed_reloads = 0 if loaded else failed_reloads + 1
+            if len(deaths) >= self._max_deaths or failed_reloads >= FAILED_RELOADS:
+                self._fail(f"the engine died {len(deaths)} times within {self._death_window:g} seconds; last: {reason}")
+                return
+            pause = min(self._backoff * 2 ** (len(deaths) - 1), 10.0)
+            _logger.error("%s; starting another in %.2g s", reason, pause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), pause)
+            if self._closing.is_set():
+                return
+            self._child = ChildProcess(self._config, self._core, self._log_level)
+            self._restarts += 1
+
+    async def _serve(self, child: ChildProcess) -> bool:
+        """Carry messages until the child is gone, and reap it. True if it had loaded."""
+        self._reported = None
+        self._silent_seconds = self._slowest_step = 0.0
+        reader, writer = await asyncio.open_unix_connection(sock=child.socket, limit=1 << 20)
+        self._writer = writer
+        watchdog = asyncio.get_running_loop().create_task(self._watch(child, writer), name="engine-watchdog")
+        frames = FrameReader()
+        try:
+            with contextlib.suppress(ConnectionError):
+                while data := await reader.read(1 << 18):
+                    for message in frames.feed(data):
+                        self._receive(message)
+            loaded = self._state == "ready"
+            self._engine_gone()
+            if not await _wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
+                child.process.kill()
+                await _wait_ended(child, 10.0)
+            return loaded
+        finally:
+            self._writer = None
+            watchdog.cancel()
+            writer.transport.abort()
+            if not child.ended:
+                child.kill()
+
+    async def _watch(self, child: ChildProcess, writer: asyncio.StreamWriter) -> None:
+        """Kill a child that owes an answer and shows no sign of life.
+
+        Silence is counted in ticks of this loop rather than read off a clock, so a parent that was itself stopped or
+        busy does not blame the engine.
+        """
+        tick = min(1.0, self._hang_seconds / 10)
+        while True:
+            await asyncio.sleep(tick)
+            if child.ended:  # and yet the socket is open: a process of the child's own inherited it
+                writer.transport.abort()
+                return
+            if self._router.in_flight == 0:
+                self._silent_seconds = 0.0
+                continue
+            self._silent_seconds += tick
+            limit = max(self._hang_seconds, SLOW_STEP_FACTOR * self._slowest_step)
+            if self._silent_seconds >= limit:
+                self._reported = f"no step of the engine finished for {limit:g} seconds; it was killed"
+                child.process.kill()
+                return
+
+    def _receive(self, message: Message) -> None:
+        self._silent_seconds = 0.0
+        if isinstance(message, StepDone):
+            self._slowest_step = max(self._slowest_step, message.seconds)
+            if message.stats is not None:
+                self._stats.add(message.stats)
+        if self._router.deliver(message):
+            return
+        match message:
+            case Stats(stats):
+                self._stats.add(stats)
+                self._resolve_stats()
+            case Progress(stage, done, total):
+                if self.progress is not None:
+                    self.progress(stage, done, total)
+            case Ready(info):
+                if not self._closing.is_set():
+                    if self._info is not None:
+                        _logger.warning("the engine is ready again")
+                    self._info = info
+                    self._set_state("ready")
+            case LoadFailed(reason) | Crashed(reason):
+                self._reported = reason
+            case _:
+                raise TypeError(f"an engine does not send {type(message).__name__} messages")
+
+    # ---- small parts -------------------------------------------------------------------------------------------------
+    def _send(self, message: Message) -> None:
+        # Without a child there is nobody to tell: the router has failed, or will fail, whatever was in flight.
+        if self._writer is not None:
+            self._writer.write(encode(message))
+
+    def _require_engine(self) -> None:
+        match self._state:
+            case "starting":
+                raise EngineDeadError("the model is still loading; try again soon")
+            case "restarting":
+                raise EngineDeadError("the engine is being restarted; try again soon")
+            case "failed":
+                raise EngineDeadError(f"the engine failed and was given up: {self._failure}")
+            case "closed":
+                raise EngineDeadError("the engine was closed")
+
+    def _engine_gone(self) -> None:
+        """Tell everybody who waits, at once: reaping the process and starting another take longer."""
+        self._writer = None
+        if self._info is not None and not self._closing.is_set():
+            self._set_state("restarting")
+        self._router.fail_all(
+            lambda: EngineDeadError("the engine process ended while this request was running; send it again")
+        )
+        self._stats.forget_engine()
+        self._resolve_stats()
+
+    def _resolve_stats(self) -> None:
+        if self._stats_waiter is not None:
+            if not self._stats_waiter.done():
+                self._stats_waiter.set_result(None)
+            self._stats_waiter = None
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._set_state("failed")
+
+    def _set_state(self, state: str) -> None:
+        self._state = state
+        self._state_changed.set()
+        self._state_changed = asyncio.Event()
+
+
+async def _wait_ended(child: ChildProcess, timeout: float) -> bool:
+    """Wait for the process to end, without blocking the event loop; False if it still runs after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not child.ended:
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(0.01)
+    return True

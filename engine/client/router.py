@@ -1,0 +1,135 @@
+"""Splits the engine's messages into one stream per request, inside one asyncio event loop.
+
+Shared by the clients, which only carry messages. Knows the life of a request on the caller's side: opened, fed,
+finished, failed, or abandoned and then aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+from windlass.engine.client.wire import Abort, Aborted, Add, Message, Rejected, StepDone
+from windlass.engine.errors import EngineError, RequestError
+from windlass.engine.request import EngineRequest, RequestOutput
+
+
+class _Stream:
+    """Outputs of one request that its consumer has not taken yet. Unbounded: the engine never waits for a consumer."""
+
+    __slots__ = ("_outputs", "_unfinished", "_waiter", "error")
+
+    def __init__(self, samples: int) -> None:
+        self._outputs: deque[RequestOutput] = deque()
+        self._unfinished = set(range(samples))
+        self._waiter: asyncio.Future[None] | None = None
+        self.error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        """The engine has nothing more to say about this request."""
+        return self.error is not None or not self._unfinished
+
+    def put(self, output: RequestOutput) -> None:
+        if output.error is not None:
+            self.fail(output.error)
+            return
+        self._outputs.append(output)
+        if output.finish_reason is not None:
+            self._unfinished.discard(output.index)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self.error = self.error or error
+        self._wake()
+
+    async def get(self) -> RequestOutput | None:
+        """The next output; None after the last. Raises the request's error once all before it are taken."""
+        while not self._outputs:
+            if self.error is not None:
+                raise self.error
+            if not self._unfinished:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._outputs.popleft()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class RequestRouter:
+    """The streams in flight.
+
+    send: hands a message to the engine at once, without waiting. require_engine: raises EngineDeadError while there is
+    none. Both belong to the client, and all methods run in its event loop.
+    """
+
+    def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
+        self._send = send
+        self._require_engine = require_engine
+        self._streams: dict[str, _Stream] = {}
+        self._aborting: dict[str, asyncio.Future[None]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose end the engine still owes, those being aborted included."""
+        return len(self._streams) + len(self._aborting)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """See `EngineClient.generate`."""
+        request_id = request.request_id
+        self._require_engine()
+        # An id whose abort is under way may still have outputs on the road: they must not reach its successor.
+        while (aborting := self._aborting.get(request_id)) is not None:
+            await asyncio.shield(aborting)
+            self._require_engine()
+        if request_id in self._streams:
+            raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
+        stream = self._streams[request_id] = _Stream(request.sampling.n)
+        try:
+            self._send(Add(request))
+            while (output := await stream.get()) is not None:
+                yield output
+        finally:
+            if self._streams.get(request_id) is stream:
+                del self._streams[request_id]
+            if not stream.finished:
+                self._aborting[request_id] = asyncio.get_running_loop().create_future()
+                self._send(Abort(request_id))
+
+    def deliver(self, message: Message) -> bool:
+        """Take a message about requests; False if it is about something else."""
+        match message:
+            case StepDone(outputs):
+                for output in outputs:
+                    stream = self._streams.get(output.request_id)
+                    if stream is not None:
+                        stream.put(output)
+            case Rejected(request_id, error):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.fail(error)
+            case Aborted(request_id):
+                self._confirm(request_id)
+            case _:
+                return False
+        return True
+
+    def fail_all(self, make_error: Callable[[], EngineError]) -> None:
+        """The engine is gone: every stream ends with an error of its own, and nothing is left to abort."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            if not stream.finished:
+                stream.fail(make_error())
+        for request_id in list(self._aborting):
+            self._confirm(request_id)
+
+    def _confirm(self, request_id: str) -> None:
+        aborting = self._aborting.pop(request_id, None)
+        if aborting is not None and not aborting.done():
+            aborting.set_result(None)

@@ -1,0 +1,204 @@
+"""The engine core: one object that loads a model and turns requests into outputs, one step at a time.
+
+It wires scheduler, runner and sampler together and owns nothing else. It runs in one thread, blocks only while a step
+computes, and knows neither processes nor text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.storage import KVStorage, plan_blocks
+from windlass.engine.config import EngineConfig
+from windlass.engine.errors import LoadError
+from windlass.engine.loader import LoadedModel, load_model
+from windlass.engine.memory import default_kv_budget
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.weights import Progress
+from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.scaling import RotarySpec, resolve
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.runner import Runner
+from windlass.engine.sampler import Sampler
+from windlass.engine.schedule import KVGroupLayout
+from windlass.engine.scheduler import Scheduler, SchedulerConfig
+from windlass.engine.validation import validate_request
+
+# Part of every cache key: raise it when the meaning of a cached block changes.
+_LAYOUT_VERSION = 1
+
+_logger = logging.getLogger("windlass.engine")
+
+
+class EngineCore:
+    """See the module. `info` describes what was loaded. Raises LoadError when the model cannot be served as configured."""
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        started = time.perf_counter()
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        model = load_model(config, progress)
+        decoder, spec = model.decoder, model.decoder.spec
+        self._groups: tuple[RotaryGroup, ...] = spec.rotary_groups
+        num_blocks = _plan(config, model)
+        max_model_len, notices = _context_length(config, spec, num_blocks)
+        cache = KVStorage(spec.kv_groups, num_blocks, config.block_size, model.cache_dtype, decoder.device)
+        tables = RotaryTables(2 * config.max_num_seqs + 2, [g.base for g in self._groups], decoder.device)
+        sampler = Sampler(spec.vocab_size, decoder.device)
+        self.runner = Runner(decoder, cache, tables, sampler, config.block_size)
+        layouts = [KVGroupLayout(n, g.window) for n, g in zip(num_blocks, spec.kv_groups, strict=True)]
+        self.blocks = BlockManager(layouts, config.block_size, config.prefix_caching)
+        self.scheduler = Scheduler(
+            config=SchedulerConfig(
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_waiting=config.max_waiting,
+                max_model_len=max_model_len,
+                block_size=config.block_size,
+                target_step_seconds=config.target_step_seconds,
+            ),
+            blocks=self.blocks,
+            rotary=tables,
+            namespace=_namespace(model),
+            eos_token_ids=spec.eos_token_ids,
+        )
+        self.info = _describe(config, model, num_blocks, max_model_len, notices, time.perf_counter() - started)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
+        info = self.info
+        validate_request(request, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        self.scheduler.add(request, self.resolve_specs(request))
+
+    def resolve_specs(self, request: EngineRequest) -> tuple[RotarySpec, ...]:
+        """One spec per rotary group, frozen for the longest this request alone can become."""
+        longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.info.max_model_len)
+        groups = apply_scaling(self._groups, request.rope_scaling)
+        return tuple(resolve(group.scaling, group.base, longest) for group in groups)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request with all its samples and free what it holds at once; unknown ids are ignored."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first."""
+        outputs = self.scheduler.expire(time.monotonic())
+        plan = self.scheduler.schedule()
+        started = time.perf_counter()
+        results = self.runner.execute(plan)
+        self.scheduler.observe(plan, time.perf_counter() - started)
+        for result in results:
+            if result.error is not None:
+                outputs += self.scheduler.fail_sequence(result.seq_id, result.error)
+        outputs += self.scheduler.update(plan, results)
+        self._forget_ended()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot; the `*_seconds` samples are handed out once."""
+        return replace(self.scheduler.stats(), rotary_specs_live=self.runner.tables.num_live)
+
+    def _forget_ended(self) -> None:
+        """Free the sampler's state of ended sequences. It never holds more of them than there are live ones."""
+        sampler = self.runner.sampler
+        if sampler.num_tracked > self.scheduler.num_running + self.scheduler.num_waiting:
+            sampler.keep_only({sequence.seq_id for sequence in self.scheduler.live_sequences()})
+
+
+def _namespace(model: LoadedModel) -> bytes:
+    """What must agree for a cached block to mean the same: weights, dtypes, layout."""
+    decoder = model.decoder
+    parts = (model.digest, str(decoder.dtype).encode(), str(model.cache_dtype).encode(), str(_LAYOUT_VERSION).encode())
+    return hashlib.sha256(b"\0".join(parts)).digest()
+
+
+def _plan(config: EngineConfig, model: LoadedModel) -> tuple[int, ...]:
+    """Blocks per KV group for the budget: the operator's, else a share of free memory, never more than can be used."""
+    spec = model.decoder.spec
+    length = config.max_model_len or spec.trained_len
+    budget = config.kv_cache_memory or default_kv_budget(model.decoder.device)
+    return plan_blocks(
+        spec.kv_groups,
+        budget_bytes=budget,
+        block_size=config.block_size,
+        element_size=model.cache_dtype.itemsize,
+        max_blocks=config.max_num_seqs * -(-length // config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def _blocks_of_one_window(window: int, config: EngineConfig) -> int:
+    return -(-(window + config.max_num_batched_tokens) // config.block_size) + 2
+
+
+def _context_length(config: EngineConfig, spec: ModelSpec, num_blocks: tuple[int, ...]) -> tuple[int, tuple[str, ...]]:
+    """The longest sequence, and a notice if the KV budget shortened it. An explicit length that does not fit is an error."""
+    room = sys.maxsize
+    for group, blocks in zip(spec.kv_groups, num_blocks, strict=True):
+        # A window group with room for one window and one step's tokens carries a sequence of any length.
+        enough = group.window is not None and blocks >= _blocks_of_one_window(group.window, config)
+        room = room if enough else min(room, blocks * config.block_size)
+    wanted = config.max_model_len or spec.trained_len
+    if room >= wanted:
+        return wanted, ()
+    advice = "raise --kv-cache-memory or lower --max-model-len"
+    if config.max_model_len is not None or room < config.block_size:
+        raise LoadError(f"a context of {wanted} tokens does not fit: the KV cache holds {room} tokens: {advice}")
+    return room, (f"context shortened from {wanted} to {room} tokens to fit the KV cache: {advice}",)
+
+
+def _describe(
+    config: EngineConfig,
+    model: LoadedModel,
+    num_blocks: tuple[int, ...],
+    max_model_len: int,
+    notices: tuple[str, ...],
+    seconds: float,
+) -> ModelInfo:
+    decoder, spec = model.decoder, model.decoder.spec
+    element = model.cache_dtype.itemsize
+    per_token = [group.bytes_per_token(element) for group in spec.kv_groups]
+    full = next((g for g in spec.rotary_groups if g.name == "full_attention"), spec.rotary_groups[0])
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    return ModelInfo(
+        path=config.model,
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        trained_len=spec.trained_len,
+        dtype=dtype,
+        weight_dtype=dtype,
+        kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
+        quantization=None,
+        device=str(decoder.device),
+        num_parameters=decoder.num_parameters(),
+        num_layers=len(spec.layers),
+        block_size=config.block_size,
+        num_kv_blocks=num_blocks,
+        kv_cache_bytes=sum(n * p * config.block_size for n, p in zip(num_blocks, per_token, strict=True)),
+        kv_bytes_per_token=sum(per_token),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=spec.eos_token_ids,
+        rope_scaling=full.scaling,
+        rope_theta=full.base.rope_theta,
+        rotary_dim=full.base.rotary_dim,
+        rotary_groups=tuple(
+            f"{g.name}: {g.scaling.rope_type}, theta {g.base.rope_theta:g}" for g in spec.rotary_groups
+        ),
+        weight_bytes=decoder.weight_bytes(),
+        load_seconds=seconds,
+        notices=model.notices + notices,
+    )

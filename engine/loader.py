@@ -1,0 +1,109 @@
+"""From a model directory to a decoder with weights, plus the facts about it that the rest of the engine needs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.engine.config import EngineConfig, parse_dtype
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.families import read_spec
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.weights import Progress, load_weights, randomize_weights, weights_digest
+from windlass.engine.rotary.config_names import apply_scaling
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages."""
+
+    decoder: Decoder
+    cache_dtype: torch.dtype
+    digest: bytes
+    notices: tuple[str, ...]
+
+
+def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
+    """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do."""
+    directory = Path(config.model)
+    hf_config = read_json(directory / "config.json")
+    generation_path = directory / "generation_config.json"
+    spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
+    spec = _with_server_scaling(spec, config)
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, hf_config, device)
+    cache_dtype = (
+        dtype if parse_dtype(config.kv_cache_dtype) == "auto" else _torch_dtype(parse_dtype(config.kv_cache_dtype))
+    )
+    try:
+        decoder = Decoder(spec, dtype, device)
+        if config.load_format == "dummy":
+            randomize_weights(decoder, config.seed, progress)
+            digest = f"dummy {config.seed}".encode()
+        else:
+            load_weights(decoder, directory, progress)
+            digest = weights_digest(directory)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "alloc" not in str(error) and "memory" not in str(error):
+            raise
+        raise LoadError(
+            f"the weights do not fit into memory on {device}: use a smaller model or --dtype bfloat16"
+        ) from None
+    return LoadedModel(decoder, cache_dtype, digest, spec.notices)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or LoadError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(
+            f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, …)"
+        ) from None
+    except OSError as error:
+        raise LoadError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise LoadError(f"{path} is not valid JSON ({error}): download it again") from None
+    if not isinstance(value, dict):
+        raise LoadError(f"{path} does not hold a JSON object: download it again")
+    return value
+
+
+def _with_server_scaling(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    try:
+        return replace(spec, rotary_groups=apply_scaling(spec.rotary_groups, config.rope_scaling))
+    except RequestError as error:
+        raise LoadError(f"--rope-scaling: {error}") from None
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one; LoadError for a device this torch does not have."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise LoadError(f"--device {name}: {reason}: use cpu, or cuda with a CUDA build of torch") from None
+    return device
+
+
+def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> torch.dtype:
+    """The compute dtype. auto: float32 on a CPU, whatever the checkpoint holds; on CUDA the checkpoint's own."""
+    name = parse_dtype(name)
+    if name != "auto":
+        return _torch_dtype(name)
+    if device.type == "cpu":
+        return torch.float32
+    stored = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
+    return _torch_dtype(parse_dtype(str(stored)))
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

@@ -1,0 +1,140 @@
+"""The one decoder: runs any ModelSpec over a flat ForwardBatch. Knows nothing of files, requests or scheduling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windlass import kernels
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.spec import LayerSpec, ModelSpec
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """Weights of one layer, projections fused so that each input is read once. Norm weights are float32, offset applied."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(Hq + 2 Hkv) * D, hidden]
+    out: Tensor  # [hidden, Hq * D]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down: Tensor  # [hidden, intermediate]
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+    post_attention_norm: Tensor | None = None  # [hidden], sandwich only
+    post_mlp_norm: Tensor | None = None  # [hidden], sandwich only
+
+
+class Decoder:
+    """Embedding, layers, final norm and head of one model, in one compute dtype on one device."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate uninitialised weights; `weights.load_weights` or `weights.randomize_weights` fills them."""
+        self.spec, self.dtype, self.device = spec, dtype, device
+        hidden = spec.hidden_size
+        self.embedding = self._empty(spec.vocab_size, hidden)
+        self.head = self.embedding if spec.tied_embeddings else self._empty(spec.vocab_size, hidden)
+        self.final_norm = self._norm(hidden)
+        self.layers = [self._allocate(layer) for layer in spec.layers]
+
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _norm(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self.device)
+
+    def _allocate(self, layer: LayerSpec) -> LayerWeights:
+        attention, hidden = layer.attention, self.spec.hidden_size
+        q_size = attention.num_heads * attention.head_dim
+        qkv_size = q_size + 2 * attention.num_kv_heads * attention.head_dim
+        sandwich = layer.norms == "sandwich"
+        return LayerWeights(
+            input_norm=self._norm(hidden),
+            qkv=self._empty(qkv_size, hidden),
+            out=self._empty(hidden, q_size),
+            mlp_norm=self._norm(hidden),
+            gate_up=self._empty(2 * layer.intermediate_size, hidden),
+            down=self._empty(hidden, layer.intermediate_size),
+            qkv_bias=self._empty(qkv_size) if attention.qkv_bias else None,
+            out_bias=self._empty(hidden) if attention.out_bias else None,
+            gate_up_bias=self._empty(2 * layer.intermediate_size) if layer.mlp_bias else None,
+            down_bias=self._empty(hidden) if layer.mlp_bias else None,
+            q_norm=self._norm(attention.head_dim) if attention.qk_norm else None,
+            k_norm=self._norm(attention.head_dim) if attention.qk_norm else None,
+            post_attention_norm=self._norm(hidden) if sandwich else None,
+            post_mlp_norm=self._norm(hidden) if sandwich else None,
+        )
+
+    def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
+        """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden]."""
+        eps = self.spec.norm_eps
+        x = self.embedding[batch.input_ids]  # [T, hidden]
+        if self.spec.embedding_scale != 1.0:
+            # Rounded to the compute dtype first, as the reference implementation does.
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
+        for index, (layer, w) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
+            y = self._attention(kernels.rms_norm(x, w.input_norm, eps), layer, w, batch, cache, index)
+            if w.post_attention_norm is not None:
+                y = kernels.rms_norm(y, w.post_attention_norm, eps)
+            x = x + y
+            y = kernels.linear(kernels.rms_norm(x, w.mlp_norm, eps), w.gate_up, w.gate_up_bias)
+            y = kernels.linear(kernels.gated_activation(y, layer.activation), w.down, w.down_bias)
+            if w.post_mlp_norm is not None:
+                y = kernels.rms_norm(y, w.post_mlp_norm, eps)
+            x = x + y
+        return kernels.rms_norm(x, self.final_norm, eps)
+
+    def _attention(
+        self, x: Tensor, layer: LayerSpec, w: LayerWeights, batch: ForwardBatch, cache: KVStorage, index: int
+    ) -> Tensor:
+        spec = layer.attention
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qkv = kernels.linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
+        q, k, v = torch.split(qkv, (heads, kv_heads, kv_heads), dim=1)  # [T, H, D] views
+        if w.q_norm is not None and w.k_norm is not None:
+            q = kernels.rms_norm(q, w.q_norm, self.spec.norm_eps)
+            k = kernels.rms_norm(k, w.k_norm, self.spec.norm_eps)
+        group = spec.rotary_group
+        pages = cache.pages(index)
+        kernels.rotate_and_append(
+            q, k, v, batch.cos[group], batch.sin[group], batch.q_scale[group], pages, batch.slots[spec.kv_group]
+        )
+        attended = kernels.paged_attention(
+            q,
+            pages,
+            batch.block_tables[spec.kv_group],
+            batch.query_start,
+            batch.seq_lens,
+            batch.score_scale,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+        )  # [T, Hq, D]
+        return kernels.linear(attended.flatten(1), w.out, w.out_bias)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]."""
+        logits = kernels.linear(hidden, self.head).float()
+        if self.spec.logit_soft_cap is not None:
+            logits = self.spec.logit_soft_cap * torch.tanh(logits / self.spec.logit_soft_cap)
+        return logits
+
+    def num_parameters(self) -> int:
+        return sum(t.numel() for t in self.tensors())
+
+    def weight_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every distinct weight tensor."""
+        head = [] if self.spec.tied_embeddings else [self.head]
+        layers = [getattr(w, name) for w in self.layers for name in LayerWeights.__slots__]
+        return [self.embedding, *head, self.final_norm, *(t for t in layers if t is not None)]

@@ -1,0 +1,75 @@
+"""A declarative description of a decoder: everything the one decoder class needs to reproduce a model family.
+
+Only shapes, switches and numbers live here; names in checkpoints and config files belong to `families`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from windlass.engine.rotary.config_names import RotaryGroup
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention layer. scale multiplies q·k; window: keys a query sees, itself included; soft_cap: see kernels.
+
+    rotary_group and kv_group index into the model's groups. qk_norm: RMS norm per head before the rotation.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rotary_group: int = 0
+    kv_group: int = 0
+    window: int | None = None
+    soft_cap: float | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """norms "pre": before attention and MLP. "sandwich": before and after both (Gemma 2 and 3)."""
+
+    attention: AttentionSpec
+    intermediate_size: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    mlp_bias: bool = False
+    norms: Literal["pre", "sandwich"] = "pre"
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroupSpec:
+    """Layers that share a block table: same head count, head dim and window."""
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+    def bytes_per_token(self, element_size: int) -> int:
+        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * element_size
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """norm_offset: norms multiply by (offset + weight), 1 for Gemma. trained_len: the model's own context length M."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    rotary_groups: tuple[RotaryGroup, ...]
+    kv_groups: tuple[KVGroupSpec, ...]
+    trained_len: int
+    norm_eps: float
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    tied_embeddings: bool = False
+    logit_soft_cap: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    notices: tuple[str, ...] = ()

@@ -1,0 +1,167 @@
+"""Fills a Decoder's tensors: from safetensors files, streamed tensor by tensor into place, or with random numbers.
+
+Owns the names tensors have in checkpoints. Reads safetensors only, never pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.decoder import Decoder
+
+Progress = Callable[[str, int, int], None]
+
+# Buffers some exporters save; they follow from the config.
+_DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.inv_freq$|\.attention\.(masked_bias|bias)$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where a checkpoint tensor goes: a view of a decoder tensor. offset is added once it is there (Gemma's 1 + w)."""
+
+    view: Tensor
+    offset: float = 0.0
+
+
+def _targets(decoder: Decoder) -> dict[str, _Target]:
+    """Checkpoint name -> destination, for the decoder-only naming that all supported families share."""
+    spec = decoder.spec
+    offset = spec.norm_offset
+    result = {
+        "model.embed_tokens.weight": _Target(decoder.embedding),
+        "model.norm.weight": _Target(decoder.final_norm, offset),
+    }
+    if not spec.tied_embeddings:
+        result["lm_head.weight"] = _Target(decoder.head)
+    for i, (layer, w) in enumerate(zip(spec.layers, decoder.layers, strict=True)):
+        prefix, attention = f"model.layers.{i}.", layer.attention
+        sizes = [n * attention.head_dim for n in (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)]
+        for suffix, qkv, gate_up, out, down in (
+            ("weight", w.qkv, w.gate_up, w.out, w.down),
+            ("bias", w.qkv_bias, w.gate_up_bias, w.out_bias, w.down_bias),
+        ):
+            parts: dict[str, Tensor | None] = {"self_attn.o_proj": out, "mlp.down_proj": down}
+            if qkv is not None:
+                parts |= zip(
+                    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), torch.split(qkv, sizes), strict=True
+                )
+            if gate_up is not None:
+                parts |= zip(("mlp.gate_proj", "mlp.up_proj"), gate_up.chunk(2), strict=True)
+            result |= {f"{prefix}{name}.{suffix}": _Target(t) for name, t in parts.items() if t is not None}
+        sandwich = layer.norms == "sandwich"
+        norms = {
+            "input_layernorm": w.input_norm,
+            "post_attention_layernorm": w.post_attention_norm if sandwich else w.mlp_norm,
+            "pre_feedforward_layernorm": w.mlp_norm if sandwich else None,
+            "post_feedforward_layernorm": w.post_mlp_norm,
+            "self_attn.q_norm": w.q_norm,
+            "self_attn.k_norm": w.k_norm,
+        }
+        result |= {f"{prefix}{name}.weight": _Target(t, offset) for name, t in norms.items() if t is not None}
+    return result
+
+
+def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = None) -> None:
+    """Stream every tensor of the checkpoint into the decoder; a missing, surplus or misshapen one is a LoadError."""
+    targets = _targets(decoder)
+    remaining = set(targets)
+    files = checkpoint_files(directory)
+    total = sum(file.stat().st_size for file in files)
+    done = 0
+    for name, tensor, size in _read(files):
+        done += size
+        target = targets.get(name)
+        if target is None:
+            tied_copy = name == "lm_head.weight" and decoder.spec.tied_embeddings
+            if tied_copy or _DERIVED.search(name):
+                continue
+            raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
+        if name not in remaining:
+            raise LoadError(f"{directory}: tensor {name!r} appears in more than one file")
+        if tensor.shape != target.view.shape:
+            raise LoadError(
+                f"{directory}: tensor {name!r} has shape {list(tensor.shape)} where config.json asks for "
+                f"{list(target.view.shape)}"
+            )
+        if not tensor.dtype.is_floating_point:
+            raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
+        target.view.copy_(tensor)
+        if target.offset:
+            target.view.add_(target.offset)
+        remaining.discard(name)
+        if progress:
+            progress("loading weights", done, total)
+    if remaining:
+        first = ", ".join(sorted(remaining)[:3])
+        raise LoadError(
+            f"{directory}: {len(remaining)} tensors are missing, for example {first}: the checkpoint is incomplete"
+        )
+
+
+def _read(files: list[Path]) -> Iterator[tuple[str, Tensor, int]]:
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as reader:
+                for name in reader.keys():  # noqa: SIM118 - not a dict
+                    tensor = reader.get_tensor(name)
+                    yield name, tensor, tensor.numel() * tensor.element_size()
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory, single or sharded; LoadError when there are none or some are missing."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise LoadError(f"{index} is not a safetensors index: download it again") from None
+        if any(not isinstance(n, str) or Path(n).name != n for n in names):
+            raise LoadError(f"{index} names files outside its directory")
+        files = [directory / name for name in names]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise LoadError(f"{directory}: shards are missing: {', '.join(missing)}")
+        return files
+    single = directory / "model.safetensors"
+    if single.is_file():
+        return [single]
+    raise LoadError(
+        f"{directory} has no model.safetensors (nor an index of shards): only safetensors checkpoints are read; "
+        "use --load-format dummy for random weights"
+    )
+
+
+def weights_digest(directory: Path) -> bytes:
+    """A digest that tells checkpoints apart without reading gigabytes: names, sizes and times of the weight files."""
+    digest = hashlib.sha256()
+    for file in checkpoint_files(directory):
+        stat = file.stat()
+        digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.digest()
+
+
+def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:
+    """Distinct random weights everywhere, scaled so that activations stay of order one (for benchmarks)."""
+    generator = torch.Generator(device=decoder.device).manual_seed(seed)
+    tensors = decoder.tensors()
+    for i, tensor in enumerate(tensors):
+        if tensor.dim() == 1:
+            tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator, device=tensor.device))
+        else:
+            # Uniform is several times quicker to draw than normal; the variance is that of 1 / fan-in.
+            bound = (3.0 / tensor.shape[1]) ** 0.5
+            tensor.uniform_(-bound, bound, generator=generator)
+        if progress:
+            progress("making random weights", i + 1, len(tensors))

@@ -1,0 +1,224 @@
+"""Which keys each kind of rotary scaling takes, and how each value is checked and normalised.
+
+Responsible for reading one JSON object field by field with messages that name the field. It knows no model (list
+lengths and everything else that needs one is checked where the object meets the model) and imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from windlass.engine.errors import RequestError
+
+Value = float | int | bool | tuple[float, ...]
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic": ("factor", "alpha"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_mscale",
+        "long_mscale",
+    ),
+}
+ALIASES = {"su": "longrope"}
+
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+_MAX_LIST = 4096
+
+
+def fields_of(rope_type: str) -> tuple[str, ...]:
+    """Every key an object of this kind may carry beside `rope_type`, in canonical order."""
+    return ("rope_theta", *KINDS[rope_type])
+
+
+def read_rope_type(obj: dict[str, Any], param: str) -> str:
+    """The canonical kind of a flat object, from `rope_type` or the older `type`; raises RequestError."""
+    names = [key for key in ("rope_type", "type") if obj.get(key) is not None]
+    if not names:
+        raise RequestError(f"{param}.rope_type is missing: give one of {_listed(KINDS)}", f"{param}.rope_type")
+    kinds = []
+    for key in names:
+        kind = obj[key]
+        canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
+        if canonical not in KINDS:
+            raise RequestError(
+                f"{param}.{key} {_shown(kind)} is not known: use one of {_listed(KINDS)}", f"{param}.{key}"
+            )
+        kinds.append(canonical)
+    if len(set(kinds)) > 1:
+        raise RequestError(
+            f"{param} says rope_type {kinds[0]!r} and type {kinds[1]!r}: keep rope_type only", f"{param}.type"
+        )
+    return kinds[0]
+
+
+def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[str, Value], ...]:
+    """Check and normalise the values of a flat object of this kind, in canonical order. `null` means absent.
+
+    Raises RequestError naming the field for an unknown key, a wrong type or value, or a missing one.
+    """
+    known = fields_of(rope_type)
+    for key in obj:
+        if key in ("rope_type", "type"):
+            continue
+        if key == "partial_rotary_factor":
+            raise RequestError(
+                f"{param}.partial_rotary_factor belongs to the model and cannot be changed: leave it out",
+                f"{param}.partial_rotary_factor",
+            )
+        if key not in known:
+            raise RequestError(
+                f"{param}.{_shown_key(key)} is not a field of rope_type {rope_type!r}: it takes {_listed(known)}",
+                f"{param}.{_shown_key(key)}",
+            )
+    values = {key: _READERS[key](obj[key], f"{param}.{key}") for key in known if obj.get(key) is not None}
+    for key in _REQUIRED.get(rope_type, ()):
+        if key not in values:
+            raise RequestError(f"{param}.{key} is missing: rope_type {rope_type!r} needs it", f"{param}.{key}")
+    _check_together(values, rope_type, param)
+    return tuple(values.items())
+
+
+def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
+    """Refuse values that are fine alone and make no sense beside each other."""
+
+    def refuse(key: str, message: str) -> None:
+        raise RequestError(f"{param}.{key} {message}", f"{param}.{key}")
+
+    if rope_type == "dynamic":
+        if "factor" not in values and "alpha" not in values:
+            refuse("factor", "is missing: rope_type 'dynamic' needs factor, or alpha for a fixed base")
+        if "alpha" in values and values.get("factor", 1.0) != 1.0:
+            refuse("factor", "would be ignored beside alpha: leave one of them out")
+    elif rope_type == "yarn":
+        if "factor" not in values and "original_max_position_embeddings" not in values:
+            refuse("factor", "is missing: rope_type 'yarn' needs it (or original_max_position_embeddings)")
+        if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
+            refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
+    elif rope_type == "llama3":
+        if values["high_freq_factor"] < values["low_freq_factor"]:
+            refuse("high_freq_factor", "must not be smaller than low_freq_factor")
+    elif rope_type == "longrope":
+        if len(values["short_factor"]) != len(values["long_factor"]):
+            refuse("long_factor", "must have as many numbers as short_factor")
+        if ("short_mscale" in values) != ("long_mscale" in values):
+            missing = "long_mscale" if "short_mscale" in values else "short_mscale"
+            refuse(missing, "is missing: give short_mscale and long_mscale together")
+        if "short_mscale" in values and "attention_factor" in values:
+            refuse("attention_factor", "would be ignored beside short_mscale and long_mscale: leave one out")
+
+
+def _number(value: Any, param: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{param} must be a number, got {_shown(value)}", param)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestError(f"{param} must be a finite number, got {_shown(value)}", param)
+    return number
+
+
+def _positive(value: Any, param: str) -> float:
+    number = _number(value, param)
+    if number <= 0:
+        raise RequestError(f"{param} must be greater than 0, got {_shown(value)}", param)
+    return number
+
+
+def _not_negative(value: Any, param: str) -> float:
+    number = _number(value, param)
+    if number < 0:
+        raise RequestError(f"{param} must not be negative, got {_shown(value)}", param)
+    return number
+
+
+def _theta(value: Any, param: str) -> float:
+    number = _number(value, param)
+    if number <= 1:
+        raise RequestError(f"{param} must be greater than 1, got {_shown(value)}", param)
+    return number
+
+
+def _length(value: Any, param: str) -> int:
+    number = _number(value, param)
+    if number != int(number) or not 2 <= number < 2**53:
+        raise RequestError(f"{param} must be a whole number of tokens, at least 2, got {_shown(value)}", param)
+    return int(number)
+
+
+def _flag(value: Any, param: str) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{param} must be true or false, got {_shown(value)}", param)
+    return value
+
+
+def _positives(value: Any, param: str) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{param} must be a list of numbers, got {_shown(value)}", param)
+    if not 1 <= len(value) <= _MAX_LIST:
+        raise RequestError(f"{param} must hold one number per rotated pair, got {len(value)} numbers", param)
+    return tuple(_positive(entry, f"{param}[{i}]") for i, entry in enumerate(value))
+
+
+_READERS: dict[str, Callable[[Any, str], Value]] = {
+    "rope_theta": _theta,
+    "factor": _positive,
+    "alpha": _positive,
+    "original_max_position_embeddings": _length,
+    "attention_factor": _positive,
+    "beta_fast": _positive,
+    "beta_slow": _positive,
+    "mscale": _not_negative,
+    "mscale_all_dim": _not_negative,
+    "truncate": _flag,
+    "low_freq_factor": _positive,
+    "high_freq_factor": _positive,
+    "short_factor": _positives,
+    "long_factor": _positives,
+    "short_mscale": _positive,
+    "long_mscale": _positive,
+}
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names)
+
+
+def _shown(value: Any) -> str:
+    """A value as a short piece of a message, however large it is."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
+        return "a huge integer"  # repr() of such a number may itself be refused by Python
+    text = repr(value) if not isinstance(value, list | tuple | dict) else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _shown_key(key: Any) -> str:
+    text = str(key)
+    return text if len(text) <= 60 else text[:57] + "..."

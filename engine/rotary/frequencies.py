@@ -1,0 +1,125 @@
+"""The formulas of rotary scaling: numbers in, inverse frequencies and attention factors out, all in float64.
+
+Responsible for nothing but arithmetic on checked numbers. It knows no JSON, no model and no request, and it imports
+neither torch nor numpy, so the API process can run it. Symbols, used throughout: `d` the rotary dimension, `b` the base
+(theta), `j` the pair index 0 .. d/2 - 1, `w_j = b^(-2j/d)` the unscaled frequency in radians per token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Frequencies = tuple[float, ...]
+
+
+def default(theta: float, dim: int) -> Frequencies:
+    """w_j = theta^(-2j/dim), the frequencies of RoFormer (arXiv 2104.09864), shape [dim/2]."""
+    return tuple(theta ** (-2 * j / dim) for j in range(dim // 2))
+
+
+def linear(theta: float, dim: int, factor: float) -> Frequencies:
+    """w / factor: position interpolation (arXiv 2306.15595)."""
+    return tuple(w / factor for w in default(theta, dim))
+
+
+def ntk(theta: float, dim: int, stretch: float) -> Frequencies:
+    """The base becomes theta * stretch^(dim/(dim-2)), so that the slowest pair slows by exactly `stretch`.
+
+    A single pair (dim 2) has frequency 1 under any base. Raises OverflowError when the base leaves float64.
+    """
+    if dim == 2:
+        return (1.0,)
+    return default(theta * stretch ** (dim / (dim - 2)), dim)
+
+
+def dynamic_stretch(factor: float, length_ratio: float) -> float:
+    """The stretch of dynamic NTK at `length_ratio` = length / trained length (at least 1): f*n/M - (f - 1)."""
+    return factor * max(length_ratio, 1.0) - (factor - 1)
+
+
+def grid_ratio(trained_len: int, length: int) -> float:
+    """length / trained_len rounded up on the grid 1, 2^(1/4), 2^(2/4), 2^(3/4), 2, … (never below 1)."""
+    if length <= trained_len:
+        return 1.0
+    ratio = length / trained_len
+    step = math.ceil(4 * math.log2(ratio))
+    # The logarithm may land a hair beside a grid point: settle it by comparing the points themselves.
+    while step > 0 and 2.0 ** ((step - 1) / 4) >= ratio:
+        step -= 1
+    while 2.0 ** (step / 4) < ratio:
+        step += 1
+    return float(2.0 ** (step / 4))
+
+
+def yarn(
+    theta: float,
+    dim: int,
+    factor: float,
+    original_len: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
+) -> Frequencies:
+    """YaRN's ramp from w (pairs that turn often within `original_len`) to w / factor (arXiv 2309.00071, section 3.2).
+
+    beta_fast, beta_slow: turns within `original_len` at which the ramp starts and ends. truncate: round the ramp's
+    ends outwards to whole pairs.
+    """
+
+    def pair_that_turns(times: float) -> float:
+        return dim * math.log(original_len / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a step, as everybody writes it, instead of a division by zero
+
+    frequencies = []
+    for j, w in enumerate(default(theta, dim)):
+        ramp = min(max((j - low) / (high - low), 0.0), 1.0)
+        frequencies.append(w * (1 - ramp) + w / factor * ramp)
+    return tuple(frequencies)
+
+
+def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
+    """m(mscale) / m(mscale_all_dim) when both are given and not 0, else m(1), with m(x) = 0.1 x ln(factor) + 1."""
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if mscale and mscale_all_dim:
+        return magnitude(mscale) / magnitude(mscale_all_dim)
+    return magnitude(1.0)
+
+
+def llama3(
+    theta: float, dim: int, factor: float, low_freq_factor: float, high_freq_factor: float, original_len: int
+) -> Frequencies:
+    """Llama 3.1: short wavelengths stay, long ones are divided by `factor`, those between are blended.
+
+    With low_freq_factor == high_freq_factor there is nothing between and the result stays finite.
+    """
+    frequencies = []
+    for w in default(theta, dim):
+        turns = original_len * w / (2 * math.pi)  # within the original length
+        if turns < low_freq_factor:
+            frequencies.append(w / factor)
+        elif turns > high_freq_factor or low_freq_factor == high_freq_factor:
+            frequencies.append(w)
+        else:
+            smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            frequencies.append((1 - smooth) * w / factor + smooth * w)
+    return tuple(frequencies)
+
+
+def longrope(theta: float, dim: int, divisors: Sequence[float]) -> Frequencies:
+    """w_j / divisors_j: LongRoPE (arXiv 2402.13753); the caller picks the short or the long list, each [dim/2]."""
+    return tuple(w / divisor for w, divisor in zip(default(theta, dim), divisors, strict=True))
+
+
+def longrope_attention_factor(factor: float, original_len: int) -> float:
+    """sqrt(1 + ln(factor) / ln(original_len)); 1 for a factor of at most 1. `original_len` is at least 2."""
+    return math.sqrt(1 + math.log(factor) / math.log(original_len)) if factor > 1 else 1.0

@@ -1,0 +1,118 @@
+"""Rows of inverse frequencies for the rotary specs in use, and the cosines and sines of one step.
+
+Responsible for counting who uses a row and for exact angles at any position. It knows nothing of requests or of what a
+scaling means: it is given resolved specs. Nothing here grows with the context length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from windlass.engine.rotary.scaling import RotaryBase, RotarySpec
+
+
+class Rotation(NamedTuple):
+    """What the layers of one step need, float32. cos, sin: [G, T, D/2] at unit scale, D the widest rotary_dim.
+
+    q_scale: [G, T], the square of the attention factor, for the rotated slice of the query only.
+    score_scale: [T], for the whole query.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    q_scale: Tensor
+    score_scale: Tensor
+
+
+class RotaryTables:
+    """Ref-counted rows, one per distinct spec; a row holds the frequencies of every rotary group.
+
+    num_rows: at least twice the number of sequences, so that rows cannot run out. Groups with a smaller rotary_dim than
+    the widest are padded with frequency 0 (cosine 1, sine 0: no rotation).
+    """
+
+    def __init__(self, num_rows: int, bases: Sequence[RotaryBase], device: torch.device | str) -> None:
+        if num_rows < 1 or not bases:
+            raise ValueError("a rotary table needs at least one row and one group")
+        self.num_rows = num_rows
+        self._half_dims = [base.rotary_dim // 2 for base in bases]
+        groups, half = len(bases), max(self._half_dims)
+        self._device = torch.device(device)
+        self.inv_freq = torch.zeros(groups, num_rows, half, dtype=torch.float64, device=self._device)  # [G, R, D/2]
+        self._q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
+        self._score_scale = torch.ones(num_rows, dtype=torch.float32, device=self._device)  # [R]
+        self._row_of: dict[tuple[str, ...], int] = {}
+        self._key_of: dict[int, tuple[str, ...]] = {}
+        self._users = [0] * num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_live(self) -> int:
+        """Rows held by at least one user."""
+        return len(self._row_of)
+
+    def acquire(self, specs: Sequence[RotarySpec]) -> int:
+        """The row of these specs, one per group; every acquire needs a release. Equal fingerprints share a row.
+
+        Raises ValueError for specs that do not fit the groups, RuntimeError when every row is in use.
+        """
+        if len(specs) != len(self._half_dims):
+            raise ValueError(f"{len(self._half_dims)} rotary groups need as many specs, got {len(specs)}")
+        key = tuple(spec.fingerprint for spec in specs)
+        row = self._row_of.get(key)
+        if row is None:
+            row = self._write(specs)
+            self._row_of[key] = row
+            self._key_of[row] = key
+        self._users[row] += 1
+        return row
+
+    def release(self, row: int) -> None:
+        """Give back one acquire; raises ValueError if nobody holds the row."""
+        if row not in self._key_of:
+            raise ValueError(f"rotary row {row} is not in use")
+        self._users[row] -= 1
+        if self._users[row] == 0:
+            del self._row_of[self._key_of.pop(row)]
+            self._free.append(row)
+
+    def cos_sin(self, rotary_ids: Tensor, positions: Tensor) -> Rotation:
+        """Cosines, sines and scales of T tokens.
+
+        rotary_ids: [T] int64 rows. positions: [T] int64 absolute positions, exact to 2^53. The angle is formed and
+        reduced in float64, so the float32 results are right to rounding at any position.
+        """
+        angles = self.inv_freq.index_select(1, rotary_ids)  # [G, T, D/2], a fresh tensor
+        angles.mul_(positions.unsqueeze(-1))
+        # Take off whole turns while still in float64: at ten million tokens this costs 1e-9 rad, and rounding the rest to
+        # float32 costs 2e-7. From there float32 trigonometry does as well as float64, faster.
+        turns = (angles * (0.5 / math.pi)).round_()
+        reduced = angles.sub_(turns, alpha=2 * math.pi).float()
+        return Rotation(
+            reduced.cos(),
+            reduced.sin_(),
+            self._q_scale.index_select(1, rotary_ids),
+            self._score_scale.index_select(0, rotary_ids),
+        )
+
+    def _write(self, specs: Sequence[RotarySpec]) -> int:
+        for spec, half in zip(specs, self._half_dims, strict=True):
+            if len(spec.inv_freq) != half:
+                raise ValueError(f"a group rotates {half} pairs, its spec has {len(spec.inv_freq)} frequencies")
+            if spec.softmax_scale != specs[0].softmax_scale:
+                raise ValueError("the groups of one row must share their softmax scale")
+        if not self._free:
+            raise RuntimeError(f"all {self.num_rows} rotary rows are in use")
+        row = self._free.pop()
+        for group, spec in enumerate(specs):
+            frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
+            self.inv_freq[group, row].zero_()
+            self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
+            self._q_scale[group, row] = spec.rotary_scale**2
+        self._score_scale[row] = specs[0].softmax_scale
+        return row

@@ -1,0 +1,130 @@
+"""Executes one SchedulerOutput: builds the ForwardBatch, runs the decoder, draws tokens.
+
+It keeps no request state of its own; everything it needs comes with the plan. It never decides what runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.decoder import Decoder
+from windlass.engine.request import TokenLogprobs
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.sampler import Sampler, token_logprobs
+from windlass.engine.schedule import SampleSlot, ScheduledSequence, SchedulerOutput, StepResult
+
+# Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
+_PROMPT_LOGPROB_ROWS = 256
+
+
+class Runner:
+    """One model on one device. `positions_computed` counts the tokens that passed through it, for tests and metrics."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVStorage, tables: RotaryTables, sampler: Sampler, block_size: int
+    ) -> None:
+        self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
+        self._block_size = block_size
+        self._num_kv_groups = len(decoder.spec.kv_groups)
+        self.positions_computed = 0
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> list[StepResult]:
+        """Copies first, then one forward pass over every scheduled token, then sampling."""
+        self.cache.copy_blocks(output.copies)
+        if not output.sequences:
+            return []
+        batch = self.build_batch(output.sequences)
+        hidden = self.decoder.forward(batch, self.cache)  # [T, hidden]
+        self.positions_computed += hidden.shape[0]
+        results = {result.seq_id: result for result in self._sample(output.sequences, hidden)}
+        for seq_id, logprobs in self._prompt_logprobs(output.sequences, hidden):
+            results[seq_id] = replace(results.get(seq_id, StepResult(seq_id)), prompt_logprobs=logprobs)
+        return list(results.values())
+
+    def build_batch(self, sequences: list[ScheduledSequence]) -> ForwardBatch:
+        """The flat batch of the scheduled chunks, in order."""
+        device, size = self.decoder.device, self._block_size
+        counts = np.array([s.num_tokens for s in sequences])
+        starts = np.array([s.start for s in sequences])
+        query_start = np.concatenate(([0], np.cumsum(counts)))
+        index = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)  # cache index of each token
+        first = np.array([s.first_position for s in sequences])
+        ids = np.concatenate([s.token_ids[s.start : s.start + s.num_tokens] for s in sequences])
+        max_blocks = int((-(-(starts + counts) // size)).max())
+        tables = np.full((self._num_kv_groups, len(sequences), max_blocks), -1, dtype=np.int32)
+        for b, sequence in enumerate(sequences):
+            for group, table in enumerate(sequence.block_tables):
+                used = min(len(table), max_blocks)
+                tables[group, b, :used] = table[:used]
+        row = np.repeat(np.arange(len(sequences)), counts)
+        slots = tables[:, row, index // size].astype(np.int64) * size + index % size  # [K, T]
+        if slots.min() < 0:
+            raise AssertionError("a scheduled token has no block to go to")
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        positions = tensor(index + np.repeat(first, counts))
+        rotary_ids = tensor(np.repeat(np.array([s.rotary_id for s in sequences]), counts))
+        cos, sin, q_scale, score_scale = self.tables.cos_sin(rotary_ids, positions)
+        return ForwardBatch(
+            input_ids=tensor(ids.astype(np.int64)),
+            positions=positions,
+            rotary_ids=rotary_ids,
+            slots=tensor(slots),
+            block_tables=tensor(tables),
+            query_start=tensor(query_start),
+            seq_lens=tensor(starts + counts),
+            first_position=tensor(first),
+            cos=cos,
+            sin=sin,
+            q_scale=q_scale,
+            score_scale=score_scale,
+        )
+
+    def _sample(self, sequences: list[ScheduledSequence], hidden: torch.Tensor) -> list[StepResult]:
+        rows: list[int] = []
+        slots: list[tuple[int, SampleSlot]] = []
+        last_row = -1
+        for sequence in sequences:
+            last_row += sequence.num_tokens
+            if sequence.samples:
+                slots += [(len(rows), slot) for slot in sequence.samples]
+                rows.append(last_row)
+        if not slots:
+            return []
+        logits = self.decoder.logits(hidden[torch.tensor(rows, device=hidden.device)])  # [R, V]
+        drawn = self.sampler.sample(logits, slots)
+        return [
+            StepResult(
+                slot.seq_id,
+                token_ids=() if d.error else (d.token_id,),
+                logprobs=None if d.logprobs is None else (d.logprobs,),
+                error=d.error,
+            )
+            for (_, slot), d in zip(slots, drawn, strict=True)
+        ]
+
+    def _prompt_logprobs(
+        self, sequences: list[ScheduledSequence], hidden: torch.Tensor
+    ) -> list[tuple[int, tuple[TokenLogprobs, ...]]]:
+        results, first_row = [], 0
+        for s in sequences:
+            if s.prompt_logprobs is not None:
+                # Row i of the chunk predicts the token at index start + i + 1, if that is still the prompt's.
+                targets = s.token_ids[s.start + 1 : min(s.start + s.num_tokens + 1, s.num_prompt_tokens)]
+                found: list[TokenLogprobs] = []
+                for begin in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+                    part = targets[begin : begin + _PROMPT_LOGPROB_ROWS]
+                    row = first_row + begin
+                    logits = self.decoder.logits(hidden[row : row + len(part)])
+                    found += token_logprobs(logits, torch.tensor(part, device=hidden.device), s.prompt_logprobs)
+                results.append((s.seq_id, tuple(found)))
+            first_row += s.num_tokens
+        return results

@@ -1,0 +1,70 @@
+"""How many prefill tokens a step may take, so that it does not last too long, and which sequences get them.
+
+Knows no clock: it is told the seconds.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+_FIRST_LIMIT = 64
+_FLOOR = 16
+_ALONE_FACTOR = 4.0  # how much longer a step may last when no stream waits for its next token
+_AIM = 0.9  # share of the target to aim at when growing, so that noise does not overshoot it
+
+
+class StepTimer:
+    """An adaptive bound on prefill tokens per step, one for steps beside running streams and one for steps without.
+
+    target_seconds: how long a step beside running streams may last; one without may last four times that; 0 means no
+    bound. Each bound starts low and at most doubles or halves per observation. It shrinks when a step was too long and
+    grows only when a step that filled at least half of it was short, so that short prompts teach it nothing false.
+    """
+
+    __slots__ = ("_limits", "_max_tokens", "_target")
+
+    def __init__(self, target_seconds: float, max_num_batched_tokens: int) -> None:
+        self._target = target_seconds
+        self._max_tokens = max_num_batched_tokens
+        first = min(_FIRST_LIMIT, max_num_batched_tokens)
+        self._limits = {True: first, False: first}  # by: are there decode streams
+
+    def limit(self, num_decodes: int) -> int:
+        """Prefill tokens the next step may take beside `num_decodes` decode tokens."""
+        return self._max_tokens if self._target <= 0 else self._limits[num_decodes > 0]
+
+    def observe(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
+        """Learn from a finished step of `num_tokens` tokens, `num_decodes` of them of decode streams."""
+        prefill = num_tokens - num_decodes
+        if self._target <= 0 or prefill <= 0 or seconds <= 0:
+            return
+        streams = num_decodes > 0
+        target = self._target if streams else self._target * _ALONE_FACTOR
+        limit = self._limits[streams]
+        if seconds > target:
+            wanted = min(limit, int(prefill * target / seconds))
+        elif 2 * prefill >= limit:
+            wanted = max(limit, int(prefill * _AIM * target / seconds))
+        else:
+            return
+        wanted = max(limit // 2, min(2 * limit, wanted))
+        self._limits[streams] = min(max(wanted, _FLOOR), self._max_tokens)
+
+
+def deal_prefill_tokens(needs: abc.Sequence[int], budget: int) -> list[int]:
+    """Share `budget` tokens among prefills that need `needs[i]` tokens, given by rank, best first.
+
+    Half goes to the first, so that the best-ranked prefill always advances, and the rest to the shortest, so that a
+    new arrival with a short prompt does not wait until a long one is through. Nothing is left over while anybody
+    needs more.
+    """
+    if not needs:
+        return []
+    grants = [0] * len(needs)
+    grants[0] = min(needs[0], -(-budget // 2))
+    budget -= grants[0]
+    for i in sorted(range(len(needs)), key=needs.__getitem__):  # stable: by rank among equals
+        more = min(needs[i] - grants[i], budget)
+        grants[i] += more
+        budget -= more
+    return grants

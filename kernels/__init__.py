@@ -1,0 +1,19 @@
+"""Kernels: one public function per operation, on tensors only.
+
+Every operation has a plain torch form in `reference` (the oracle) and may have faster backends that must match it;
+`dispatch` picks one per call and can say why the others were refused. Nothing here knows of requests or models.
+
+Layout glossary: T tokens of one step, B sequences, H heads, D head dimension, P block size; a *slot* is
+`block * P + offset` in the flattened pages of one KV group.
+"""
+
+from windlass.kernels.dispatch import (
+    gated_activation,
+    linear,
+    paged_attention,
+    rms_norm,
+    rotate_and_append,
+)
+from windlass.kernels.pages import KVPages
+
+__all__ = ["KVPages", "gated_activation", "linear", "paged_attention", "rms_norm", "rotate_and_append"]

@@ -1,0 +1,109 @@
+"""Paged attention in batched torch calls: all single-token rows at once, longer rows in blocks of bounded memory.
+
+It reads pages by whole-block gathers, so its cost per call is a few tensor operations however many sequences decode.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.pages import KVPages
+
+_MAX_SCORE_BYTES = 64 << 20
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    score_scale: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Same contract as `reference.paged_attention`. Decode rows cost memory in B * max(seq_lens), prefill rows 64 MiB."""
+    out = q.new_empty(q.shape[0], q.shape[1], pages.value.shape[-1])
+    scaled = q.float() * (scale * score_scale)[:, None, None]  # [T, Hq, D]
+    counts = (query_start[1:] - query_start[:-1]).tolist()
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    decodes = [b for b, count in enumerate(counts) if count == 1]
+    if decodes:
+        index = torch.tensor(decodes, device=q.device)
+        rows = query_start[index].long()
+        out[rows] = _decode(scaled[rows], pages, block_tables[index], seq_lens[index], window, soft_cap).to(q.dtype)
+    for b, count in enumerate(counts):
+        if count > 1:
+            rows_of = slice(starts[b], starts[b + 1])
+            _prefill(scaled[rows_of], pages, block_tables[b], lengths[b], window, soft_cap, out[rows_of])
+    return out
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, soft_cap: float | None) -> Tensor:
+    """query [..., Q, D] already scaled, keys [..., S, D], values [..., S, Dv], hidden bool broadcastable to [..., Q, S]."""
+    scores = query @ keys.transpose(-1, -2)
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap).mul_(soft_cap)
+    return scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1) @ values
+
+
+def _decode(
+    query: Tensor, pages: KVPages, tables: Tensor, seq_lens: Tensor, window: int | None, soft_cap: float | None
+) -> Tensor:
+    """query: [B, Hq, D]; tables: [B, max_blocks]; returns float32 [B, Hq, Dv]."""
+    batch, num_heads, _ = query.shape
+    num_kv_heads, block_size = pages.key.shape[2], pages.block_size
+    if window is None:
+        num_blocks = -(-int(seq_lens.max()) // block_size)
+        tables, first_key = tables[:, :num_blocks], torch.zeros_like(seq_lens)
+    else:
+        first_block = (seq_lens - window).clamp(min=0) // block_size  # the first block the query sees
+        num_blocks = int((-(-seq_lens // block_size) - first_block).max())
+        columns = first_block[:, None] + torch.arange(num_blocks, device=query.device)
+        tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1).to(torch.int64))
+        first_key = first_block * block_size
+    flat = tables.clamp(min=0).reshape(-1).long()
+    keys = pages.key.index_select(0, flat).view(batch, num_blocks * block_size, num_kv_heads, -1).float()
+    values = pages.value.index_select(0, flat).view(batch, num_blocks * block_size, num_kv_heads, -1).float()
+    key_index = first_key[:, None] + torch.arange(num_blocks * block_size, device=query.device)  # [B, S]
+    hidden = key_index >= seq_lens[:, None]
+    if window is not None:
+        hidden |= key_index < (seq_lens - window)[:, None]
+    # A hidden slot may hold anything, NaN included, and 0 * NaN is NaN.
+    values = values.masked_fill(hidden[:, :, None, None], 0.0)
+    grouped = query.view(batch, num_kv_heads, num_heads // num_kv_heads, -1)
+    result = _attend(grouped, keys.transpose(1, 2), values.transpose(1, 2), hidden[:, None, None], soft_cap)
+    return result.reshape(batch, num_heads, -1)
+
+
+def _prefill(
+    query: Tensor, pages: KVPages, table: Tensor, length: int, window: int | None, soft_cap: float | None, out: Tensor
+) -> None:
+    """query: [Q, Hq, D] scaled, the last Q of `length` tokens; writes out [Q, Hq, Dv]."""
+    num_queries, num_heads, _ = query.shape
+    num_kv_heads, block_size = pages.key.shape[2], pages.block_size
+    first_query = length - num_queries
+    step = max(16, _MAX_SCORE_BYTES // (4 * num_heads * length))
+    for begin in range(0, num_queries, step):
+        end = min(begin + step, num_queries)
+        last_key = first_query + end  # keys past the block's last query are never read
+        first_key = 0 if window is None else max(0, first_query + begin - window + 1) // block_size * block_size
+        blocks = table[first_key // block_size : -(-last_key // block_size)].long()
+        span = last_key - first_key
+        keys = pages.key.index_select(0, blocks).flatten(0, 1)[:span].float().transpose(0, 1)  # [Hkv, S, D]
+        values = pages.value.index_select(0, blocks).flatten(0, 1)[:span].float().transpose(0, 1)
+        # Heads that share a key head become rows of one matrix product, so each key is read once per block.
+        grouped = query[begin:end].view(end - begin, num_kv_heads, -1, query.shape[-1]).permute(1, 0, 2, 3)
+        grouped = grouped.reshape(num_kv_heads, -1, query.shape[-1])  # [Hkv, Q * g, D]
+        query_index = torch.arange(first_query + begin, last_key, device=query.device)[:, None]
+        key_index = torch.arange(first_key, last_key, device=query.device)[None]
+        hidden = key_index > query_index
+        if window is not None:
+            hidden |= key_index <= query_index - window
+        hidden = hidden.repeat_interleave(num_heads // num_kv_heads, dim=0)  # [Q * g, S]
+        result = _attend(grouped, keys, values, hidden, soft_cap)  # [Hkv, Q * g, Dv]
+        result = result.view(num_kv_heads, end - begin, -1, values.shape[-1]).transpose(0, 1)
+        out[begin:end] = result.reshape(end - begin, num_heads, -1).to(out.dtype)

@@ -1,0 +1,231 @@
+// out[M, N] = x[M, K] * weight[N, K]^T + bias for few rows M, near the speed at which the weight can be read.
+//
+// A tile is NT weight rows by MT rows of x, each of its dot products in one vector accumulator; the weight passes from
+// memory once, in blocks of K that stay in L1 for all tiles of x, while the next block is prefetched. Every output is
+// summed in one order whatever M, N, the thread count and the tile: a row gives the same bits alone and in a batch.
+
+#if WINDLASS_REGISTERS >= 32
+constexpr int MAX_MT = 6, WIDE_NT = 4;
+#else
+constexpr int MAX_MT = 4, WIDE_NT = 3;  // 12 accumulators, 3 weights, 1 activation
+#endif
+constexpr int NARROW_NT = 4;     // for tiles of up to 3 rows
+constexpr int STEP = 2 * W;      // elements of K per turn of the inner loop
+constexpr long K_BLOCK = 512;    // elements of K that stay in L1; a multiple of STEP
+constexpr long MAX_ROWS = 48;    // rows of x per pass over the weight
+constexpr long CHUNK_BYTES = 192 << 10;  // of weight, the unit threads take
+constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second thread costs more than it gives
+
+// One half of STEP weights. Two bfloat16 lie in one 32-bit lane: the even ones are the first half, the odd ones the
+// second, and pack_rows() lays x out likewise.
+template <int half> INLINE vf load_half(const float *p) { return load(p + half * W); }
+template <int half> INLINE vf load_half(const f16 *p) { return load(p + half * W); }
+template <int half> INLINE vf load_half(const bf16 *p) {
+    const vu pairs = *(const vu_any *)p;
+    return (vf)(half ? pairs & 0xffff0000u : pairs << 16);
+}
+template <class T> struct pairs_interleaved { static constexpr bool value = false; };
+template <> struct pairs_interleaved<bf16> { static constexpr bool value = true; };
+
+// Rows of x split as evenly as can be over tiles of at most MAX_MT rows.
+struct Tiles {
+    long rows, count;
+    INLINE_MEMBER long begin(long t) const { return rows * t / count; }
+    INLINE_MEMBER long size(long t) const { return begin(t + 1) - begin(t); }
+};
+
+// packed[k block][tile][step][row of the tile][STEP], float32, K padded with zeros to whole steps.
+template <class TX, bool interleaved>
+static void pack_rows(const TX *x, long x_stride, Tiles tiles, long K, float *packed) {
+    for (long k0 = 0; k0 < K; k0 += K_BLOCK) {
+        const long k1 = min_of(k0 + K_BLOCK, K);
+        for (long t = 0; t < tiles.count; t++) {
+            const long first = tiles.begin(t), count = tiles.size(t);
+            for (long k = k0; k < k1; k += STEP) {
+                for (long m = 0; m < count; m++, packed += STEP) {
+                    const TX *source = x + (first + m) * x_stride + k;
+                    const long valid = min_of(STEP, k1 - k);
+                    if (valid == STEP && !interleaved) {
+                        store(packed, load(source));
+                        store(packed + W, load(source + W));
+                        continue;
+                    }
+                    for (long i = 0; i < STEP; i++) {
+                        const long from = interleaved ? (i < W ? 2 * i : 2 * (i - W) + 1) : i;
+                        packed[i] = from < valid ? widen(source[from]) : 0.0f;
+                    }
+                }
+            }
+        }
+    }
+}
+
+// Where the next block of weights lies, and how many of its cache lines one turn of the inner loop asks for.
+struct Ahead {
+    const char *rows;
+    long row_bytes;
+    long lines_log2;      // lines per row, a power of two
+    long next;            // running index over row * lines + line
+    long per_turn, mask;  // lines per turn, on turns whose index & mask is 0
+    INLINE_MEMBER void fetch(long turn) {
+        if (turn & mask) return;
+        for (long i = 0; i < per_turn; i++, next++) {
+            const long row = next >> lines_log2, line = next & ((1L << lines_log2) - 1);
+            __builtin_prefetch(rows + row * row_bytes + line * 64, 0, 3);
+        }
+    }
+};
+
+template <int half, class TW, int NT, int MT>
+INLINE void multiply_half(const TW *const (&w)[NT], const float *x, vf (&acc)[NT][MT]) {
+    vf weight[NT];
+    for (int n = 0; n < NT; n++) weight[n] = load_half<half>(w[n]);
+    for (int m = 0; m < MT; m++) {
+        const vf xm = load(x + m * STEP + half * W);
+        for (int n = 0; n < NT; n++) add_product(acc[n][m], weight[n], xm);
+    }
+}
+
+template <class TW, int NT, int MT>
+static __attribute__((noinline)) void multiply_tile(const TW *const *weights, const float *x, long turns, long tail,
+                                                    vf *sums, bool fresh, Ahead ahead) {
+    vf acc[NT][MT];
+    const TW *w[NT];
+    for (int n = 0; n < NT; n++) {
+        w[n] = weights[n];
+        for (int m = 0; m < MT; m++) acc[n][m] = fresh ? vf{} : sums[n * MT + m];
+    }
+    for (long s = 0; s < turns; s++, x += MT * STEP) {
+        ahead.fetch(s);
+        multiply_half<0>(w, x, acc);
+        multiply_half<1>(w, x, acc);
+        for (int n = 0; n < NT; n++) w[n] += STEP;
+    }
+    if (tail) {  // the last elements of K, copied so that nothing past the row is read
+        TW rest[NT][STEP] = {};
+        for (int n = 0; n < NT; n++) {
+            __builtin_memcpy(rest[n], w[n], tail * sizeof(TW));
+            w[n] = rest[n];
+        }
+        multiply_half<0>(w, x, acc);
+        multiply_half<1>(w, x, acc);
+    }
+    for (int n = 0; n < NT; n++)
+        for (int m = 0; m < MT; m++) sums[n * MT + m] = acc[n][m];
+}
+
+template <class TW, int NT>
+INLINE void multiply_any(long mt, const TW *const *weights, const float *x, long steps, long tail, vf *sums, bool fresh,
+                         const Ahead &ahead) {
+    switch (mt) {
+        case 1: return multiply_tile<TW, NT, 1>(weights, x, steps, tail, sums, fresh, ahead);
+        case 2: return multiply_tile<TW, NT, 2>(weights, x, steps, tail, sums, fresh, ahead);
+        case 3: return multiply_tile<TW, NT, 3>(weights, x, steps, tail, sums, fresh, ahead);
+        case 4: if constexpr (MAX_MT >= 4 && NT <= WIDE_NT) return multiply_tile<TW, NT, 4>(weights, x, steps, tail, sums, fresh, ahead); return;
+        case 5: if constexpr (MAX_MT >= 5 && NT <= WIDE_NT) return multiply_tile<TW, NT, 5>(weights, x, steps, tail, sums, fresh, ahead); return;
+        case 6: if constexpr (MAX_MT >= 6 && NT <= WIDE_NT) return multiply_tile<TW, NT, 6>(weights, x, steps, tail, sums, fresh, ahead); return;
+    }
+}
+
+struct Linear {
+    const void *x; long x_stride; int x_type;
+    const void *weight; long w_stride; int w_type;
+    const void *bias; int bias_type;
+    void *out; long out_stride;
+    long M, N, K;
+};
+
+INLINE float element(const void *p, int type, long i) {
+    return type == 0 ? ((const float *)p)[i] : type == 1 ? widen(((const bf16 *)p)[i]) : widen(((const f16 *)p)[i]);
+}
+
+// Weight rows [n0, n1) against all rows of x.
+template <class TW, class TX, int NT>
+static void multiply_rows(const Linear &p, Tiles tiles, const float *packed, TX *out, long n0, long n1) {
+    vf sums[(MAX_ROWS + MAX_MT) * NT];
+    const TW *weight = (const TW *)p.weight;
+    Ahead ahead;
+    ahead.row_bytes = p.w_stride * (long)sizeof(TW);
+    ahead.lines_log2 = 63 - __builtin_clzl(K_BLOCK * sizeof(TW) / 64);
+    const long lines = (long)NT << ahead.lines_log2, turns = K_BLOCK / STEP * tiles.count;
+    ahead.per_turn = ceil_div(lines, turns);
+    ahead.mask = 0;
+    while (lines * 2 * (ahead.mask + 1) <= turns * ahead.per_turn) ahead.mask = ahead.mask * 2 + 1;
+    const long lines_per_tile = K_BLOCK / STEP / (ahead.mask + 1) * ahead.per_turn;
+    for (long n = n0; n < n1; n += NT) {
+        for (long k = 0; k < p.K; k += K_BLOCK) {
+            const TW *rows[NT];
+            for (int i = 0; i < NT; i++) rows[i] = weight + min_of(n + i, n1 - 1) * p.w_stride + k;
+            const long span = min_of(K_BLOCK, p.K - k);
+            const bool last = k + K_BLOCK >= p.K;
+            ahead.rows = (const char *)(last ? weight + (n + NT) * p.w_stride : rows[0] + K_BLOCK);
+            const float *x = packed + k * p.M;
+            vf *sum = sums;
+            for (long t = 0; t < tiles.count; t++) {
+                const long mt = tiles.size(t);
+                ahead.next = t * lines_per_tile;
+                multiply_any<TW, NT>(mt, rows, x, span / STEP, span % STEP, sum, k == 0, ahead);
+                x += mt * round_up(span, STEP);
+                sum += mt * NT;
+            }
+        }
+        const vf *sum_of = sums;
+        for (long t = 0; t < tiles.count; t++) {
+            const long first = tiles.begin(t), mt = tiles.size(t);
+            for (int i = 0; i < NT && n + i < n1; i++) {
+                const float bias = p.bias ? element(p.bias, p.bias_type, n + i) : 0.0f;
+                for (long m = 0; m < mt; m++)
+                    narrow(sum(sum_of[i * mt + m]) + bias, out[(first + m) * p.out_stride + n + i]);
+            }
+            sum_of += mt * NT;
+        }
+    }
+}
+
+template <class TW, class TX> static int linear_pass(const Linear &p) {
+    const Tiles tiles = {p.M, ceil_div(p.M, MAX_MT)};
+    const long nt = p.M <= 3 ? NARROW_NT : WIDE_NT;
+    const long chunk = round_up(max_of(1, CHUNK_BYTES / (p.K * (long)sizeof(TW))), nt);
+    const long chunks = ceil_div(p.N, chunk);
+    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        // Each thread packs for itself: cheaper than a barrier when another process holds a core.
+        void *packed = nullptr;
+        failed |= posix_memalign(&packed, 64, p.M * round_up(p.K, STEP) * sizeof(float)) != 0;
+        if (!failed) pack_rows<TX, pairs_interleaved<TW>::value>((const TX *)p.x, p.x_stride, tiles, p.K, (float *)packed);
+#pragma omp for schedule(dynamic, 1) nowait
+        for (long c = 0; c < chunks; c++) {
+            if (failed) continue;
+            const long n0 = c * chunk, n1 = min_of(n0 + chunk, p.N);
+            if (nt == NARROW_NT && p.M <= 3) multiply_rows<TW, TX, NARROW_NT>(p, tiles, (const float *)packed, (TX *)p.out, n0, n1);
+            else multiply_rows<TW, TX, WIDE_NT>(p, tiles, (const float *)packed, (TX *)p.out, n0, n1);
+        }
+        free(packed);
+    }
+    return failed;
+}
+
+template <class TW, class TX> static int linear_all(Linear p) {
+    const long rows = p.M;
+    for (long m = 0; m < rows; m += MAX_ROWS) {
+        Linear pass = p;
+        pass.M = min_of(MAX_ROWS, rows - m);
+        pass.x = (const TX *)p.x + m * p.x_stride;
+        pass.out = (TX *)p.out + m * p.out_stride;
+        if (linear_pass<TW, TX>(pass)) return 1;
+    }
+    return 0;
+}
+
+template <class TW> INLINE int linear_typed(const Linear &p) {
+    return p.x_type == 0 ? linear_all<TW, float>(p) : linear_all<TW, bf16>(p);
+}
+
+// Types: 0 float32, 1 bfloat16, 2 float16. x and out are 0 or 1. Strides in elements. Returns 1 when out of memory.
+EXPORT int WINDLASS_NAME(linear)(const void *x, long x_stride, int x_type, const void *weight, long w_stride, int w_type,
+                                 const void *bias, int bias_type, void *out, long out_stride, long M, long N, long K) {
+    const Linear p = {x, x_stride, x_type, weight, w_stride, w_type, bias, bias_type, out, out_stride, M, N, K};
+    return w_type == 0 ? linear_typed<float>(p) : w_type == 1 ? linear_typed<bf16>(p) : linear_typed<f16>(p);
+}

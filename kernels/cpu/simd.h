@@ -1,0 +1,163 @@
+// Vectors of WINDLASS_LANES floats, element conversions and elementary functions.
+//
+// Written with the compiler's vector extensions, so the same text serves every instruction set: each isa_*.cpp defines
+// WINDLASS_LANES and the compiler's target, then includes the kernels inside a namespace of its own. Intrinsics appear
+// only where the extensions have no spelling (float16). No standard library: an inline function of it compiled
+// here for AVX could be the copy the linker keeps for everyone.
+
+#define INLINE static inline __attribute__((always_inline))
+
+constexpr int W = WINDLASS_LANES;
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+typedef vf vf_any __attribute__((aligned(4), may_alias));
+typedef vu vu_any __attribute__((aligned(2), may_alias));
+typedef vh vh_any __attribute__((aligned(2), may_alias));
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+// acc += a * b. Where there is an instruction for it, it is spelt out: the compiler prefers forms that overwrite a factor
+// and then spills the accumulators of a tile that fills all registers (measured: a third slower).
+INLINE void add_product(vf &acc, vf a, vf b) {
+#if defined(WINDLASS_FMA)
+    asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+#else
+    acc += a * b;
+#endif
+}
+
+INLINE vf splat(float x) { return vf{} + x; }
+INLINE vu splat_bits(uint32_t x) { return vu{} + x; }
+INLINE long min_of(long a, long b) { return a < b ? a : b; }
+INLINE long max_of(long a, long b) { return a > b ? a : b; }
+INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
+INLINE long round_up(long a, long b) { return ceil_div(a, b) * b; }
+
+INLINE uint32_t bits_of(float x) { uint32_t u; __builtin_memcpy(&u, &x, 4); return u; }
+INLINE float float_of(uint32_t u) { float x; __builtin_memcpy(&x, &u, 4); return x; }
+
+// ---- float16 and bfloat16 <-> float32; stores round to nearest even and keep NaN a NaN ----
+
+INLINE float widen(float x) { return x; }
+INLINE float widen(bf16 x) { return float_of(uint32_t(x.bits) << 16); }
+INLINE float widen(f16 x) {
+    // Shifted into place, the exponent is 112 too small; the product is exact for subnormals too.
+    const uint32_t magnitude = x.bits & 0x7fffu;
+    uint32_t u = bits_of(float_of(magnitude << 13) * 0x1p112f);
+    if (magnitude >= 0x7c00u) u |= 0x7f800000u;
+    return float_of(u | (uint32_t(x.bits & 0x8000u) << 16));
+}
+
+INLINE void narrow(float x, float &y) { y = x; }
+INLINE void narrow(float x, bf16 &y) {
+    const uint32_t u = bits_of(x);
+    y.bits = (u & 0x7fffffffu) > 0x7f800000u ? uint16_t((u >> 16) | 0x40u) : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+INLINE void narrow(float x, f16 &y) {
+    const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
+    uint32_t h;
+    if (magnitude > 0x7f800000u) h = 0x7e00u;
+    else if (magnitude >= 0x477ff000u) h = 0x7c00u;  // 65520 and above round to infinity
+    else if (magnitude < 0x38800000u) h = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;  // subnormal: the adder rounds
+    else h = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    y.bits = uint16_t(sign | h);
+}
+
+INLINE vf load(const float *p) { return *(const vf_any *)p; }
+INLINE vf load(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh_any *)p, vu) << 16); }
+INLINE vf load(const f16 *p) {
+#if defined(WINDLASS_F16C) && WINDLASS_LANES == 8
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#else
+    const vu h = __builtin_convertvector(*(const vh_any *)p, vu);
+    const vu magnitude = h & 0x7fffu;
+    vu u = (vu)((vf)(magnitude << 13) * 0x1p112f);
+    u |= (vu)(magnitude >= splat_bits(0x7c00u)) & 0x7f800000u;
+    return (vf)(u | ((h & 0x8000u) << 16));
+#endif
+}
+INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
+INLINE void store(bf16 *p, vf x) {
+    const vu u = (vu)x;
+    const vu nan = (vu)((u & 0x7fffffffu) > splat_bits(0x7f800000u));
+    const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    *(vh_any *)p = __builtin_convertvector((nan & ((u >> 16) | 0x40u)) | (~nan & rounded), vh);
+}
+INLINE void store(f16 *p, vf x) {
+    for (int i = 0; i < W; i++) narrow(x[i], p[i]);
+}
+
+// The first n < W elements at p, zeros after them; never reads past them.
+template <class T> INLINE vf load_some(const T *p, long n) {
+    float lanes[W] = {};
+    for (long i = 0; i < n; i++) lanes[i] = widen(p[i]);
+    return load(lanes);
+}
+template <class T> INLINE void store_some(T *p, vf x, long n) {
+    for (long i = 0; i < n; i++) narrow(x[i], p[i]);
+}
+
+// ---- reductions: a fixed pairwise tree ----
+
+INLINE float sum(vf x) {
+    float lanes[W];
+    store(lanes, x);
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+INLINE float largest(vf x) {
+    float lanes[W];
+    store(lanes, x);
+    for (int half = W / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
+}
+
+// ---- elementary functions, within 2 units in the last place ----
+
+// Cody and Waite's reduction with the polynomial of Cephes' expf. exp(-inf) is 0, NaN stays NaN.
+INLINE vf exp_of(vf x) {
+    const vf low = splat(-87.33654f), high = splat(88.72283f);
+    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+    const vf clamped = x < low ? low : (x > high ? high : x);
+    const vf shifted = clamped * 1.44269504f + magic;
+    const vf n = shifted - magic;
+    const vf r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    // Two factors, so that 2^128 near the upper end does not overflow on its way.
+    const vi exponent = (vi)shifted - (vi)magic;
+    const vi half = exponent >> 1;
+    vf y = p * (vf)((half + 127) << 23) * (vf)((exponent - half + 127) << 23);
+    y = x > high ? splat(__builtin_inff()) : y;
+    return x < low ? vf{} : y;
+}
+INLINE float exp_of(float x) { return exp_of(splat(x))[0]; }
+
+// Cephes' tanhf: an odd polynomial near zero, else through exp.
+INLINE vf tanh_of(vf x) {
+    const vf magnitude = (vf)((vu)x & 0x7fffffffu);
+    const vf z = x * x;
+    vf p = splat(-5.70498872745e-3f);
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    const vf near_zero = p * z * x + x;
+    const vf away = 1.0f - 2.0f / (exp_of(magnitude + magnitude) + 1.0f);
+    const vf signed_away = (vf)((vu)away | ((vu)x & 0x80000000u));
+    return magnitude < splat(0.625f) ? near_zero : signed_away;
+}

@@ -1,0 +1,101 @@
+"""Plain torch forms of every kernel: the oracle the other backends are tested against. Clear before quick."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from windlass.kernels.pages import KVPages
+
+
+def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (j, j + d/2) of the first d = 2 * cos.shape[-1] dims of x by the given angles (RoFormer, 2104.09864).
+
+    x: [T, H, D], cos and sin: [T, d/2] float32. Returns float32 [T, H, D]; dims past d are passed through.
+    """
+    half = cos.shape[-1]
+    x = x.float()
+    cos, sin = cos[:, None], sin[:, None]  # [T, 1, d/2]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def rotate_and_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
+) -> None:
+    """Rotate q in place, and write k rotated and v as it is to the pages.
+
+    q: [T, Hq, D] in any float dtype, scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged.
+    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct. Rotation runs in float32.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    rotated = rotate_half_split(q, cos, sin)
+    rotated[..., :rotary_dim] *= q_scale[:, None, None]
+    q.copy_(rotated)
+    pages.key.view(-1, *pages.key.shape[2:]).index_copy_(0, slots, rotate_half_split(k, cos, sin).to(pages.key.dtype))
+    pages.value.view(-1, *pages.value.shape[2:]).index_copy_(0, slots, v.to(pages.value.dtype))
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    score_scale: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's new tokens over its cached keys, in float32.
+
+    q: [T, Hq, D] rotated. block_tables: [B, max_blocks]; entries of blocks outside every query's window may be -1.
+    query_start: [B + 1], rows of q per sequence. seq_lens: [B], cached tokens including the new ones.
+    score_scale: [T] float32, multiplied onto `scale` (normally D ** -0.5). window: keys a query sees, itself included.
+    soft_cap: c * tanh(score / c) before the softmax (Gemma 2). Returns [T, Hq, Dv] in q's dtype.
+    """
+    num_heads, num_kv_heads, block_size = q.shape[1], pages.key.shape[2], pages.block_size
+    out = q.new_empty(q.shape[0], num_heads, pages.value.shape[-1])
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for b, length in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        num_queries = starts[b + 1] - starts[b]
+        first_query = length - num_queries
+        first_key = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
+        table = block_tables[b, first_key // block_size : -(-length // block_size)].long()
+        keys = pages.key[table].flatten(0, 1)[: length - first_key].float()  # [S, Hkv, D]
+        values = pages.value[table].flatten(0, 1)[: length - first_key].float()  # [S, Hkv, Dv]
+        query = q[rows].float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, -1)
+        scores = torch.einsum("qhgd,khd->hgqk", query, keys) * (scale * score_scale[rows][:, None])
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        query_index = torch.arange(first_query, length, device=q.device)[:, None]
+        key_index = torch.arange(first_key, length, device=q.device)[None]
+        hidden = key_index > query_index
+        if window is not None:
+            hidden |= key_index <= query_index - window
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+        out[rows] = torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_heads, -1).to(q.dtype)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dim, in float32. weight: [D] float32. Returns x's dtype."""
+    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of [T, 2F] holding (gate, up). activation: "silu" or "gelu_tanh". Returns [T, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    raise ValueError(f"unknown activation {activation!r}")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. x: [T, K], weight: [N, K], bias: [N]; one dtype. Returns [T, N]."""
+    return F.linear(x, weight, bias)

@@ -1,0 +1,169 @@
+"""What the writers of completions and chats share: the envelope, usage, prompt log-probabilities and the choice of best_of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+
+from windlass.engine.request import TokenLogprobs
+from windlass.server.generation import Delta, Tally
+from windlass.server.logprobs import prompt_logprobs_object
+from windlass.server.text_worker import Prompt
+
+if TYPE_CHECKING:
+    from windlass.server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What the caller wants to see.
+
+    n: choices per prompt; samples: outputs per prompt, of which the n likeliest are shown.
+    logprobs, prompt_logprobs: alternatives per token, None for no log-probabilities at all.
+    usage_at_end, usage_always: `stream_options`.
+    """
+
+    n: int = 1
+    samples: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    skip_special_tokens: bool = True
+    usage_at_end: bool = False
+    usage_always: bool = False
+
+
+@dataclass(slots=True)
+class Result:
+    """A choice put together from its deltas."""
+
+    parts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append what a delta brings."""
+        self.parts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def mean_logprob(self) -> float:
+        """What best_of ranks by: log-probability per token."""
+        if not self.logprobs:
+            return float("-inf")
+        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
+
+
+class AnswerWriter(ABC):
+    """Writes one request's answer. `event` for streams; `add` and `answer` for whole answers.
+
+    envelope: the fields every chunk begins with (id, object, created, model).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        tally: Tally,
+        options: AnswerOptions,
+        envelope: dict[str, Any],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.tally = tally
+        self.options = options
+        self.envelope = envelope
+        self.prompt_objects: dict[int, list[dict[str, Any] | None]] = {}
+        self.results: dict[int, Result] = {}
+        # A plain chunk is joined from bytes: everything but its text is known beforehand.
+        self._head = b"data: " + to_json(envelope)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if options.usage_at_end else b"]}\n\n"
+        self._detailed = options.logprobs is not None or options.return_token_ids or options.usage_always
+        self._begun: set[int] = set()
+
+    # ---- to be filled in ---------------------------------------------------------------------------------------------
+    @abstractmethod
+    def begin(self, choice: int) -> bytes:
+        """Events that come before everything else of a choice."""
+
+    @abstractmethod
+    def plain(self, choice: int, text: bytes) -> bytes:
+        """The choice object of a chunk that brings nothing but text; `text` is a JSON string."""
+
+    @abstractmethod
+    def detailed(self, delta: Delta) -> dict[str, Any]:
+        """The choice object of any other chunk."""
+
+    @abstractmethod
+    def whole(self, index: int, choice: int, result: Result) -> dict[str, Any]:
+        """The choice object of a whole answer; `index` is the number it gets, `choice` the output it shows."""
+
+    def extras(self) -> dict[str, Any]:
+        """Further top-level fields of a whole answer."""
+        return {}
+
+    # ---- streams -----------------------------------------------------------------------------------------------------
+    def event(self, delta: Delta) -> bytes:
+        """The events of one delta; empty where there is nothing to say yet."""
+        first = b""
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            first = self.begin(delta.choice)
+        if delta.finish_reason is None and not self._detailed:
+            if not delta.text:
+                return first
+            return first + self._head + self.plain(delta.choice, to_json(delta.text)) + self._tail
+        return first + self.chunk([self.detailed(delta)])
+
+    def last_event(self) -> bytes:
+        """The usage chunk, where it was asked for."""
+        if not self.options.usage_at_end:
+            return b""
+        return b"data: " + to_json({**self.envelope, "choices": [], "usage": self.tally.usage()}) + b"\n\n"
+
+    def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        """One chunk as an event."""
+        payload = {**self.envelope, "choices": choices, **fields}
+        if self.options.usage_always:
+            payload["usage"] = self.tally.usage()
+        elif self.options.usage_at_end:
+            payload["usage"] = None
+        return b"data: " + to_json(payload) + b"\n\n"
+
+    # ---- whole answers -----------------------------------------------------------------------------------------------
+    def add(self, delta: Delta) -> None:
+        """Keep what a delta brings until `answer`."""
+        self.results.setdefault(delta.choice, Result()).add(delta)
+
+    def answer(self) -> dict[str, Any]:
+        """The answer once every choice has finished."""
+        n, samples = self.options.n, self.options.samples
+        choices: list[dict[str, Any]] = []
+        for prompt_index in range(len(self.prompts)):
+            outputs = range(prompt_index * samples, (prompt_index + 1) * samples)
+            if n < samples:
+                best = sorted(outputs, key=lambda choice: -self.results[choice].mean_logprob())
+                outputs = best[:n]  # type: ignore[assignment]
+            for choice in outputs:
+                choices.append(self.whole(len(choices), choice, self.results[choice]))
+        return {**self.envelope, "choices": choices, **self.extras(), "usage": self.tally.usage()}
+
+    # ---- prompts -----------------------------------------------------------------------------------------------------
+    def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Lay out a prompt's log-probabilities. Slow for long prompts: call it beside the event loop."""
+        if self.options.prompt_logprobs is not None:
+            self.prompt_objects[prompt_index] = prompt_logprobs_object(
+                self.tokenizer, entries, self.options.prompt_logprobs
+            )

@@ -1,0 +1,116 @@
+"""Answers of `/v1/completions`, echo included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.request import TokenLogprobs
+from windlass.server.answers.base import AnswerOptions, AnswerWriter, Result
+from windlass.server.generation import Delta, Tally
+from windlass.server.logprobs import CompletionLogprobs
+from windlass.server.text_worker import Prompt
+
+if TYPE_CHECKING:
+    from windlass.server.tokenizer import Tokenizer
+
+_LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+@dataclass(slots=True)
+class _Echo:
+    """The prompt as its choices repeat it. `end`: where the text goes on, in characters."""
+
+    text: str
+    logprobs: dict[str, Any] | None = None
+    end: int = 0
+
+
+class CompletionWriter(AnswerWriter):
+    """`echoes`: per prompt the text to repeat before each of its choices, or None."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        tally: Tally,
+        options: AnswerOptions,
+        envelope: dict[str, Any],
+        echoes: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(tokenizer, prompts, tally, options, envelope)
+        self._echoes = None if echoes is None else [_Echo(text) for text in echoes]
+        self._layouts: dict[int, CompletionLogprobs] = {}
+
+    def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
+        super().take_prompt_logprobs(prompt_index, entries)
+        if self._echoes is not None and self.options.logprobs is not None:
+            echo = self._echoes[prompt_index]
+            layout = self._new_layout(0)
+            echo.logprobs = layout.layout(self.prompts[prompt_index].token_ids, entries)
+            echo.end = layout.position
+
+    def begin(self, choice: int) -> bytes:
+        prompt_index = choice // self.options.samples
+        first: dict[str, Any] = {}
+        if self.options.return_token_ids:
+            first["prompt_token_ids"] = self.prompts[prompt_index].token_ids
+            first["token_ids"] = []
+        if prompt_index in self.prompt_objects:
+            first["prompt_logprobs"] = self.prompt_objects[prompt_index]
+        text, logprobs = "", None
+        if self._echoes is not None:
+            echo = self._echoes[prompt_index]
+            text, logprobs = echo.text, echo.logprobs
+        if not (first or text or logprobs):
+            return b""
+        return self.chunk([{"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None, **first}])
+
+    def plain(self, choice: int, text: bytes) -> bytes:
+        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (choice, text)
+
+    def detailed(self, delta: Delta) -> dict[str, Any]:
+        fields = self._choice(delta.choice, delta.text, delta.finish_reason, delta.stop_reason)
+        if self.options.logprobs is not None:
+            fields["logprobs"] = self._layout(delta.choice).layout(delta.token_ids, delta.logprobs)
+        if self.options.return_token_ids:
+            fields["token_ids"] = delta.token_ids
+        return fields
+
+    def whole(self, index: int, choice: int, result: Result) -> dict[str, Any]:
+        prompt_index = choice // self.options.samples
+        echo = None if self._echoes is None else self._echoes[prompt_index]
+        text = result.text if echo is None else echo.text + result.text
+        fields = self._choice(index, text, result.finish_reason, result.stop_reason)
+        if self.options.logprobs is not None:
+            generated = self._layout(choice).layout(result.token_ids, result.logprobs)
+            if echo is not None and echo.logprobs is not None:
+                generated = {name: echo.logprobs[name] + generated[name] for name in _LISTS}
+            fields["logprobs"] = generated
+        if self.options.return_token_ids:
+            fields["prompt_token_ids"] = self.prompts[prompt_index].token_ids
+            fields["token_ids"] = result.token_ids
+        if prompt_index in self.prompt_objects:
+            fields["prompt_logprobs"] = self.prompt_objects[prompt_index]
+        return fields
+
+    @staticmethod
+    def _choice(index: int, text: str, finish_reason: str | None, stop_reason: str | int | None) -> dict[str, Any]:
+        fields: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+        if finish_reason is not None:
+            fields["stop_reason"] = stop_reason
+        return fields
+
+    def _layout(self, choice: int) -> CompletionLogprobs:
+        layout = self._layouts.get(choice)
+        if layout is None:
+            end = 0 if self._echoes is None else self._echoes[choice // self.options.samples].end
+            layout = self._layouts[choice] = self._new_layout(end)
+        return layout
+
+    def _new_layout(self, start: int) -> CompletionLogprobs:
+        top = self.options.logprobs or 0
+        return CompletionLogprobs(
+            self.tokenizer, top, skip_special_tokens=self.options.skip_special_tokens, start=start
+        )

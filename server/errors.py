@@ -1,0 +1,105 @@
+"""The one error shape of the API and how engine errors map to it. Knows status codes; knows nothing of routes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError, RequestError
+
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+
+
+class ApiError(Exception):
+    """An answer other than success: HTTP status plus OpenAI's error object. `retry_after` is whole seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        type: str | None = None,
+        retry_after: int | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.type = type or (INVALID if status < 500 else SERVER)
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(retry_after)
+
+    def body(self) -> dict[str, Any]:
+        """`{"error": {message, type, param, code}}`."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400 that names the field at fault."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def not_supported(param: str, what: str | None = None) -> ApiError:
+    """A 400 for a field that would change the answer and that this server cannot honour."""
+    return bad_request(
+        f"{what or repr(param)} is not supported by this server: leave it out", param, "unsupported_field"
+    )
+
+
+def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: str, at_least: bool = False) -> ApiError:
+    """The 400 for a prompt that does not fit, with both numbers.
+
+    at_least: the prompt was refused by its length in characters, so its token count is a lower bound.
+    """
+    return bad_request(
+        f"this model's context holds {max_model_len} tokens, prompt and answer together, but the prompt has "
+        f"{'at least ' if at_least else ''}{prompt_tokens} tokens: shorten the prompt or set truncate_prompt_tokens",
+        param,
+        "context_length_exceeded",
+    )
+
+
+def unavailable(message: str, *, code: str, retry_after: int) -> ApiError:
+    """A 503: the server cannot take work now, but will."""
+    return ApiError(503, message, code=code, retry_after=retry_after)
+
+
+def from_exception(error: BaseException, *, retry_after: int = 1) -> ApiError | None:
+    """The API's view of an engine error; None for an exception nobody raised on purpose."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return bad_request(error.message, error.param, error.code)
+    if isinstance(error, QueueFullError):
+        wait = max(1, math.ceil(error.retry_after))
+        return ApiError(429, str(error), type="rate_limit_error", code="queue_full", retry_after=wait)
+    if isinstance(error, DeadlineError):
+        return ApiError(504, str(error) or "the request's deadline passed", code="deadline_exceeded")
+    if isinstance(error, EngineDeadError):
+        return unavailable(
+            str(error) or "the engine is not running", code="engine_unavailable", retry_after=retry_after
+        )
+    return None
+
+
+def internal_error() -> ApiError:
+    """What a caller may know of a defect: that it happened. Details go to the log, next to the request id."""
+    return ApiError(
+        500, "the server failed on this request; its log has details under this x-request-id", code="internal"
+    )
+
+
+def error_response(error: ApiError) -> Response:
+    """The plain JSON response of an error."""
+    return Response(
+        to_json(error.body()), status_code=error.status, media_type="application/json", headers=error.headers
+    )

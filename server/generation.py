@@ -1,0 +1,228 @@
+"""Runs the prompts of one API request on the engine and turns outputs into text deltas, one stream for all choices.
+
+Knows the engine client and detokenizing; knows nothing of JSON layouts or HTTP. Closing the stream aborts everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.client import EngineClient
+from windlass.engine.errors import DeadlineError, EngineDeadError
+from windlass.engine.request import EngineRequest, RequestOutput, TokenLogprobs
+from windlass.server.detokenizer import Detokenizer
+from windlass.server.metrics import ServerMetrics
+from windlass.server.text_worker import Prompt
+
+if TYPE_CHECKING:
+    from windlass.server.tokenizer import Tokenizer
+
+QUEUED_DELTAS = 256  # deltas of many prompts that may wait for a slow client before the engine's streams wait too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How tokens become text. See `Detokenizer`."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request ready to run: one engine request per prompt, `samples` outputs each.
+
+    window: prompts that are on the engine at once; the others wait here and do not fill the engine's queue.
+    """
+
+    prompts: list[Prompt]
+    requests: list[EngineRequest]
+    samples: int
+    text: TextOptions
+    window: int = 64
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one engine output adds to one choice (choice = prompt index * samples + sample).
+
+    prompt_logprobs comes once per prompt, on its first delta. finish_reason marks the choice's last delta.
+    """
+
+    choice: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Token counts of a request while it runs."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class _Sample:
+    detokenizer: Detokenizer
+    last_output: float | None = None
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Generation:
+    """One API request on the engine. `tally` is up to date with the deltas yielded so far."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    metrics: ServerMetrics
+    plan: Plan
+    arrival: float  # time.monotonic() seconds
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.tally.prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
+
+    def deltas(self) -> AsyncGenerator[Delta]:
+        """Deltas of all choices as they come; raises what the engine raises. Close it to abort the request."""
+        return self._run_one(0) if len(self.plan.requests) == 1 else self._run_many()
+
+    async def _run_one(self, prompt_index: int) -> AsyncGenerator[Delta]:
+        plan = self.plan
+        samples: list[_Sample | None] = [None] * plan.samples
+        remaining = plan.samples
+        cached = 0
+        first_output = True
+        request = plan.requests[prompt_index]
+        # Outputs of later samples wait for sample 0's first, which bears the prompt's log-probabilities.
+        waiting: list[RequestOutput] | None = [] if request.sampling.prompt_logprobs is not None else None
+        async with aclosing(self.engine.generate(request)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                now = time.monotonic()
+                if output.error is not None:
+                    raise output.error
+                if first_output:
+                    first_output = False
+                    self.metrics.time_to_first_token.observe(now - self.arrival)
+                if output.cached_tokens > cached:
+                    self.tally.cached_tokens += output.cached_tokens - cached
+                    cached = output.cached_tokens
+                ready = [output]
+                if waiting is not None:
+                    waiting.append(output)
+                    if output.prompt_logprobs is None:
+                        continue
+                    ready, waiting = sorted(waiting, key=lambda o: o.prompt_logprobs is None), None
+                for item in ready:
+                    sample = samples[item.index]
+                    if sample is None:
+                        sample = samples[item.index] = self._new_sample(prompt_index)
+                    if sample.finished:
+                        continue  # its stop string matched; the engine cannot end one sample of several
+                    delta = self._push(sample, item, now)
+                    delta.choice = prompt_index * plan.samples + item.index
+                    if delta.finish_reason is not None:
+                        remaining -= 1
+                        self.metrics.finished(delta.finish_reason, now - self.arrival)
+                    yield delta
+                    if not remaining:
+                        return
+        raise EngineDeadError("the engine ended this request early: send it again")
+
+    def _new_sample(self, prompt_index: int) -> _Sample:
+        options = self.plan.text
+        return _Sample(
+            Detokenizer(
+                self.tokenizer,
+                self.plan.prompts[prompt_index].token_ids,
+                skip_special_tokens=options.skip_special_tokens,
+                stop=options.stop,
+                include_stop=options.include_stop,
+                min_tokens=options.min_tokens,
+            )
+        )
+
+    def _push(self, sample: _Sample, output: RequestOutput, now: float) -> Delta:
+        token_ids = output.token_ids
+        reason = output.finish_reason
+        if reason == "timeout":
+            raise DeadlineError("the request's deadline passed before it finished")
+        if reason == "abort":
+            raise EngineDeadError("the engine aborted this request: send it again")
+        if token_ids:
+            if sample.last_output is not None:
+                gap = (now - sample.last_output) / len(token_ids)
+                for _ in token_ids:
+                    self.metrics.inter_token_latency.observe(gap)
+            sample.last_output = now
+        detokenizer = sample.detokenizer
+        before = detokenizer.num_tokens
+        text = detokenizer.push(
+            token_ids,
+            hide_last=output.stop_token_id is not None and not self.plan.text.include_stop,
+            final=reason is not None,
+        )
+        logprobs = output.logprobs or ()
+        stop_reason: str | int | None = None
+        if detokenizer.stopped is not None:
+            taken = detokenizer.num_tokens - before  # tokens past the stop string are not part of the answer
+            token_ids, logprobs = token_ids[:taken], logprobs[:taken]
+            reason, stop_reason = "stop", detokenizer.stopped
+        elif output.stop_token_id is not None:
+            stop_reason = output.stop_token_id
+        self.tally.completion_tokens += len(token_ids)
+        sample.finished = reason is not None
+        return Delta(0, text, token_ids, logprobs, reason, stop_reason, output.prompt_logprobs)
+
+    async def _run_many(self) -> AsyncGenerator[Delta]:
+        """Merge the streams of several prompts; the first failure, or being closed, ends all of them."""
+        plan = self.plan
+        queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(QUEUED_DELTAS)
+        todo: Iterator[int] = iter(range(len(plan.requests)))
+
+        async def work() -> None:
+            try:
+                for prompt_index in todo:
+                    async with aclosing(self._run_one(prompt_index)) as deltas:
+                        async for delta in deltas:
+                            await queue.put(delta)
+                await queue.put(None)
+            except Exception as error:
+                await queue.put(error)
+
+        workers = [asyncio.create_task(work()) for _ in range(min(plan.window, len(plan.requests)))]
+        running = len(workers)
+        try:
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)

@@ -1,0 +1,233 @@
+"""Runs a server from start to end: listener, engine process, readiness, draining, exit code.
+
+The engine process is started before anything slow is imported here, so both load side by side; torch is never
+imported in this process. Knows nothing of what the routes do, only of `app.state.windlass`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
+from windlass.engine.errors import LoadError
+from windlass.server.display import LoadingDisplay, say, summary
+from windlass.server.hub import resolve_model
+from windlass.server.options import EngineOptions, ServerOptions, check_log_level
+from windlass.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from windlass.server.state import ServerState
+
+# Private: names the engine core (see windlass.engine.process), so that tests can do without a model.
+CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
+
+ABORT_SECONDS = 5.0  # for streams to pass their error event on after the grace period
+CLOSE_SECONDS = 5  # for connections to close once nothing is in flight
+
+
+def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_level: str) -> int:
+    """Serve until told to stop; returns the process's exit code.
+
+    0: stopped by a signal. 1: the engine failed for good. Raises LoadError or RequestError, each one line for the
+    person who started it, when it cannot start.
+    """
+    level = check_log_level(log_level)
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if level == "info":
+        logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
+    server.to_settings("model")  # options at fault are reported before anything is looked up or downloaded
+    engine.to_config(Path())
+    path = resolve_model(model)
+    settings = server.to_settings(model_name(model, path))
+    client = make_client(engine, path, level)
+    with contextlib.closing(listen(server.host, server.port)) as listener, exit_on_signal():
+        client.spawn()
+        say(f"loading {settings.served_model_name}; listening on {_url(listener)}")
+        try:
+            app = _make_app(client, path, settings)
+            return asyncio.run(_run(app, client, listener, server, settings))
+        finally:
+            client.kill()
+
+
+def make_client(engine: EngineOptions, path: Path, log_level: str) -> ProcessClient:
+    """A client for the model in `path`, not yet spawned."""
+    core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
+    return ProcessClient(engine.to_config(path), log_level=log_level, core=core)
+
+
+def model_name(given: str | None, path: Path) -> str:
+    """The model's id in the API: a hub id as given (its cached directory is named by a hash), else the directory."""
+    if given is not None and not Path(given).expanduser().exists():
+        return given
+    return path.name
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises LoadError that says what to do about an address that cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise LoadError(f"--host {host} is no address of this machine ({error.strerror or error})") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)  # from here on clients may connect: they are answered once the app is there
+        listener.set_inheritable(False)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise LoadError(f"cannot listen on {host} port {port} ({reason}): choose another with --port") from error
+    return listener
+
+
+@contextlib.contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """End with SystemExit on SIGINT and SIGTERM until the event loop has its own handlers.
+
+    As process 1 of a container a program that installs no handler is not ended by SIGTERM at all.
+    """
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(0)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _make_app(client: ProcessClient, path: Path, settings: ServerSettings) -> FastAPI:
+    # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
+    from windlass.server.app import create_app
+    from windlass.server.chat_template import ChatTemplate, ChatTemplateError
+    from windlass.server.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_directory(path)
+    template = None
+    if tokenizer.chat_template is not None:
+        try:
+            template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
+        except ChatTemplateError as error:
+            raise LoadError(f"the chat template of {path} cannot be used: {error}") from error
+    return create_app(client, tokenizer, template, settings)
+
+
+async def _run(
+    app: FastAPI, client: ProcessClient, listener: socket.socket, options: ServerOptions, settings: ServerSettings
+) -> int:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        # uvicorn's own handlers close the listener at the first signal, and raise the signal again at the end.
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    config = uvicorn.Config(
+        app,
+        http="h11",  # httptools, where installed, would put no bound on headers
+        ws="none",
+        log_config=None,
+        access_log=options.access_log,
+        server_header=False,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+    )
+    server = Server(config)
+    stopping = _catch_signals(client)
+    loading = LoadingDisplay()
+    client.progress = loading
+    client.start_nowait()
+    http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+    engine = asyncio.create_task(_follow(client, loading, settings, _url(listener)), name="engine")
+    stop = asyncio.create_task(stopping.wait(), name="stop")
+    try:
+        await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
+        loading.stop()
+        if stop.done():
+            await _drain(app.state.windlass, settings.grace_seconds)
+            return 0
+        if engine.done():
+            return engine.result()
+        http.result()
+        return 1  # the HTTP server ended by itself
+    finally:
+        loading.stop()
+        stop.cancel()
+        engine.cancel()
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError, SystemExit):
+            await asyncio.wait({http}, timeout=CLOSE_SECONDS + 2)
+        await client.close()
+
+
+async def _follow(client: ProcessClient, loading: LoadingDisplay, settings: ServerSettings, url: str) -> int:
+    """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
+    info = await client.wait_ready()
+    loading.stop()
+    for line in summary(info, settings.served_model_name, url):
+        say(line)
+    await client.wait_state("failed")
+    say(f"error: {client.failure}")
+    return 1
+
+
+def _catch_signals(client: ProcessClient) -> asyncio.Event:
+    """An event set by the first SIGINT or SIGTERM; the second ends both processes at once."""
+    stopping = asyncio.Event()
+
+    def handle(signum: int) -> None:
+        if not stopping.is_set():
+            stopping.set()
+            return
+        say("stopped at once")
+        client.kill()
+        os._exit(128 + signum)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, handle, number)
+    return stopping
+
+
+async def _drain(state: ServerState, grace_seconds: float) -> None:
+    """Refuse new work, let running requests finish for a while, then end them with an error."""
+    state.draining = True
+    if state.in_flight:
+        say(f"draining: {state.in_flight} requests have {grace_seconds:g} s to finish; signal again to stop at once")
+    if not await _idle(state, grace_seconds):
+        say(f"the grace period is over: {state.in_flight} requests are aborted")
+        state.abort_all()
+        await _idle(state, ABORT_SECONDS)
+    say("stopped")
+
+
+async def _idle(state: ServerState, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while state.in_flight and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return not state.in_flight
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        return f"http://127.0.0.1:{port}/v1 (on every address of this machine)"
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"

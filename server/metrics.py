@@ -1,0 +1,121 @@
+"""Prometheus metrics of one app: histograms observed here, gauges and counters read from the engine at each scrape.
+
+Every app has a registry of its own. Names begin with `windlass_`; counters end in `_total` as Prometheus wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from windlass.engine.client import EngineClient
+from windlass.engine.errors import EngineError
+from windlass.engine.request import EngineStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+STATS_SECONDS = 2.0  # an engine that is busy for longer is scraped with its last known numbers
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
+
+_GAUGES = {
+    "num_requests_running": ("num_running", "Sequences the engine is working on."),
+    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
+    "rotary_specs_live": ("rotary_specs_live", "Rotary table rows in use."),
+}
+_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "engine_steps": ("num_steps", "Steps of the engine."),
+    # Fields of later engines: reported as soon as EngineStats has them.
+    "key_moves": ("key_moves", "Cached keys moved to another position or scaling."),
+    "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
+}
+
+
+class _EngineCollector(Collector):
+    """Turns the last `EngineStats` into metric families."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", value=self._engine.restarts)
+        yield GaugeMetricFamily(
+            "windlass_engine_up", "1 while the engine is ready.", value=self._engine.state == "ready"
+        )
+        if self.stats is None:
+            return
+        for name, (attribute, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
+        for name, (attribute, text) in _COUNTERS.items():
+            value = getattr(self.stats, attribute, None)
+            if value is not None:
+                yield CounterMetricFamily(f"windlass_{name}", text, value=value)
+        recomputed = CounterMetricFamily(
+            "windlass_recomputed_tokens", "Positions passed through the model again, by reason.", labels=["reason"]
+        )
+        for reason, count in sorted(self.stats.recomputed_tokens.items()):
+            recomputed.add_metric([reason], count)
+        yield recomputed
+
+
+class ServerMetrics:
+    """What the routes observe, and the text of `/metrics`."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.registry = CollectorRegistry()
+        self._collector = _EngineCollector(engine)
+        self.registry.register(self._collector)
+        self._success = Counter(
+            "windlass_request_success", "Outputs finished, by reason.", ["finished_reason"], registry=self.registry
+        )
+        for reason in ("stop", "length"):
+            self._success.labels(reason)
+        self._failed = Counter("windlass_request_errors", "Requests failed, by code.", ["code"], registry=self.registry)
+        self.time_to_first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
+        self.inter_token_latency = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
+        self._e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)
+        self._engine_samples = {
+            "queue_seconds": self._histogram("request_queue_time", "Arrival at the engine to first schedule.", _LONG),
+            "prefill_seconds": self._histogram("request_prefill_time", "First schedule to first token.", _LONG),
+            "decode_seconds": self._histogram("request_decode_time", "First token to the end.", _LONG),
+        }
+
+    def finished(self, reason: str, seconds: float) -> None:
+        """Count an output that ended well, `seconds` after its request arrived."""
+        self._success.labels(reason).inc()
+        self._e2e.observe(seconds)
+
+    def failed(self, code: str) -> None:
+        """Count a generation request that ended with an error."""
+        self._failed.labels(code).inc()
+
+    async def render(self) -> bytes:
+        """The exposition text, with fresh engine statistics where the engine gives them in time."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                stats = await self._engine.stats()
+        except (EngineError, TimeoutError):
+            pass
+        else:
+            self._collector.stats = stats
+            for attribute, histogram in self._engine_samples.items():
+                for seconds in getattr(stats, attribute):
+                    histogram.observe(seconds)
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Any:
+        return Histogram(f"windlass_{name}_seconds", text, buckets=buckets, registry=self.registry)

@@ -1,0 +1,260 @@
+"""Command-line options as dataclasses: written once, taken by every command, each also an environment variable.
+
+Knows how options are spelt and turns them into the engine's and the server's configuration. It starts nothing, and
+imports neither torch nor fastapi.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast, get_type_hints
+
+import typer
+
+from windlass.engine.config import EngineConfig, parse_dtype, parse_size
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.settings import ServerSettings
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+_engine = "Engine options"
+_server = "Server options"
+
+
+def option(*names: str, help: str, panel: str | None = None, metavar: str | None = None) -> Any:
+    """A typer option that also reads WINDLASS_<FIRST NAME>."""
+    variable = "WINDLASS_" + names[0].split("/")[0].removeprefix("--").replace("-", "_").upper()
+    return typer.Option(*names, help=help, envvar=variable, rich_help_panel=panel, metavar=metavar)
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Directory of a Hugging Face model, or a hub id such as Qwen/Qwen3-0.6B. Default: the bundled model.",
+        envvar="WINDLASS_MODEL",
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[str | None, option("--model", help="Directory or hub id. Default: the bundled model.")]
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineOptions:
+    """What a command that starts an engine takes."""
+
+    device: Annotated[str, option("--device", panel=_engine, help="cpu, cuda, cuda:1 or auto.")] = "auto"
+    dtype: Annotated[str, option("--dtype", panel=_engine, help="auto, float32, bfloat16 or float16.")] = "auto"
+    kv_cache_dtype: Annotated[str, option("--kv-cache-dtype", panel=_engine, help="The same for cached keys.")] = "auto"
+    load_format: Annotated[
+        str, option("--load-format", panel=_engine, help="safetensors, or dummy: random weights, for benchmarks.")
+    ] = "safetensors"
+    max_model_len: Annotated[
+        int | None,
+        option("--max-model-len", panel=_engine, help="Longest prompt and output together, in tokens. May exceed the "
+               "model's own length (see --rope-scaling). Default: the model's own, if it fits."),
+    ] = None  # fmt: skip
+    max_num_batched_tokens: Annotated[
+        int, option("--max-num-batched-tokens", panel=_engine, help="Token budget of one step.")
+    ] = 2048
+    max_num_seqs: Annotated[int, option("--max-num-seqs", panel=_engine, help="Sequences that run at once.")] = 64
+    max_waiting: Annotated[
+        int, option("--max-waiting", panel=_engine, help="Requests that may wait; more are refused with 429.")
+    ] = 1024
+    kv_cache_memory: Annotated[
+        str | None,
+        option("--kv-cache-memory", panel=_engine, metavar="SIZE", help="Memory for cached keys and values: 4GiB."),
+    ] = None
+    block_size: Annotated[int, option("--block-size", panel=_engine, help="Tokens per cache block.")] = 16
+    prefix_caching: Annotated[
+        bool,
+        option("--prefix-caching/--no-prefix-caching", panel=_engine, help="Reuse the cache of equal prompt starts."),
+    ] = True
+    rope_scaling: Annotated[
+        str | None,
+        option("--rope-scaling", panel=_engine, metavar="JSON",
+               help='Rotary scaling in Hugging Face\'s names: \'{"rope_type": "yarn", "factor": 4}\'.'),
+    ] = None  # fmt: skip
+    threads: Annotated[int | None, option("--threads", panel=_engine, help="CPU threads for the model.")] = None
+    target_step_ms: Annotated[
+        float,
+        option("--target-step-ms", panel=_engine, help="Prompts are cut so that a step beside running streams stays "
+               "under this many milliseconds; 0: no bound."),
+    ] = 250.0  # fmt: skip
+
+    def parse_rope_scaling(self) -> RopeScaling | None:
+        """Raises LoadError or RequestError that names the field at fault."""
+        if self.rope_scaling is None:
+            return None
+        try:
+            parsed = json.loads(self.rope_scaling)
+        except ValueError as error:
+            raise LoadError(f"--rope-scaling is not valid JSON ({error}): write {_ROPE_EXAMPLE}") from error
+        if not isinstance(parsed, dict):
+            raise LoadError(f"--rope-scaling must be a JSON object: write {_ROPE_EXAMPLE}")
+        return RopeScaling.from_dict(parsed, param="--rope-scaling")
+
+    def to_config(self, model: Path) -> EngineConfig:
+        """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
+        if self.load_format not in ("safetensors", "dummy"):
+            raise LoadError(f"--load-format must be safetensors or dummy, got {self.load_format!r}")
+        if self.target_step_ms < 0:
+            raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
+        try:
+            memory = parse_size(self.kv_cache_memory) if self.kv_cache_memory is not None else None
+        except LoadError as error:
+            raise LoadError(f"--kv-cache-memory: {error}") from error
+        return EngineConfig(
+            model=str(model),
+            device=self.device,
+            dtype=_dtype("--dtype", self.dtype),
+            kv_cache_dtype=_dtype("--kv-cache-dtype", self.kv_cache_dtype),
+            load_format=cast(Literal["safetensors", "dummy"], self.load_format),
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_waiting=self.max_waiting,
+            block_size=self.block_size,
+            kv_cache_memory=memory,
+            prefix_caching=self.prefix_caching,
+            rope_scaling=self.parse_rope_scaling(),
+            threads=self.threads,
+            target_step_seconds=self.target_step_ms / 1000,
+        )
+
+
+_ROPE_EXAMPLE = '\'{"rope_type": "yarn", "factor": 4}\''
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerOptions:
+    """What `windlass serve` takes beside the engine's options."""
+
+    host: Annotated[str, option("--host", panel=_server, help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, option("--port", panel=_server, help="Port to listen on; 0 takes a free one.")] = 8000
+    served_model_name: Annotated[
+        str | None,
+        option("--served-model-name", panel=_server, help="The model's id in the API. Default: its directory's name."),
+    ] = None
+    api_key: Annotated[
+        list[str],
+        option("--api-key", panel=_server, help="A key that clients must send; repeat it, or separate several by "
+               "commas. Command lines are visible to other users: prefer the variable or --api-key-file."),
+    ] = field(default_factory=list)  # fmt: skip
+    api_key_file: Annotated[
+        Path | None, option("--api-key-file", panel=_server, help="A file with one key a line; # starts a comment.")
+    ] = None
+    cors_origin: Annotated[
+        list[str],
+        option("--cors-origin", panel=_server, help="Origin whose pages may call the API, such as "
+               "https://example.org; repeatable or comma separated. Default: none."),
+    ] = field(default_factory=list)  # fmt: skip
+    default_max_tokens: Annotated[
+        int, option("--default-max-tokens", panel=_server, help="Longest answer of a chat that sets no max_tokens.")
+    ] = 1024
+    request_timeout: Annotated[
+        float | None,
+        option("--request-timeout", panel=_server, help="Deadline in seconds of requests that set none."),
+    ] = None
+    grace_period: Annotated[
+        float,
+        option("--grace-period", panel=_server, help="Seconds running streams may go on after SIGTERM or ctrl-C."),
+    ] = 30.0
+    access_log: Annotated[
+        bool, option("--access-log/--no-access-log", panel=_server, help="Log a line per HTTP request.")
+    ] = False
+
+    def to_settings(self, model_name: str) -> ServerSettings:
+        """The HTTP side's settings; raises LoadError that names the option at fault."""
+        if not 0 <= self.port <= 65535:
+            raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
+        if self.default_max_tokens < 1:
+            raise LoadError(f"--default-max-tokens must be at least 1, got {self.default_max_tokens}")
+        if self.grace_period < 0:
+            raise LoadError(f"--grace-period must not be negative, got {self.grace_period:g}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise LoadError(f"--request-timeout must be more than 0 seconds, got {self.request_timeout:g}")
+        return ServerSettings(
+            served_model_name=self.served_model_name or model_name,
+            api_keys=self._api_keys(),
+            cors_origins=tuple(_split(self.cors_origin)),
+            default_max_tokens=self.default_max_tokens,
+            default_timeout=self.request_timeout,
+            grace_seconds=self.grace_period,
+        )
+
+    def _api_keys(self) -> tuple[str, ...]:
+        keys = _split(self.api_key)
+        if self.api_key and not keys:
+            raise LoadError("--api-key is empty: give a key, or leave the option out to ask for none")
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise LoadError(f"cannot read --api-key-file {self.api_key_file}: {error}") from error
+            found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            # An empty file must not open the server to everybody.
+            if not found:
+                raise LoadError(f"--api-key-file {self.api_key_file} holds no key: write one key a line")
+            keys += found
+        return tuple(dict.fromkeys(keys))
+
+
+LogLevel = Annotated[str, option("--log-level", help=f"{', '.join(_LOG_LEVELS)}.")]
+
+
+def check_log_level(level: str) -> str:
+    """The level in lower case; raises LoadError for an unknown one."""
+    if level.lower() not in _LOG_LEVELS:
+        raise LoadError(f"--log-level must be one of {', '.join(_LOG_LEVELS)}, got {level!r}")
+    return level.lower()
+
+
+def expands_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a command so that each parameter annotated with an options dataclass becomes that dataclass's options."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if hint in (EngineOptions, ServerOptions)}
+    parameters = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        group = groups[parameter.name]
+        group_hints = get_type_hints(group, include_extras=True)
+        for item in fields(group):
+            default = item.default_factory() if callable(item.default_factory) else item.default
+            parameters.append(
+                inspect.Parameter(
+                    item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=group_hints[item.name]
+                )
+            )
+
+    @functools.wraps(function)
+    def command(**values: Any) -> Any:
+        for name, group in groups.items():
+            values[name] = group(**{item.name: values.pop(item.name) for item in fields(group)})
+        return function(**values)
+
+    # typer reads the signature, and the annotations of what it believes to be the function.
+    del command.__wrapped__  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _dtype(name: str, value: str) -> str:
+    try:
+        return parse_dtype(value)
+    except LoadError as error:
+        raise LoadError(f"{name}: {error}") from error
+
+
+def _split(values: list[str]) -> list[str]:
+    """Repeated options and comma-separated lists alike."""
+    return [part.strip() for value in values for part in value.split(",") if part.strip()]

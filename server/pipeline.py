@@ -1,0 +1,175 @@
+"""The way of a generation request: from its validated body and its prompts to the engine, and back as an answer.
+
+Shared by completions and chats, which differ in how prompts are made and answers are laid out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from windlass.engine.request import EngineRequest, ModelInfo, SamplingParams
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.answers.base import AnswerOptions, AnswerWriter
+from windlass.server.errors import bad_request
+from windlass.server.generation import Generation, Plan, Tally, TextOptions
+from windlass.server.protocol.generation import GenerationRequest
+from windlass.server.sampling import (
+    build_sampling,
+    fit_to_context,
+    resolve_max_tokens,
+    rope_scaling_of,
+    samples_per_prompt,
+    tokenize_bad_words,
+)
+from windlass.server.state import ServerState
+from windlass.server.streaming import Exchange
+from windlass.server.text_worker import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request that waits for its prompts. Made by `check`, run by `run`.
+
+    sampling: what all prompts share; max_tokens is clamped per prompt.
+    """
+
+    state: ServerState
+    body: GenerationRequest
+    info: ModelInfo
+    request_id: str
+    arrival: float  # time.monotonic() seconds
+    deadline: float | None
+    sampling: SamplingParams
+    rope_scaling: RopeScaling | None
+    options: AnswerOptions
+
+
+def check(
+    state: ServerState,
+    body: GenerationRequest,
+    info: ModelInfo,
+    *,
+    request_id: str,
+    arrival: float,
+    default_max_tokens: int,
+    logprobs: int | None,
+    echo: bool = False,
+) -> Job:
+    """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
+
+    logprobs: alternatives per generated token, None for no log-probabilities.
+    echo: whether the prompt is repeated, and with log-probabilities if those are asked for.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options goes with stream: true", "stream_options")
+    n, samples = samples_per_prompt(body)
+    wanted = [top for top in (body.prompt_logprobs, logprobs if echo else None) if top is not None]
+    sampling = build_sampling(
+        body,
+        info,
+        max_tokens=resolve_max_tokens(body, default_max_tokens),
+        samples=samples,
+        logprobs=0 if logprobs is None and samples > n else logprobs,  # best_of ranks by them
+        prompt_logprobs=max(wanted) if wanted else None,
+    )
+    seconds = state.settings.default_timeout if body.timeout is None else body.timeout
+    usage = body.stream_options
+    return Job(
+        state=state,
+        body=body,
+        info=info,
+        request_id=request_id,
+        arrival=arrival,
+        deadline=None if seconds is None else arrival + seconds,
+        sampling=sampling,
+        rope_scaling=rope_scaling_of(body.rope_scaling),
+        options=AnswerOptions(
+            n=n,
+            samples=samples,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            return_token_ids=bool(body.return_token_ids),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            usage_at_end=usage is not None and bool(usage.include_usage),
+            usage_always=usage is not None and bool(usage.continuous_usage_stats),
+        ),
+    )
+
+
+async def run(
+    exchange: Exchange,
+    job: Job,
+    prompts: Sequence[Prompt],
+    *,
+    param: str,
+    make_writer: Callable[[Sequence[Prompt], Tally], AnswerWriter],
+) -> None:
+    """Generate for `prompts` and answer. `param`: the field that prompts came from, for errors about them."""
+    plan = await _plan(job, list(prompts), param)
+    state = job.state
+    generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
+    writer = make_writer(plan.prompts, generation.tally)
+    streaming = bool(job.body.stream)
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            if delta.prompt_logprobs is not None:
+                prompt_index = delta.choice // plan.samples
+                await state.text.run(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
+            if not streaming:
+                writer.add(delta)
+            elif events := writer.event(delta):
+                await exchange.send_events(events)
+    if streaming:
+        await exchange.finish(writer.last_event())
+    else:
+        await exchange.send_json(writer.answer())
+
+
+async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
+    state, body, info = job.state, job.body, job.info
+    sampling = job.sampling
+    if body.bad_words:
+        words = await state.text.run(tokenize_bad_words, body.bad_words, state.tokenizer)
+        sampling = replace(sampling, bad_words=words)
+    requests = []
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise bad_request("the prompt is empty: give at least one token", param)
+        max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), info, param=param)
+        requests.append(
+            EngineRequest(
+                request_id=state.unique_id(job.request_id),
+                prompt_token_ids=prompt.token_ids,
+                sampling=replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens)),
+                rope_scaling=job.rope_scaling,
+                cache_salt=body.cache_salt,
+                priority=body.priority or 0,
+                deadline=job.deadline,
+            )
+        )
+    return Plan(
+        prompts=prompts,
+        requests=requests,
+        samples=sampling.n,
+        text=TextOptions(
+            stop=tuple(body.stop or ()),
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=job.options.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+        ),
+        window=max(1, info.max_num_seqs // sampling.n),
+    )
+
+
+def envelope(prefix: str, kind: str, job: Job) -> dict[str, Any]:
+    """The fields an answer begins with. `prefix`: "cmpl" or "chatcmpl"."""
+    return {
+        "id": f"{prefix}-{job.request_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": job.state.settings.served_model_name,
+    }

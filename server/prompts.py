@@ -1,0 +1,54 @@
+"""The `prompt` field of completions: its four shapes, counted and checked before anything is tokenized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.engine.request import ModelInfo
+from windlass.server.errors import bad_request, context_length_exceeded
+
+
+def split_prompts(value: Any, *, max_prompts: int) -> list[str] | list[list[int]]:
+    """A list of texts or a list of token-id lists; raises ApiError for mixed shapes, empty and too long lists."""
+    if isinstance(value, str):
+        return [value]
+    kind = type(value[0])
+    if kind is int:
+        return [value]
+    if len(value) > max_prompts:
+        raise bad_request(
+            f"prompt holds {len(value)} prompts, at most {max_prompts} are allowed in a request", "prompt"
+        )
+    for index, item in enumerate(value):
+        if type(item) is not kind:
+            raise bad_request(f"prompt mixes kinds: item {index} is not a {_NAMES[kind]}", "prompt")
+        if kind is list and not item:
+            raise bad_request(f"prompt {index} holds no token ids", "prompt")
+    return value  # type: ignore[no-any-return]
+
+
+_NAMES: dict[Any, str] = {str: "string", list: "list of token ids"}
+
+
+def check_token_prompts(prompts: list[list[int]], info: ModelInfo, *, truncate: int | None) -> list[list[int]]:
+    """The prompts, cut to their last `truncate` ids; raises ApiError for one that is too long or holds no valid ids.
+
+    Lengths come first, as they cost nothing: 32 MiB of digits are refused without being looked at.
+    """
+    vocab_size = info.vocab_size
+    if truncate is None:
+        for ids in prompts:
+            if len(ids) > info.max_model_len:
+                raise context_length_exceeded(info.max_model_len, len(ids), param="prompt")
+    checked = []
+    for ids in prompts:
+        if set(map(type, ids)) != {int}:
+            raise bad_request("prompt: token ids must be integers", "prompt")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            shown = str(wrong) if abs(wrong) < 2**63 else "of more than 64 bits"
+            raise bad_request(
+                f"prompt: token id {shown} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", "prompt"
+            )
+        checked.append(ids if truncate is None else ids[-truncate:])
+    return checked

@@ -1,0 +1,72 @@
+"""Parts of answers that several endpoints share, and the error object. They document answers written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.server.protocol.base import StrictModel
+
+
+class PromptTokensDetails(StrictModel):
+    """`cached_tokens`: prompt tokens found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(StrictModel):
+    """Token counts. `completion_tokens` counts what was generated, the end-of-sequence token included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class TokenLogprob(StrictModel):
+    """A log-probability with the token's rank, 1 being the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, TokenLogprob] | None]
+
+
+class ErrorDetail(StrictModel):
+    """What went wrong, in words, and the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(StrictModel):
+    """Every answer other than success has this shape."""
+
+    error: ErrorDetail
+
+
+class Model(StrictModel):
+    """A model as `/v1/models` lists it; what the engine knows is null until it has loaded."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "windlass"
+    max_model_len: int | None = None
+    dtype: str | None = None
+    weight_dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    quantization: str | None = None
+    architecture: str | None = None
+    num_parameters: int | None = None
+    rotary: dict[str, Any] | None = None
+
+
+class ModelList(StrictModel):
+    """All models served: one."""
+
+    object: str = "list"
+    data: list[Model]

@@ -1,0 +1,84 @@
+"""What every request body shares: strict types, refusal of unknown fields, and small field types with their bounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+MAX_NAME = 64  # characters of an unknown field's name that an error repeats
+
+
+class StrictModel(BaseModel):
+    """A JSON object whose unknown fields are refused by name and whose types are not coerced."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    hints: ClassVar[dict[str, str]] = {}  # unknown field -> what to do instead
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        # One error and not one per field: a body may hold a million of them.
+        if isinstance(data, dict):
+            known = cls.model_fields
+            for name in data:
+                if name not in known:
+                    hint = cls.hints.get(name, "remove it")
+                    raise PydanticCustomError(
+                        "unknown_field", "unknown field: {hint}", {"name": name[:MAX_NAME], "hint": hint}
+                    )
+        return data
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _token_bias(value: Any) -> Any:
+    """{"id": bias} with decimal ids, at most 1,024 of them."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > 1024:
+        raise PydanticCustomError(
+            "too_many", "logit_bias holds at most 1024 entries, got {count}", {"count": len(value)}
+        )
+    result: dict[int, Any] = {}
+    for key, bias in value.items():
+        if not re.fullmatch(r"[0-9]{1,10}", key):
+            raise PydanticCustomError(
+                "token_id", "keys are token ids written in decimal, got '{key}'", {"key": key[:MAX_NAME]}
+            )
+        result[int(key)] = bias
+    return result
+
+
+def check_free_form(value: Any) -> Any:
+    """Refuse numbers in free-form JSON that later arithmetic could trip over: infinities, integers past 64 bits."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+        elif isinstance(item, float) and not -1e300 < item < 1e300:
+            raise PydanticCustomError("number", "holds a number that is not finite")
+        elif isinstance(item, int) and abs(item) > INT64_MAX:
+            raise PydanticCustomError("number", "holds an integer of more than 64 bits")
+    return value
+
+
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)]],
+    Field(max_length=16, fail_fast=True),
+    BeforeValidator(_as_list),
+]
+LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]

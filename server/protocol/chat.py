@@ -1,0 +1,139 @@
+"""Body and answer of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from windlass.server.protocol.answers import PromptLogprobs, Usage
+from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form
+from windlass.server.protocol.generation import GenerationRequest, only_empty, unsupported
+
+MAX_MESSAGES = 16384
+
+
+def _content(value: Any) -> str | None:
+    """Text of a message: a string, or OpenAI's list of text parts (joined by line breaks)."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("type", "should be a string or a list of text parts")
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str) or len(part) != 2:
+            raise PydanticCustomError(
+                "type",
+                "part {number} should be {'type': 'text', 'text': '…'}: only text is supported",
+                {"number": number},
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _tool_choice(value: Any) -> Any:
+    if value not in (None, "none", "auto"):
+        raise unsupported("a tool_choice other than 'none' or 'auto' is")
+    return value
+
+
+def _tool_calls(value: list[Any] | None) -> list[Any] | None:
+    return check_free_form(value) if value else None
+
+
+class ChatMessage(StrictModel):
+    """One turn. Fields that clients copy from an earlier answer are accepted where they are empty.
+
+    `type` may say "text" or "message", as some clients send it; it has no effect.
+    """
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Annotated[Any, AfterValidator(_content)] = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: (
+        Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True), AfterValidator(_tool_calls)] | None
+    ) = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    type: Literal["text", "message"] | None = None
+    refusal: Annotated[str | None, only_empty("refusal is")] = None
+    annotations: Annotated[list[Any] | None, only_empty("annotations are")] = None
+    audio: Annotated[Any, only_empty("audio is")] = None
+    function_call: Annotated[Any, only_empty("function_call is")] = None
+
+
+class ChatRequest(GenerationRequest):
+    """`messages` go through the model's chat template; `chat_template_kwargs` are further variables for it."""
+
+    hints: ClassVar[dict[str, str]] = {
+        "prompt": "it belongs to /v1/completions; this is /v1/chat/completions, which takes messages",
+        "echo": "it belongs to /v1/completions",
+        "suffix": "it belongs to /v1/completions",
+        "chat_template": "templates come from the model or the operator, never from a request",
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: FreeForm | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    parallel_tool_calls: bool | None = None  # nothing to run in parallel while tools are refused
+    tools: Annotated[list[Any] | None, only_empty("tools are")] = None
+    tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = None
+
+
+class ChatTopLogprob(StrictModel):
+    """`bytes`: the token's own UTF-8 bytes, as one character may be split over tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    """A generated token and its most likely alternatives."""
+
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(StrictModel):
+    """One entry per generated token."""
+
+    content: list[ChatTokenLogprob] | None
+
+
+class ChatAnswer(StrictModel):
+    """The assistant's turn (`delta` holds the same fields in a stream)."""
+
+    role: str | None = None
+    content: str | None = None
+    refusal: str | None = None
+
+
+class ChatChoice(StrictModel):
+    """One answer. `stop_reason`: the stop string or stop token id that ended it."""
+
+    index: int
+    message: ChatAnswer | None = None
+    delta: ChatAnswer | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(StrictModel):
+    """The answer, and with `object` "chat.completion.chunk" each chunk of a stream."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None

@@ -1,0 +1,86 @@
+"""Body and answer of `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from windlass.server.protocol.answers import PromptLogprobs, Usage
+from windlass.server.protocol.base import StrictModel
+from windlass.server.protocol.generation import GenerationRequest, only_empty
+
+
+def _prompt(value: Any) -> Any:
+    """Shape only: what is inside long lists is looked at once their length is known to fit."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("type", "should be a string, a list of strings, token ids or lists of token ids")
+    if not value:
+        raise PydanticCustomError("empty", "should not be an empty list")
+    if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
+        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
+    return value
+
+
+class CompletionRequest(GenerationRequest):
+    """`prompt`: a string, a list of strings, token ids, or a list of token-id lists."""
+
+    hints: ClassVar[dict[str, str]] = {
+        "messages": "it belongs to /v1/chat/completions; this is /v1/completions, which takes prompt",
+        "top_logprobs": "it belongs to /v1/chat/completions; here logprobs is the number of alternatives",
+        "tools": "it belongs to /v1/chat/completions",
+    }
+
+    prompt: Annotated[
+        Any,
+        AfterValidator(_prompt),
+        Field(
+            json_schema_extra={
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "string"}},
+                    {"type": "array", "items": {"type": "integer"}},
+                    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+                ]
+            }
+        ),
+    ]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: Annotated[str | None, only_empty("suffix (this model has no fill-in-the-middle) is")] = None
+
+
+class CompletionLogprobs(StrictModel):
+    """Parallel lists, one entry per token. The first prompt token of an echo has no log-probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(StrictModel):
+    """One answer. `stop_reason`: the stop string or stop token id that ended it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(StrictModel):
+    """The answer, and with the same shape each chunk of a stream."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None

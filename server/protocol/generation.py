@@ -1,0 +1,147 @@
+"""Fields that completions and chats have in common. Refusal of what is not supported happens here, by field name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from windlass.server.protocol.base import (
+    INT32_MAX,
+    INT64_MAX,
+    LogitBias,
+    RequestId,
+    StopStrings,
+    StrictModel,
+    TokenId,
+    check_free_form,
+)
+
+
+def unsupported(what: str) -> PydanticCustomError:
+    return PydanticCustomError("unsupported_field", "{what} not supported by this server: leave it out", {"what": what})
+
+
+def only_empty(what: str) -> AfterValidator:
+    """A field that is accepted when it asks for nothing (null, false, 0, "", [] or {})."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in (False, "", [], {}):
+            raise unsupported(what)
+        return value
+
+    return AfterValidator(check)
+
+
+def _only(allowed: str, name: str) -> AfterValidator:
+    """A choice of which one value is supported."""
+
+    def check(value: str | None) -> str | None:
+        if value not in (None, allowed):
+            raise unsupported(f"{name} {value!r} is")
+        return value
+
+    return AfterValidator(check)
+
+
+def _only_absent(what: str) -> AfterValidator:
+    """A field that is accepted only when null."""
+
+    def check(value: Any) -> Any:
+        if value is not None:
+            raise unsupported(what)
+        return value
+
+    return AfterValidator(check)
+
+
+def _response_format(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("type", "should be an object such as {'type': 'text'}")
+    kind = value.get("type")
+    if kind in ("json_object", "json_schema", "regex", "grammar", "structural_tag"):
+        raise unsupported(f"response_format {kind!r} is")
+    if value != {"type": "text"}:
+        raise PydanticCustomError("type", "should be {'type': 'text'}")
+    return value
+
+
+def _rope_scaling(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | dict):
+        raise PydanticCustomError("type", "should be an object such as {'rope_type': 'yarn', 'factor': 4.0}")
+    return check_free_form(value)
+
+
+class StreamOptions(StrictModel):
+    """`include_usage`: a last chunk with usage. `continuous_usage_stats`: running usage on every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(StrictModel):
+    """Sampling, serving and bookkeeping fields. None always means "not given"."""
+
+    model: str | None = None
+
+    # OpenAI's own
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=64)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopStrings | None = None
+    seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
+
+    # Sampling beyond OpenAI
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    bad_words: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=1024, fail_fast=True)]
+        | None
+    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)] | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+
+    # Serving
+    rope_scaling: Annotated[Any, BeforeValidator(_rope_scaling)] = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
+    request_id: RequestId | None = None
+
+    # Not supported: accepted only where they ask for nothing
+    rope_update: Annotated[Literal["frozen", "recompute", "rotate"] | None, _only("frozen", "rope_update")] = None
+    context_overflow: Annotated[Literal["stop", "shift"] | None, _only("stop", "context_overflow")] = None
+    keep_tokens: Annotated[int | None, _only_absent("keep_tokens (it goes with context_overflow 'shift') is")] = None
+    cache_reuse: Annotated[int | None, only_empty("cache_reuse above 0 is")] = None
+    structured: Annotated[dict[str, Any] | None, only_empty("structured output is")] = None
+    response_format: Annotated[Any, AfterValidator(_response_format)] = None
+
+    # OpenAI's bookkeeping: accepted, without effect
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    verbosity: str | None = None

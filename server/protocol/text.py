@@ -1,0 +1,65 @@
+"""Bodies and answers of `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from windlass.server.protocol.base import FreeForm, StrictModel, TokenId
+from windlass.server.protocol.chat import MAX_MESSAGES, ChatMessage
+
+
+class TokenizeRequest(StrictModel):
+    """Either `prompt` or `messages`. `return_offsets`: character spans of the tokens in the text (default true)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    return_offsets: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: FreeForm | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("source", "give either prompt or messages")
+        return self
+
+
+class TokenizeAnswer(StrictModel):
+    """`offsets[i]` is the [start, end) of token i in the tokenized text, in characters."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    offsets: list[tuple[int, int]] | None = None
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    """`tokens`: ids, special ones kept unless `skip_special_tokens`."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=2**21, fail_fast=True)]
+    skip_special_tokens: bool | None = None
+    return_offsets: bool | None = None
+
+
+class DetokenizeAnswer(StrictModel):
+    """`offsets[i]` is the [start, end) of what token i adds to the text, in characters."""
+
+    prompt: str
+    offsets: list[tuple[int, int]] | None = None
+
+
+class RotaryInspectRequest(StrictModel):
+    """`rope_scaling` as a request would give it (null: the server's default); `length`: its longest length in tokens."""
+
+    model: str | None = None
+    rope_scaling: FreeForm | None = None
+    length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

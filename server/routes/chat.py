@@ -1,0 +1,89 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.server.answers.base import AnswerWriter
+from windlass.server.answers.chat import ChatWriter
+from windlass.server.body import read_body
+from windlass.server.errors import bad_request
+from windlass.server.generation import Tally
+from windlass.server.pipeline import Job, check, envelope, run
+from windlass.server.protocol.chat import ChatCompletion, ChatRequest
+from windlass.server.request_id import request_id, set_request_id
+from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, state_of
+from windlass.server.streaming import Exchange
+from windlass.server.text_worker import Prompt
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/chat/completions",
+    openapi_extra=body_of(ChatRequest),
+    responses=answers(ChatCompletion, stream=True, errors=GENERATION_ERRORS),
+)
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation, rendered by the model's chat template."""
+    arrival = time.monotonic()
+    state = state_of(request)
+    body = await read_body(request, ChatRequest, stall_seconds=state.settings.body_stall_seconds)
+    if body.request_id is not None:
+        set_request_id(request.scope, body.request_id)
+    state.check_model(body.model)
+    info = state.admit()
+    job = check(
+        state,
+        body,
+        info,
+        request_id=request_id(request.scope),
+        arrival=arrival,
+        default_max_tokens=state.settings.default_max_tokens,
+        logprobs=_logprobs(body),
+    )
+
+    async def work(exchange: Exchange) -> None:
+        if body.stream:
+            exchange.begin_stream()
+        prompts = await _prompt(job, body)
+
+        def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
+            head = envelope("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job)
+            return ChatWriter(state.tokenizer, prompts, tally, job.options, head)
+
+        await run(exchange, job, prompts, param="messages", make_writer=make_writer)
+
+    return Exchange(state, work, deadline=job.deadline)
+
+
+def _logprobs(body: ChatRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise bad_request("top_logprobs goes with logprobs: true", "top_logprobs")
+    return None
+
+
+async def _prompt(job: Job, body: ChatRequest) -> list[Prompt]:
+    text_worker, info = job.state.text, job.info
+    truncate = body.truncate_prompt_tokens
+    text = await text_worker.render(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+        max_model_len=info.max_model_len if truncate is None else None,
+    )
+    return await text_worker.encode(
+        [text],
+        add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
+        max_model_len=info.max_model_len,
+        truncate=truncate,
+        param="messages",
+    )

@@ -1,0 +1,67 @@
+"""What the routes share: the state behind a request, and how bodies and answers are documented."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+
+from windlass.server.state import ServerState
+
+REF = "#/components/schemas/{model}"
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the app that serves this request."""
+    state: ServerState = request.app.state.windlass
+    return state
+
+
+def reference(model: type[BaseModel]) -> dict[str, str]:
+    """A JSON reference to a model among the components of the API's description."""
+    return {"$ref": REF.format(model=model.__name__)}
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads `model` itself."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference(model)}}}}
+
+
+def answers(
+    answer: type[BaseModel] | None,
+    *,
+    stream: bool = False,
+    media_type: str = "application/json",
+    errors: tuple[int, ...] = (),
+) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route: its answer, its stream, and its errors."""
+    schema: dict[str, Any] = {"type": "string"} if answer is None else reference(answer)
+    content: dict[str, Any] = {media_type: {"schema": schema}}
+    if stream:
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": "`data:` lines with one JSON object each, then `data: [DONE]`"}
+        }
+    documented: dict[int | str, dict[str, Any]] = {200: {"description": "Success", "content": content}}
+    for status in (401, *errors):
+        documented[status] = {
+            "description": _MEANING[status],
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}},
+        }
+    return documented
+
+
+_MEANING = {
+    400: "The request is at fault; `param` names the field",
+    401: "A valid API key is needed",
+    404: "There is no such model",
+    408: "The body did not come in time",
+    413: "The body is too large",
+    429: "Too many requests; see Retry-After",
+    431: "The headers are too large",
+    500: "The server failed",
+    503: "The engine is not ready, or the server is shutting down; see Retry-After",
+    504: "The deadline passed",
+}
+BODY_ERRORS = (400, 404, 408, 413, 431, 500)
+GENERATION_ERRORS = (*BODY_ERRORS, 429, 503, 504)

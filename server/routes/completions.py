@@ -1,0 +1,94 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.server.answers.base import AnswerWriter
+from windlass.server.answers.completions import CompletionWriter
+from windlass.server.body import read_body
+from windlass.server.generation import Tally
+from windlass.server.pipeline import Job, check, envelope, run
+from windlass.server.prompts import check_token_prompts, split_prompts
+from windlass.server.protocol.completions import Completion, CompletionRequest
+from windlass.server.request_id import request_id, set_request_id
+from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, state_of
+from windlass.server.streaming import Exchange
+from windlass.server.text_worker import Prompt
+
+router = APIRouter()
+
+
+@router.post(
+    "/v1/completions",
+    openapi_extra=body_of(CompletionRequest),
+    responses=answers(Completion, stream=True, errors=GENERATION_ERRORS),
+)
+async def create_completion(request: Request) -> Response:
+    """Continue one or several prompts, given as text or token ids."""
+    arrival = time.monotonic()
+    state = state_of(request)
+    body = await read_body(request, CompletionRequest, stall_seconds=state.settings.body_stall_seconds)
+    if body.request_id is not None:
+        set_request_id(request.scope, body.request_id)
+    state.check_model(body.model)
+    info = state.admit()
+    job = check(
+        state,
+        body,
+        info,
+        request_id=request_id(request.scope),
+        arrival=arrival,
+        default_max_tokens=state.settings.completion_max_tokens,
+        logprobs=body.logprobs,
+        echo=bool(body.echo),
+    )
+
+    async def work(exchange: Exchange) -> None:
+        if body.stream:
+            exchange.begin_stream()
+        prompts = await _prompts(job, body)
+        echoes = await _echoes(job, prompts) if body.echo else None
+
+        def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
+            head = envelope("cmpl", "text_completion", job)
+            return CompletionWriter(state.tokenizer, prompts, tally, job.options, head, echoes)
+
+        await run(exchange, job, prompts, param="prompt", make_writer=make_writer)
+
+    return Exchange(state, work, deadline=job.deadline)
+
+
+async def _prompts(job: Job, body: CompletionRequest) -> list[Prompt]:
+    state, info = job.state, job.info
+    given = split_prompts(body.prompt, max_prompts=state.settings.max_prompts)
+    truncate = body.truncate_prompt_tokens
+    if isinstance(given[0], str):
+        return await state.text.encode(
+            given,
+            add_special_tokens=body.add_special_tokens is not False,
+            max_model_len=info.max_model_len,
+            truncate=truncate,
+            param="prompt",
+        )
+    checked = await state.text.run(lambda: check_token_prompts(given, info, truncate=truncate))
+    return [Prompt(ids) for ids in checked]
+
+
+async def _echoes(job: Job, prompts: list[Prompt]) -> list[str]:
+    """What `echo` repeats: the caller's own text where there is one, else what the token ids say."""
+    decode = job.state.tokenizer.decode
+    skip = job.options.skip_special_tokens
+
+    def texts() -> list[str]:
+        return [
+            decode(prompt.token_ids, skip_special_tokens=skip) if prompt.text is None else prompt.text
+            for prompt in prompts
+        ]
+
+    return await job.state.text.run(texts)

@@ -1,0 +1,48 @@
+"""`GET /health`, `/ready`, `/version` and `/metrics`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.server.metrics import CONTENT_TYPE
+from windlass.server.routes.common import answers, state_of
+from windlass.server.state import ServerState
+
+router = APIRouter()
+
+
+@router.get("/health", responses=answers(None, errors=(503,)))
+async def health(request: Request) -> Response:
+    """200 while process and engine are alive, draining included."""
+    state = state_of(request)
+    return _status(state, state.engine.state == "ready", state.engine.state)
+
+
+@router.get("/ready", responses=answers(None, errors=(503,)))
+async def ready(request: Request) -> Response:
+    """200 while new work is accepted."""
+    state = state_of(request)
+    accepting = state.engine.state == "ready" and not state.draining
+    return _status(state, accepting, "draining" if state.draining else state.engine.state)
+
+
+@router.get("/version", responses=answers(None))
+async def version(request: Request) -> Response:
+    """Version of the server."""
+    return Response(to_json({"version": request.app.version}), media_type="application/json")
+
+
+@router.get("/metrics", responses=answers(None, media_type="text/plain"))
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics."""
+    return Response(await state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+
+def _status(state: ServerState, good: bool, status: str) -> Response:
+    headers = {} if good else {"retry-after": str(state.settings.retry_after_seconds)}
+    return Response(
+        to_json({"status": status}), status_code=200 if good else 503, media_type="application/json", headers=headers
+    )

@@ -1,0 +1,67 @@
+"""`GET /v1/models` and `GET /v1/models/{id}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.server.protocol.answers import Model, ModelList
+from windlass.server.routes.common import answers, state_of
+from windlass.server.state import ServerState
+
+router = APIRouter()
+
+
+@router.get("/v1/models", responses=answers(ModelList))
+async def list_models(request: Request) -> Response:
+    """The served model."""
+    return _json({"object": "list", "data": [describe_model(state_of(request))]})
+
+
+@router.get("/v1/models/{model:path}", responses=answers(Model, errors=(404,)))
+async def get_model(request: Request, model: str) -> Response:
+    """The served model by its id."""
+    state = state_of(request)
+    state.check_model(model)
+    return _json(describe_model(state))
+
+
+def describe_model(state: ServerState) -> dict[str, Any]:
+    """The model object; what the engine knows is null until it has loaded."""
+    info = state.engine.info
+    described: dict[str, Any] = {
+        "id": state.settings.served_model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "windlass",
+    }
+    for name in (
+        "max_model_len",
+        "dtype",
+        "weight_dtype",
+        "kv_cache_dtype",
+        "quantization",
+        "architecture",
+        "num_parameters",
+    ):
+        described[name] = None if info is None else getattr(info, name)
+    described["rotary"] = (
+        None
+        if info is None
+        else {
+            **info.rope_scaling.to_dict(),
+            "rope_theta": info.rope_theta,
+            "rotary_dim": info.rotary_dim,
+            "original_max_position_embeddings": info.trained_len,
+            "groups": list(info.rotary_groups),
+        }
+    )
+    return described
+
+
+def _json(payload: dict[str, Any]) -> Response:
+    return Response(to_json(payload), media_type="application/json")

@@ -1,0 +1,66 @@
+"""What an operator may set about the HTTP side. Plain data without torch; knows nothing of the engine's options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
+
+    served_model_name: the model's id in the API. api_keys: empty means that no key is asked for.
+    cors_origins: origins allowed by CORS; empty (the default) switches CORS off. Credentials are never allowed.
+    default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
+    keep_alive_seconds: silence on a stream after which a comment line is sent (0: never).
+    grace_seconds: how long running streams may go on once draining has begun.
+    max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
+    default_timeout: deadline of a request that names none; None means no deadline.
+    body_stall_seconds: how long a client may pause while it sends its body.
+    tokenizer_threads: threads that tokenize and detokenize long texts beside the event loop.
+    template_seconds, max_concurrent_templates: bounds on rendering chat templates.
+    deadline_slack: how long the engine is trusted to end a request past its deadline before the server does it.
+    """
+
+    served_model_name: str
+    api_keys: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    default_max_tokens: int = 1024
+    completion_max_tokens: int = 16
+    keep_alive_seconds: float = 10.0
+    grace_seconds: float = 30.0
+    default_timeout: float | None = None
+    retry_after_seconds: int = 1
+    max_body_bytes: int = 32 * MIB
+    max_header_bytes: int = 64 * 1024
+    body_stall_seconds: float = 30.0
+    max_in_flight: int = 4096
+    max_prompts: int = 1024
+    max_tokenize_chars: int = 4 * MIB
+    tokenizer_threads: int = 2
+    template_seconds: float = 5.0
+    max_concurrent_templates: int = 8
+    deadline_slack: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.served_model_name:
+            raise ValueError("served_model_name must not be empty")
+        if any(not key for key in self.api_keys):
+            raise ValueError("an API key must not be empty")
+        for name in (
+            "default_max_tokens",
+            "completion_max_tokens",
+            "max_body_bytes",
+            "max_header_bytes",
+            "max_in_flight",
+            "max_prompts",
+            "tokenizer_threads",
+            "max_concurrent_templates",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("keep_alive_seconds", "grace_seconds", "template_seconds", "deadline_slack"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

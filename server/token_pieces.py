@@ -1,0 +1,118 @@
+"""What single tokens contribute to a text, as bytes, for the decoders models actually use.
+
+Responsible for understanding a `tokenizers` decoder well enough to decode token by token. Knows nothing of streaming or
+stop strings. A decoder it does not understand gives None, and callers fall back on decoding small windows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: character -> byte (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(256 + rank): byte for rank, byte in enumerate(others)})
+    return alphabet
+
+
+_ALPHABET = _byte_alphabet()
+
+
+@dataclass(frozen=True, slots=True)
+class PieceDecoder:
+    """A decoder reduced to a rule per token.
+
+    byte_level: tokens are written in GPT-2's byte alphabet. replacements: substitutions inside a token, in order.
+    byte_fallback: tokens such as `<0xE2>` are single bytes. separator: stands before every token but the first.
+    metaspace: character that is a space, and is dropped from the first token of a text.
+    strip_left: how many `strip_char` are dropped from the start of a text.
+    """
+
+    byte_level: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    separator: str = ""
+    metaspace: str = ""
+    strip_char: str = " "
+    strip_left: int = 0
+
+    @classmethod
+    def for_tokenizer(cls, backend: tokenizers.Tokenizer) -> PieceDecoder | None:
+        """The rule of this tokenizer's decoder, or None where it is none of those understood here."""
+        decoder = backend.decoder
+        if decoder is None:
+            return cls(separator=" ")
+        try:
+            return cls._from_steps(_flatten(json.loads(decoder.__getstate__())))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @classmethod
+    def _from_steps(cls, steps: list[dict[str, Any]]) -> PieceDecoder | None:
+        if [step["type"] for step in steps] == ["ByteLevel"]:
+            return cls(byte_level=True)
+        values: dict[str, Any] = {}
+        replacements: list[tuple[str, str]] = []
+        fused = False
+        for step in steps:
+            kind = step["type"]
+            if kind == "Replace" and "String" in step["pattern"] and not fused and "byte_fallback" not in values:
+                replacements.append((step["pattern"]["String"], step["content"]))
+            elif kind == "ByteFallback" and not fused:
+                values["byte_fallback"] = True
+            elif kind == "Metaspace" and not fused and "metaspace" not in values:
+                replacements.append((step["replacement"], " "))
+                if step.get("prepend_scheme", "always") != "never":
+                    if len(replacements) > 1 or values.get("byte_fallback"):
+                        return None  # the first token's rule would depend on what stood before it in the sequence
+                    values["metaspace"] = step["replacement"]
+            elif kind == "Fuse":
+                fused = True
+            elif kind == "Strip" and fused and step["stop"] == 0 and "strip_left" not in values:
+                values.update(strip_char=step["content"], strip_left=step["start"])
+            else:
+                return None
+        return cls(replacements=tuple(replacements), **values)
+
+    def bytes_of(self, token: str, *, first: bool = False) -> bytes:
+        """UTF-8 that `token` adds; `first`: nothing was decoded before it. `strip_left` is left to the caller."""
+        if self.byte_level:
+            try:
+                return bytes([_ALPHABET[char] for char in token])
+            except KeyError:  # an added token, written as it is
+                return token.encode("utf-8", "replace")
+        if first and self.metaspace:
+            token = token.replace(self.metaspace, "")
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        if self.byte_fallback and len(token) == 6 and (match := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        if self.separator and not first:
+            token = self.separator + token
+        return token.encode("utf-8", "replace")
+
+    def covers_every_byte(self, backend: tokenizers.Tokenizer) -> bool:
+        """Whether any text at all can be written in this vocabulary, so that nothing becomes an unknown token."""
+        if self.byte_level:
+            names = list(_ALPHABET)
+        elif self.byte_fallback and getattr(backend.model, "byte_fallback", False):
+            names = [f"<0x{byte:02X}>" for byte in range(256)]
+        else:
+            return False
+        return all(backend.token_to_id(name) is not None for name in names)
+
+
+def _flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
+    if step["type"] != "Sequence":
+        return [step]
+    return [inner for child in step["decoders"] for inner in _flatten(child)]

@@ -1,0 +1,183 @@
+"""What loading accepts and refuses: every refusal is a LoadError of one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.bench import run_engine_benchmark
+from windlass.engine.config import EngineConfig, parse_size
+from windlass.engine.core import EngineCore
+from windlass.engine.errors import LoadError, RequestError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model("llama", tmp_path / "model")
+
+
+def edit_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(model: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(model: Path, match: str, **options: Any) -> None:
+    with pytest.raises(LoadError, match=match) as error:
+        make_core(model, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "does not exist.*model directory")
+
+
+def test_broken_config(model: Path) -> None:
+    (model / "config.json").write_text("{")
+    refused(model, "not valid JSON")
+    (model / "config.json").write_text("[]")
+    refused(model, "JSON object")
+
+
+def test_missing_surplus_and_misshapen_tensors(model: Path) -> None:
+    edit_weights(model, lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
+    refused(model, r"unexpected tensor 'model.layers.0.self_attn.q_norm.weight'")
+    edit_weights(model, lambda t: t.pop("model.layers.0.self_attn.q_norm.weight"))
+    make_core(model)
+    edit_weights(model, lambda t: t.update({"model.norm.weight": torch.ones(63)}))
+    refused(model, r"'model.norm.weight' has shape \[63\].*\[64\]")
+    edit_weights(model, lambda t: t.pop("model.norm.weight"))
+    refused(model, "1 tensors are missing.*model.norm.weight")
+
+
+def test_truncated_file_and_no_file(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(model, "cannot read .*model.safetensors")
+    path.unlink()
+    refused(model, "no model.safetensors.*dummy")
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+    refused(model, "only safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*not supported.*LlamaForCausalLM"),
+        ({"architectures": None}, "not supported"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -1, "rope_theta": 1e4}}, "factor"),
+        ({"hidden_act": "relu"}, "relu.*silu"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers"),
+    ],
+)
+def test_configs_that_are_not_understood(model: Path, changes: dict[str, Any], match: str) -> None:
+    edit_config(model, **changes)
+    refused(model, match)
+
+
+def test_unknown_keys_are_named(model: Path) -> None:
+    edit_config(model, attention_swirl=3)
+    assert any("attention_swirl" in notice for notice in make_core(model).info.notices)
+
+
+def test_options_that_do_not_fit(model: Path) -> None:
+    refused(model, "100000 tokens does not fit.*kv-cache-memory", max_model_len=100_000)
+    refused(model, "unknown dtype 'int3'.*float32", dtype="int3")
+    refused(model, "device", device="cuda:77")
+    for options in ({"max_num_batched_tokens": 0}, {"max_num_seqs": -1}, {"block_size": 24}, {"kv_cache_memory": 0}):
+        refused(model, f"--{next(iter(options)).replace('_', '-')}", **options)
+
+
+def test_context_defaults_to_what_the_cache_holds(model: Path) -> None:
+    per_block = make_core(model).info.kv_bytes_per_token * 16
+    info = make_core(model, kv_cache_memory=5 * per_block).info
+    assert info.max_model_len == 80
+    assert any("80 tokens" in notice for notice in info.notices)
+    assert make_core(model, max_model_len=1000).info.max_model_len == 1000  # past the model's own length is allowed
+
+
+def test_sharded_checkpoint_gives_the_same_model(model: Path, tmp_path: Path) -> None:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded.save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
+    request = greedy("a", range(3, 40), 8)
+    whole, sharded = (run(make_core(d), [request])["a", 0] for d in (model, tmp_path / "sharded"))
+    assert torch.equal(torch.stack(whole.logits), torch.stack(sharded.logits))
+    next((tmp_path / "sharded").glob("model-*.safetensors")).unlink()
+    refused(tmp_path / "sharded", "shards are missing")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(model: Path, dtype: str) -> None:
+    request = greedy("a", range(3, 40), 1)
+    full = run(make_core(model), [request])["a", 0].logits[0]
+    core = make_core(model, dtype=dtype)
+    half = run(core, [request])["a", 0].logits[0]
+    assert core.info.dtype == core.info.kv_cache_dtype == dtype
+    error = (half - full).norm() / full.norm()
+    assert 0 < error < (0.05 if dtype == "bfloat16" else 0.01)
+
+
+def test_dummy_weights_need_only_a_config(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    config = EngineConfig(model=str(model), load_format="dummy", device="cpu", kv_cache_memory=8 << 20)
+    report = run_engine_benchmark(config, batch_size=3, input_len=20, output_len=5)
+    assert report["prefill_tokens_per_second"] > 0 and report["decode_tokens_per_second"] > 0
+    assert report["prefix_cache_hits"] == 0
+    assert report["settings"]["batch_size"] == 3
+    assert run_engine_benchmark(config, batch_size=1, input_len=8, output_len=1)["decode_tokens_per_second"] is None
+    with pytest.raises(LoadError, match="exceed the context"):
+        run_engine_benchmark(config, batch_size=1, input_len=400, output_len=5)
+
+
+def test_requests_the_engine_refuses(model: Path) -> None:
+    core = make_core(model)
+    length = core.info.max_model_len
+    cases = [
+        (greedy("a", []), "prompt"),
+        (greedy("a", [5] * length), "prompt"),
+        (greedy("a", [128]), "prompt"),
+        (greedy("a", [-1]), "prompt"),
+        (greedy("a", [5], temperature=float("nan")), "temperature"),
+        (greedy("a", [5], logit_bias={500: 1.0}), "logit_bias"),
+        (greedy("a", [5], stop_token_ids=(128,)), "stop_token_ids"),
+        (greedy("a", [5], allowed_token_ids=()), "allowed_token_ids"),
+        (greedy("a", [5], n=65), "n"),
+        (greedy("a", [5], rope_update="rotate"), "rope_update"),
+    ]
+    for request, param in cases:
+        with pytest.raises(RequestError) as error:
+            core.add(request)
+        assert error.value.param == param
+    assert not core.has_work()
+
+
+def test_max_tokens_past_the_context_ends_with_length(model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(model), max_model_len=32, device="cpu", kv_cache_memory=8 << 20))
+    result = run(core, [greedy("a", range(3, 23), 1000)])["a", 0]
+    assert len(result.token_ids) == 12 and result.finish_reason == "length"
+
+
+def test_sizes() -> None:
+    assert parse_size("4GiB") == 4 << 30 and parse_size("1.5g") == 1_500_000_000 and parse_size("77") == 77
+    for bad in ("", "GiB", "-1", "4 parsecs", "0"):
+        with pytest.raises(LoadError, match="4GiB"):
+            parse_size(bad)

@@ -1,0 +1,112 @@
+"""Each rotary scaling on a whole model: configured in config.json, by the operator, and per request, against transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import Reference, make_model
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.scaling import RopeScaling
+
+M = 64  # the trained length of the models here
+
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn_mscale": {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [1.5 + 0.5 * i for i in range(8)],
+        "original_max_position_embeddings": 32,
+    },
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("plain"), max_position_embeddings=M)
+
+
+def with_scaling(plain: Path, directory: Path, kind: str) -> Path:
+    """The same weights under another config.json."""
+    directory.mkdir(exist_ok=True)
+    (directory / "model.safetensors").symlink_to(plain / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": 10000.0, **KINDS[kind]}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_config_server_and_request_agree_with_transformers(kind: str, plain: Path, tmp_path: Path) -> None:
+    scaled = with_scaling(plain, tmp_path / kind, kind)
+    prompt = torch.randint(3, 128, (50,), generator=torch.Generator().manual_seed(1)).tolist()
+    scaling = RopeScaling.from_dict(KINDS[kind])
+    request = greedy("a", prompt, 10)
+    cores = {
+        "config": (make_core(scaled), request),
+        "server": (make_core(plain, rope_scaling=scaling), request),
+        "request": (make_core(plain), greedy("a", prompt, 10, rope_scaling=scaling)),
+    }
+    specs = cores["config"][0].resolve_specs(request)
+    reference = Reference(scaled, specs, ["full_attention"])
+    # Below M the frozen dynamic frequencies are the plain ones, as in transformers; the others do not depend on length
+    # but longrope, whose long factors transformers takes up past the original length.
+    rotary = reference.model.model.rotary_emb
+    expected = rotary.long_inv_freq if hasattr(rotary, "long_inv_freq") else rotary.inv_freq
+    if kind == "longrope":
+        init = __import__("transformers.modeling_rope_utils", fromlist=["x"]).ROPE_INIT_FUNCTIONS["longrope"]
+        expected, _ = init(reference.model.config, "cpu", seq_len=60)
+    assert torch.allclose(torch.tensor(specs[0].inv_freq, dtype=torch.float32), expected, rtol=1e-6, atol=0)
+    assert specs[0].rotary_scale == pytest.approx(rotary.attention_scaling, rel=1e-6)
+    for core, sent in cores.values():
+        result = run(core, [sent])["a", 0]
+        logits = reference.logits(prompt + result.token_ids)[49:-1]
+        assert (torch.stack(result.logits) - logits).abs().max() / logits.abs().max() < 1e-5
+        assert result.token_ids == logits.argmax(-1).tolist()
+
+
+def test_two_scalings_in_one_batch_share_nothing(plain: Path) -> None:
+    """The same tokens under two scalings: each as if alone, and no prefix hit across, but one within."""
+    core = make_core(plain)
+    prompt = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    names = ["default", "linear", "yarn", "llama3"]
+    requests = {n: greedy(n, prompt, 8, rope_scaling=RopeScaling.from_dict(KINDS[n])) for n in names}
+    results = run(core, requests.values())
+    for name in names[1:]:  # the scalings do make a difference on this model
+        first = results["default", 0].logits[0]
+        assert (results[name, 0].logits[0] - first).abs().max() / first.abs().max() > 1e-2
+    for name, request in requests.items():
+        result = results[name, 0]
+        reference = Reference(plain, core.resolve_specs(request), ["full_attention"])
+        logits = reference.logits(prompt + result.token_ids)[39:-1]
+        assert (torch.stack(result.logits) - logits).abs().max() / logits.abs().max() < 1e-5
+        assert result.outputs[0].cached_tokens == 0
+    again = greedy("again", prompt, 8, rope_scaling=RopeScaling.from_dict({"type": "linear", "factor": 4}))
+    assert run(core, [again])["again", 0].outputs[0].cached_tokens == 32
+
+
+def test_unknown_scaling_in_config_is_refused(plain: Path, tmp_path: Path) -> None:
+    scaled = with_scaling(plain, tmp_path / "bad", "linear")
+    config = json.loads((scaled / "config.json").read_text())
+    config["rope_parameters"]["rope_type"] = "spiral"
+    (scaled / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match=r"spiral.*linear"):
+        make_core(scaled)

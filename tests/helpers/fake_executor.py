@@ -1,0 +1,262 @@
+"""A model without tensors: each slot of the cache stores which token chain its key was computed from.
+
+The key of token i depends on every token up to i, as a deep layer's does, and on what the request runs under (its
+spec and salt). Reading through the block tables must give exactly the keys of the sequence's own tokens; a leaked,
+shared, overwritten, stale or too early dropped block shows as a wrong key. The step order is a real layer's: copies,
+then all writes, then all reads.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.request import EngineRequest, SamplingParams, TokenLogprobs
+from windlass.engine.schedule import KVGroupLayout, SampleSlot, SchedulerOutput, StepResult
+from windlass.engine.scheduler import Scheduler, SchedulerConfig
+
+VOCAB = 6
+EOS = 5
+
+
+@dataclass(frozen=True)
+class FakeSpec:
+    fingerprint: str = "plain"
+
+
+class FakeRotary:
+    """Rows by reference count, of a fixed number."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.free = list(range(num_rows))
+        self.rows: dict[tuple[FakeSpec, ...], int] = {}
+        self.counts: Counter[int] = Counter()
+
+    def acquire(self, specs: tuple[FakeSpec, ...]) -> int:
+        if specs not in self.rows:
+            self.rows[specs] = self.free.pop()
+        self.counts[self.rows[specs]] += 1
+        return self.rows[specs]
+
+    def release(self, row: int) -> None:
+        assert self.counts[row] > 0
+        self.counts[row] -= 1
+        if self.counts[row] == 0:
+            del self.counts[row]
+            self.rows = {specs: r for specs, r in self.rows.items() if r != row}
+            self.free.append(row)
+
+
+def extend_key(key: int, token: int) -> int:
+    return hash((key, token))
+
+
+def draw(key: int, slot: SampleSlot, num_output: int) -> int:
+    """The token after a row with `key`; masks stop ids while `min_tokens` asks for it, as the sampler does."""
+    generator = random.Random(hash((key, slot.seed, slot.index, num_output)))
+    token = generator.randrange(VOCAB)
+    while num_output < slot.sampling.min_tokens and token in slot.stop_ids:
+        token = generator.randrange(VOCAB)
+    return token
+
+
+@dataclass
+class FakeExecutor:
+    """Executes plans against the stored keys and asserts everything a real cache relies on."""
+
+    scheduler: Scheduler
+    rotary: FakeRotary
+    store: list[dict[tuple[int, int], int]] = field(default_factory=list)  # per group (block, offset) -> key
+    specs: dict[str, tuple[FakeSpec, ...]] = field(default_factory=dict)
+    seen: dict[int, int] = field(default_factory=dict)  # per sequence the tokens that were ever in the cache for it
+    num_computed: int = 0
+    num_recomputed: int = 0
+    key_memo: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        self.store = [{} for _ in self.scheduler.blocks.pools]
+
+    def keys(self, request: EngineRequest, seq_id: int, token_ids: Sequence[int]) -> list[int]:
+        """The right key of every token of a sequence."""
+        memo = self.key_memo[seq_id]
+        key = memo[-1] if memo else root_key(request, self.specs[request.request_id])
+        for token in token_ids[len(memo) :]:
+            key = extend_key(key, token)
+            memo.append(key)
+        return memo
+
+    def execute(self, output: SchedulerOutput) -> list[StepResult]:
+        size = self.scheduler.config.block_size
+        pools = self.scheduler.blocks.pools
+        live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
+        holders = [Counter[int]() for _ in pools]
+        for seq in live.values():
+            for group, table in enumerate(seq.block_tables):
+                holders[group].update(block for block in table if block >= 0)
+
+        targets: set[tuple[int, int]] = set()
+        for copy in output.copies:
+            assert (copy.group, copy.source) not in targets, "a source is the target of an earlier copy"
+            assert (copy.group, copy.target) not in targets, "two copies into one block"
+            targets.add((copy.group, copy.target))
+            store = self.store[copy.group]
+            for offset in range(size):
+                store.pop((copy.target, offset), None)
+                if (copy.source, offset) in store:
+                    store[copy.target, offset] = store[copy.source, offset]
+
+        written: set[tuple[int, int, int]] = set()
+        for item in output.sequences:
+            seq = live[item.seq_id]
+            assert item.rotary_id == self.rotary.rows[self.specs[seq.request.request_id]], "wrong rotary row"
+            assert 0 <= item.start < item.start + item.num_tokens <= len(item.token_ids)
+            keys = self.keys(seq.request, seq.seq_id, item.token_ids)
+            end = item.start + item.num_tokens
+            self.num_computed += item.num_tokens
+            seen = self.seen.get(seq.seq_id, item.start)
+            self.num_recomputed += max(0, min(seen, end) - item.start)
+            self.seen[seq.seq_id] = max(seen, end)
+            for group, pool in enumerate(pools):
+                for i in range(item.start, end):
+                    block = item.block_tables[group][i // size]
+                    assert 0 <= block < pool.num_blocks, "no block to write to"
+                    assert holders[group][block] == 1, "a write into a shared block"
+                    assert pool.digests[block] is None, "a write into a block that may be matched"
+                    assert (group, block, i % size) not in written, "two writes into one slot"
+                    written.add((group, block, i % size))
+                    self.store[group][block, i % size] = keys[i]
+
+        results = []
+        for item in output.sequences:
+            seq = live[item.seq_id]
+            end = item.start + item.num_tokens
+            right = self.keys(seq.request, seq.seq_id, item.token_ids)
+            for group, pool in enumerate(pools):
+                table = item.block_tables[group]
+                for i in range(item.start, end):
+                    for j in range(0 if pool.window is None else max(0, i - pool.window + 1), i + 1):
+                        assert table[j // size] >= 0, f"token {i} cannot see token {j}: its block was dropped"
+                        assert self.store[group].get((table[j // size], j % size)) == right[j], (
+                            f"wrong key at token {j}"
+                        )
+            row = self.store[0][item.block_tables[0][(end - 1) // size], (end - 1) % size]
+            assert bool(item.samples) == (end == len(item.token_ids) and seq.request.sampling.max_tokens > 0)
+            prompt_logprobs = None
+            if item.prompt_logprobs is not None:
+                stop = min(end, item.num_prompt_tokens - 1)
+                prompt_logprobs = tuple(
+                    TokenLogprobs(item.token_ids[i], float(right[i - 1] % 1000), 1)
+                    for i in range(item.start + 1, stop + 1)
+                )
+                if not item.samples:
+                    results.append(StepResult(item.seq_id, prompt_logprobs=prompt_logprobs))
+            for slot in item.samples:
+                if slot.seq_id != item.seq_id:
+                    self.seen[slot.seq_id] = end
+                token = draw(row, slot, len(slot.token_ids) - slot.num_prompt_tokens)
+                own = prompt_logprobs if slot.seq_id == item.seq_id else None
+                results.append(StepResult(slot.seq_id, (token,), prompt_logprobs=own))
+        return results
+
+
+def root_key(request: EngineRequest, specs: tuple[FakeSpec, ...]) -> int:
+    # Not hash(): that of a string differs from process to process.
+    return zlib.crc32(repr((request.cache_salt, specs)).encode())
+
+
+def oracle(
+    request: EngineRequest, specs: tuple[FakeSpec, ...], index: int, max_model_len: int
+) -> tuple[list[int], str, int | None]:
+    """What a sample must come to, computed one token at a time without cache, batch or scheduler."""
+    sampling = request.sampling
+    if sampling.max_tokens == 0:
+        return [], "length", None
+    tokens, key = list(request.prompt_token_ids), root_key(request, specs)
+    for token in tokens:
+        key = extend_key(key, token)
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
+    assert sampling.seed is not None
+    slot = SampleSlot(0, index, sampling, sampling.seed, len(tokens), tokens, tuple(stops))
+    output: list[int] = []
+    while True:
+        token = draw(key, slot, len(output))
+        output.append(token)
+        if token in stops and len(output) > sampling.min_tokens:
+            return output, "stop", token
+        if len(output) == sampling.max_tokens or len(tokens) + len(output) == max_model_len:
+            return output, "length", None
+        key = extend_key(key, token)
+
+
+@dataclass
+class FakeClock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_scheduler(
+    *,
+    groups: Sequence[tuple[int, int | None]] = ((64, None),),
+    block_size: int = 4,
+    budget: int = 64,
+    max_num_seqs: int = 8,
+    max_waiting: int = 100,
+    max_model_len: int = 200,
+    prefix_caching: bool = True,
+    target_step_seconds: float = 0.0,
+) -> tuple[Scheduler, FakeExecutor, FakeClock]:
+    """A scheduler over pools of (blocks, window), with an executor that checks it and a clock to set."""
+    blocks = BlockManager([KVGroupLayout(n, w) for n, w in groups], block_size, prefix_caching)
+    config = SchedulerConfig(
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        max_waiting=max_waiting,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        target_step_seconds=target_step_seconds,
+    )
+    rotary, clock = FakeRotary(max_num_seqs), FakeClock()
+    scheduler = Scheduler(
+        config=config,
+        blocks=blocks,
+        rotary=rotary,  # type: ignore[arg-type]
+        namespace=b"test",
+        eos_token_ids=(EOS,),
+        clock=clock,
+        fresh_seed=lambda: 12345,
+    )
+    return scheduler, FakeExecutor(scheduler, rotary), clock
+
+
+def make_request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    priority: int = 0,
+    deadline: float | None = None,
+    cache_salt: str | None = None,
+    **sampling: object,
+) -> EngineRequest:
+    """A request with a seed and, unless said otherwise, no end before max_tokens."""
+    options: dict[str, object] = {"max_tokens": 4, "seed": 0, "ignore_eos": True, **sampling}
+    return EngineRequest(
+        request_id,
+        list(prompt),
+        SamplingParams(**options),  # type: ignore[arg-type]
+        priority=priority,
+        deadline=deadline,
+        cache_salt=cache_salt,
+    )
+
+
+def add(executor: FakeExecutor, request: EngineRequest, spec: str = "plain") -> None:
+    """Queue a request with the executor knowing its spec."""
+    specs = (FakeSpec(spec),)
+    executor.scheduler.add(request, specs)  # type: ignore[arg-type]
+    executor.specs[request.request_id] = specs

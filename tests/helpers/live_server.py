@@ -1,0 +1,153 @@
+"""A real uvicorn with the real app on a loopback port, in a thread, over a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+from helpers.scripted_engine import ScriptedEngine
+from helpers.toy_tokenizers import byte_level
+
+from windlass.server.app import create_app
+from windlass.server.chat_template import ChatTemplate
+from windlass.server.settings import ServerSettings
+from windlass.server.state import ServerState
+from windlass.server.tokenizer import Tokenizer
+
+MODEL = "toy"
+TEMPLATE = (
+    "{{ bos_token }}{% if prefix is defined %}{{ prefix }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"
+    "[{{ message.role }}]{{ message.content }}{% if not loop.last or not continue_final_message %}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+SPECIAL_TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+
+
+def toy_tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level(), SPECIAL_TOKENS)
+
+
+@dataclass
+class Live:
+    """A running server. `on_loop` runs a function in the server's event loop and returns its result."""
+
+    url: str
+    engine: ScriptedEngine
+    state: ServerState
+    tokenizer: Tokenizer
+    loop: asyncio.AbstractEventLoop
+    http: httpx.Client
+
+    def on_loop(self, function: Callable[[], Any]) -> Any:
+        async def call() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def complete(self, prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
+        """A whole completion that must succeed."""
+        response = self.post("/v1/completions", {"prompt": prompt, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def chat(self, content: Any = "hello", **fields: Any) -> dict[str, Any]:
+        """A whole chat answer that must succeed."""
+        messages = fields.pop("messages", [{"role": "user", "content": content}])
+        response = self.post("/v1/chat/completions", {"messages": messages, **fields})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """Events of a stream, as JSON, the last one "[DONE]"; comments as ": …" strings."""
+        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            text = response.read().decode()
+            assert response.status_code == 200, text
+            assert response.headers["content-type"].startswith("text/event-stream")
+        return parse_events(text)
+
+    def refuse(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+        """The error object of a request that must be refused with `status`."""
+        response = self.http.post(path, content=body) if isinstance(body, bytes) else self.post(path, body)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"] and error["type"]
+        assert response.headers["x-request-id"]
+        return error
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        """Wait until a condition holds; fails the test otherwise."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "the condition did not come true in time"
+            time.sleep(0.005)
+
+
+def parse_events(text: str) -> list[Any]:
+    events: list[Any] = []
+    for block in text.split("\n\n")[:-1]:
+        assert "\n" not in block, f"an event is one line: {block!r}"
+        if block.startswith(":"):
+            events.append(block)
+        else:
+            data = block.removeprefix("data: ")
+            assert data != block
+            events.append(data if data == "[DONE]" else json.loads(data))
+    assert text.endswith("\n\n")
+    return events
+
+
+@contextmanager
+def live_server(
+    engine: ScriptedEngine | None = None, *, template: str | None = TEMPLATE, **settings: Any
+) -> Iterator[Live]:
+    """Serve until the block ends. `settings` are fields of ServerSettings."""
+    engine = engine or ScriptedEngine()
+    tokenizer = toy_tokenizer()
+    chat_template = None if template is None else ChatTemplate(template, SPECIAL_TOKENS)
+    app = create_app(engine, tokenizer, chat_template, ServerSettings(served_model_name=MODEL, **settings))
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        http="h11",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=256 * 1024,
+    )
+    server = uvicorn.Server(config)
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def main() -> None:
+        loops.append(asyncio.get_running_loop())
+        await server.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    end = time.monotonic() + 10
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < end, "the server did not start"
+        time.sleep(0.005)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=30) as http:
+            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,153 @@
+"""A torch-free engine core that does what the prompt's first token says, for tests of what surrounds an engine.
+
+Token i of every sample is 100 + i. Special first tokens: CRASH raises in the third step, KILL ends the process by
+SIGKILL there, HANG sleeps there, REFUSE is a RequestError, BUG an unexpected exception in `add`, FAIL an error output.
+Environment (it reaches the child by itself): SCRIPT_STEP_SECONDS, SCRIPT_LOAD_SECONDS, SCRIPT_LOAD_ERROR,
+SCRIPT_RELOAD_FILE (a marker: the second load with it fails), SCRIPT_VOCAB_SIZE.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.engine.config import EngineConfig
+from windlass.engine.errors import LoadError, QueueFullError, RequestError
+from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.rotary.scaling import RopeScaling
+
+CRASH, KILL, HANG, REFUSE, BUG, FAIL = 1, 2, 3, 4, 5, 6
+FIRST_TOKEN = 100
+
+
+@dataclass(slots=True)
+class _Running:
+    request: EngineRequest
+    produced: int = 0
+
+
+class ScriptedCore:
+    def __init__(self, config: EngineConfig, progress: Callable[[str, int, int], None] | None = None) -> None:
+        for done in range(3):
+            if progress:
+                progress("reading weights", done + 1, 3)
+            time.sleep(float(os.environ.get("SCRIPT_LOAD_SECONDS", "0")) / 3)
+        if error := os.environ.get("SCRIPT_LOAD_ERROR"):
+            raise LoadError(error)
+        if marker := os.environ.get("SCRIPT_RELOAD_FILE"):
+            if Path(marker).exists():
+                raise LoadError("the second load fails")
+            Path(marker).touch()
+        self._config = config
+        self._step_seconds = float(os.environ.get("SCRIPT_STEP_SECONDS", "0"))
+        self._running: dict[str, _Running] = {}
+        self._steps = 0
+        self._tokens = 0
+        self._aborts = 0
+        self._queue_samples: list[float] = []
+        self.info = scripted_info(config)
+
+    def add(self, request: EngineRequest) -> None:
+        first = request.prompt_token_ids[0]
+        if first == REFUSE:
+            raise RequestError("no such thing", "prompt", "refused")
+        if first == BUG:
+            raise KeyError("a defect")
+        if len(self._running) >= self._config.max_waiting:
+            raise QueueFullError("the queue is full", retry_after=7.0)
+        self._running[request.request_id] = _Running(request)
+        self._queue_samples.append(1.0)
+
+    def abort(self, request_id: str) -> None:
+        if self._running.pop(request_id, None):
+            self._aborts += 1
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(self._step_seconds)
+        self._steps += 1
+        outputs = []
+        for request_id, running in list(self._running.items()):
+            first, sampling = running.request.prompt_token_ids[0], running.request.sampling
+            token = running.produced
+            running.produced += 1
+            if token == 2:
+                self._act(first)
+            if first == FAIL:
+                outputs.append(RequestOutput(request_id, error=RequestError("failed in flight")))
+                del self._running[request_id]
+                continue
+            last = running.produced == sampling.max_tokens
+            for index in range(sampling.n):
+                outputs.append(
+                    RequestOutput(request_id, index, (FIRST_TOKEN + token,), finish_reason="length" if last else None)
+                )
+            self._tokens += sampling.n
+            if last:
+                del self._running[request_id]
+        return outputs
+
+    def stats(self) -> EngineStats:
+        samples, self._queue_samples = self._queue_samples, []
+        return EngineStats(
+            num_running=len(self._running),
+            num_steps=self._steps,
+            generation_tokens=self._tokens,
+            recomputed_tokens={"aborts": self._aborts},
+            queue_seconds=tuple(samples),
+        )
+
+    @staticmethod
+    def _act(first: int) -> None:
+        if first == CRASH:
+            raise ValueError("scripted crash")
+        if first == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if first == HANG:
+            time.sleep(1000)
+
+
+def scripted_info(config: EngineConfig) -> ModelInfo:
+    """A plausible description of a model nobody loaded."""
+    return ModelInfo(
+        path=config.model,
+        architecture="ScriptedForCausalLM",
+        vocab_size=int(os.environ.get("SCRIPT_VOCAB_SIZE", "4096")),
+        max_model_len=config.max_model_len or 512,
+        trained_len=512,
+        dtype="float32",
+        weight_dtype="float32",
+        kv_cache_dtype="float32",
+        quantization=None,
+        device="cpu",
+        num_parameters=5_400_000,
+        num_layers=6,
+        block_size=config.block_size,
+        num_kv_blocks=(64,),
+        kv_cache_bytes=64 * 2**20,
+        kv_bytes_per_token=6144,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=(0,),
+        rope_scaling=config.rope_scaling or RopeScaling.from_dict({"rope_type": "default"}),
+        rope_theta=10000.0,
+        rotary_dim=32,
+        rotary_groups=("full_attention: default, theta 10000, 32 dimensions",),
+        weight_bytes=20 * 2**20,
+        load_seconds=0.1,
+        notices=("this model is scripted",),
+    )
+
+
+class SpinningCore(ScriptedCore):
+    """Makes outputs as fast as it can, to measure the path between the processes."""
+
+    def step(self) -> list[RequestOutput]:
+        self._step_seconds = 0.0
+        return super().step()

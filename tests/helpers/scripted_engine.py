@@ -1,0 +1,164 @@
+"""An EngineClient without an engine: it generates what a test says, at the pace it says, and records what it was asked.
+
+Sample i of a request yields `reply[j % len(reply)]` as its j-th token, whatever the prompt. Log-probabilities are a
+plain function of the token: of each pair (2k, 2k + 1) the even one is the likelier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from windlass.engine.errors import DeadlineError, EngineDeadError
+from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
+from windlass.engine.rotary.scaling import RopeScaling
+
+LIKELY, UNLIKELY = -0.25, -1.5
+
+
+def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
+    """The log-probabilities at a position where `token_id` stands."""
+    even = token_id - token_id % 2
+    others = [(even, LIKELY), (even + 1, UNLIKELY)]
+    others += [((even + 2 + i) % 400, -3.0 - i) for i in range(max(0, top - 2))]
+    rank = 1 + token_id % 2
+    return TokenLogprobs(token_id, LIKELY if rank == 1 else UNLIKELY, rank, tuple(others[:top]))
+
+
+def model_info(**fields: object) -> ModelInfo:
+    """A small model of 423 tokens (the toy byte-level tokenizer's) and a context of 256."""
+    defaults: dict[str, object] = {
+        "path": "/models/toy",
+        "architecture": "ToyForCausalLM",
+        "vocab_size": 423,
+        "max_model_len": 256,
+        "trained_len": 128,
+        "dtype": "float32",
+        "weight_dtype": "float32",
+        "kv_cache_dtype": "float32",
+        "quantization": None,
+        "device": "cpu",
+        "num_parameters": 1000,
+        "num_layers": 2,
+        "block_size": 16,
+        "num_kv_blocks": (64,),
+        "kv_cache_bytes": 1 << 20,
+        "kv_bytes_per_token": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        "eos_token_ids": (421,),
+        "rope_scaling": RopeScaling(),
+        "rope_theta": 10000.0,
+        "rotary_dim": 16,
+        "rotary_groups": ("full_attention",),
+        "weight_bytes": 4000,
+        "load_seconds": 0.1,
+    }
+    return ModelInfo(**{**defaults, **fields})  # type: ignore[arg-type]
+
+
+@dataclass
+class ScriptedEngine:
+    """See the module. `refuse` and `fail_after` raise; `delay` is seconds before each token, `first_delay` before all."""
+
+    reply: list[int] = field(default_factory=lambda: [65, 66, 67])
+    delay: float = 0.0
+    first_delay: float = 0.0
+    tokens_per_output: int = 1
+    eos_after: int | None = None  # tokens after which the eos id comes
+    cached_tokens: int = 0
+    refuse: Callable[[EngineRequest], Exception | None] = lambda request: None
+    fail_after: tuple[int, Exception] | None = None
+    ignore_deadline: bool = False
+
+    info: ModelInfo | None = field(default_factory=model_info)
+    state: str = "ready"
+    restarts: int = 0
+    engine_stats: EngineStats = field(default_factory=EngineStats)
+
+    requests: list[EngineRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    aborted_at: list[float] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+
+    def reset(self) -> None:
+        """Back to the defaults, with empty records."""
+        self.__init__()  # type: ignore[misc]
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        if self.state != "ready":
+            raise EngineDeadError("the engine is being restarted; try again soon")
+        if (error := self.refuse(request)) is not None:
+            raise error
+        self.requests.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        finished = False
+        try:
+            await asyncio.sleep(self.first_delay)
+            async for output in self._outputs(request):
+                yield output
+            finished = True
+        finally:
+            self.running -= 1
+            if not finished:
+                self.aborted.append(request.request_id)
+                self.aborted_at.append(time.monotonic())
+
+    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        sampling = request.sampling
+        prompt_logprobs = None
+        if sampling.prompt_logprobs is not None:
+            rest = [logprobs_of(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]]
+            prompt_logprobs = (None, *rest)
+        live = list(range(sampling.n))
+        made = 0
+        while live:
+            if self.delay:
+                await asyncio.sleep(self.delay)
+            if request.deadline is not None and time.monotonic() > request.deadline and not self.ignore_deadline:
+                raise DeadlineError("the request's deadline passed")
+            if self.fail_after is not None and made >= self.fail_after[0]:
+                raise self.fail_after[1]
+            count = min(self.tokens_per_output, sampling.max_tokens - made)
+            tokens = [self.reply[(made + i) % len(self.reply)] for i in range(count)]
+            stop_id = None
+            for position, token in enumerate(tokens):
+                index = made + position
+                if self.eos_after is not None and index >= self.eos_after and not sampling.ignore_eos:
+                    token = tokens[position] = self.info.eos_token_ids[0] if self.info else 0
+                    stop_id = token
+                if token in sampling.stop_token_ids and index >= sampling.min_tokens:
+                    stop_id = token
+                if stop_id is not None:
+                    tokens = tokens[: position + 1]
+                    break
+            made += len(tokens)
+            reason = "stop" if stop_id is not None else "length" if made >= sampling.max_tokens else None
+            for index in list(live):
+                yield RequestOutput(
+                    request.request_id,
+                    index,
+                    tuple(tokens),
+                    None if sampling.logprobs is None else tuple(logprobs_of(t, sampling.logprobs) for t in tokens),
+                    prompt_logprobs if index == 0 else None,
+                    reason,  # type: ignore[arg-type]
+                    stop_id,
+                    self.cached_tokens,
+                )
+                if reason is not None:
+                    live.remove(index)
+            prompt_logprobs = None
+            if not self.delay:
+                await asyncio.sleep(0)
+
+    async def stats(self) -> EngineStats:
+        if self.state != "ready":
+            raise EngineDeadError("there is no engine")
+        return self.engine_stats
+
+    async def close(self) -> None:
+        self.state = "closed"

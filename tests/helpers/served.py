@@ -1,0 +1,98 @@
+"""A real `windlass serve` process with the scripted core, for tests that need signals, exit codes and sockets."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+from windlass.server.launch import CORE_VARIABLE
+
+TESTS = Path(__file__).parents[1]
+
+
+class Served:
+    """Starts on a free port; `url` is known once it listens. Leaving the block kills whatever is left."""
+
+    def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "windlass.server.cli", "serve", str(model), "--port", "0", *arguments],
+            env={
+                **inherited,
+                "PYTHONPATH": str(TESTS),
+                CORE_VARIABLE: "helpers.scripted_core:ScriptedCore",
+                "SCRIPT_STEP_SECONDS": "0.02",
+                **environment,
+            },
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def errors(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_line(self, pattern: str, seconds: float = 15.0) -> re.Match[str]:
+        """The first line on standard error that matches."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            ended = self.process.poll() is not None and not self._reader.is_alive()
+            for line in self.lines:
+                if match := re.search(pattern, line):
+                    return match
+            assert not ended, f"it ended with {self.process.returncode}:\n{self.errors}"
+            time.sleep(0.02)
+        raise AssertionError(f"no line matches {pattern!r}:\n{self.errors}")
+
+    @property
+    def url(self) -> str:
+        return self.wait_line(r"listening on (http://\S+?)/v1")[1]
+
+    def wait_ready(self) -> str:
+        self.wait_line(r"^windlass \S+ serves")
+        return self.url
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process: the only child."""
+        pid = self.process.pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 10.0) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(5.0)
+        return code
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(5.0)
+        for stream in (self.process.stderr, self.process.stdout):
+            if stream is not None:
+                stream.close()

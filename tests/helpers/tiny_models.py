@@ -1,0 +1,86 @@
+"""Tiny random transformers models, saved as ordinary model directories, and their float64-angle reference logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from windlass.engine.rotary.scaling import RotarySpec
+
+_COMMON = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": 8}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", {}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
+    ),
+}
+
+
+def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
+    """Save a random model of the family to `directory`; 1-D parameters are random too, so no bias or norm hides."""
+    name, settings = FAMILIES[family]
+    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    config = config_class(**{**_COMMON, **settings, **overrides})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Wide enough that attention is peaked and every mistake shows in the logits.
+            parameter.normal_(0.0, 0.3) if parameter.dim() == 1 else parameter.mul_(4.0)
+            if parameter.dim() == 1 and name != "Gemma3":
+                parameter.add_(1.0)
+    model.save_pretrained(directory)
+    return directory
+
+
+class Reference:
+    """A transformers model in float32, eager attention, with cos and sin formed from float64 angles."""
+
+    def __init__(self, directory: Path, specs: Sequence[RotarySpec], names: Sequence[str]) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        by_name = dict(zip(names, specs, strict=True))
+        fallback = specs[0]
+
+        def rotary(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+            spec = by_name.get(layer_type or "", fallback)
+            inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float64)
+            angle = position_ids[..., None].double() * inv_freq
+            angle = torch.cat((angle, angle), dim=-1)
+            return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()
+
+        self.model.model.rotary_emb.forward = rotary
+
+    @torch.no_grad()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V] float32 logits of the whole sequence in one pass."""
+        ids = torch.tensor([list(token_ids)])
+        return self.model(ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False).logits[0]

@@ -1,0 +1,201 @@
+"""`windlass serve` as a real process with real signals; the engine behind it is scripted and needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.served import Served
+from helpers.toy_tokenizers import byte_level
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "toy"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    byte_level().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+class Stream:
+    """A streamed completion, read in a thread from the moment its first chunk is there."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self.events: list[str] = []
+        self.started = threading.Event()
+        self.error: Exception | None = None
+        body = {"model": "toy", "prompt": "hello", "max_tokens": max_tokens, "stream": True}
+        self._thread = threading.Thread(target=self._read, args=(url, body), daemon=True)
+        self._thread.start()
+        assert self.started.wait(10.0), self.error
+
+    def _read(self, url: str, body: dict[str, object]) -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20.0) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        self.events.append(line.removeprefix("data: "))
+                        self.started.set()
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def finish(self) -> list[str]:
+        self._thread.join(20.0)
+        assert not self._thread.is_alive()
+        return self.events
+
+
+def complete(url: str) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "hi", "max_tokens": 3}, timeout=10.0)
+
+
+def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        time.sleep(0.02)
+
+
+def test_it_listens_while_it_loads_and_drains_on_sigterm(model):
+    with Served(model, "--max-model-len", "300", SCRIPT_LOAD_SECONDS="1.5") as served:
+        url = served.url
+        assert httpx.get(f"{url}/health", timeout=5.0).status_code == 503
+        assert complete(url).status_code == 503
+        served.wait_ready()
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert "reading weights ..." in served.lines
+        for expected in ("5.4 M parameters", "300 tokens", "64 blocks of 16", "full_attention", "note: this model"):
+            assert expected in served.errors
+        # Independent of Python's view: no torch library is mapped into the API process.
+        assert "libtorch" not in Path(f"/proc/{served.process.pid}/maps").read_text()
+        assert complete(url).status_code == 200
+
+        engine = served.engine_pid
+        stream = Stream(url, max_tokens=80)
+        served.signal(signal.SIGTERM)
+        served.wait_line("draining: 1 request")
+        refused = complete(url)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        events = stream.finish()
+        assert events[-1] == "[DONE]" and json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert served.wait() == 0
+        assert "Traceback" not in served.errors
+        assert not Path(f"/proc/{engine}").exists()
+
+
+def test_after_the_grace_period_streams_end_with_an_error(model):
+    with Served(model, "--grace-period", "0.3") as served:
+        stream = Stream(served.wait_ready(), max_tokens=400)
+        start = time.monotonic()
+        served.signal(signal.SIGINT)
+        events = stream.finish()
+        assert time.monotonic() - start < 5.0
+        assert stream.error is None
+        assert events[-1] == "[DONE]" and "shutting down" in json.loads(events[-2])["error"]["message"]
+        assert served.wait() == 0
+
+
+def test_a_second_signal_exits_at_once(model):
+    with Served(model) as served:
+        stream = Stream(served.wait_ready(), max_tokens=400)
+        engine = served.engine_pid
+        served.signal(signal.SIGTERM)
+        served.wait_line("draining")
+        start = time.monotonic()
+        served.signal(signal.SIGTERM)
+        assert served.wait() == 128 + signal.SIGTERM
+        assert time.monotonic() - start < 2.0
+        assert "[DONE]" not in stream.finish()
+        assert not Path(f"/proc/{engine}").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_loading_exits_cleanly(model, number):
+    with Served(model, SCRIPT_LOAD_SECONDS="100") as served:
+        url = served.url
+        until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        served.signal(number)
+        assert served.wait() == 0
+        assert "Traceback" not in served.errors
+
+
+def test_a_load_failure_is_one_line_and_exit_code_2(model):
+    with Served(model, SCRIPT_LOAD_ERROR="no weights in this directory: give another") as served:
+        assert served.wait() == 2
+        assert served.lines[-1] == "error: no weights in this directory: give another"
+        assert "Traceback" not in served.errors
+
+
+def test_a_missing_tokenizer_is_one_line_and_exit_code_2(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with Served(tmp_path, SCRIPT_LOAD_SECONDS="100") as served:
+        assert served.wait() == 2
+        assert served.lines[-1].startswith("error: ") and "tokenizer" in served.lines[-1]
+        assert "Traceback" not in served.errors
+
+
+def test_a_port_in_use_is_one_line_and_exit_code_2(model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with Served(model, "--port", port) as served:
+            assert served.wait() == 2
+            assert served.lines == [
+                f"error: cannot listen on 127.0.0.1 port {port} (Address already in use): choose another with --port"
+            ]
+    with Served(model, "--host", "203.0.113.7") as served:
+        assert served.wait() == 2
+        assert len(served.lines) == 1 and "cannot listen on 203.0.113.7" in served.lines[0]
+
+
+def test_the_server_outlives_its_engine(model):
+    with Served(model) as served:
+        url = served.wait_ready()
+        stream = Stream(url, max_tokens=400)
+        first = served.engine_pid
+        os.kill(first, signal.SIGKILL)
+        events = stream.finish()
+        assert events[-1] == "[DONE]" and "error" in json.loads(events[-2])
+        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        assert served.engine_pid != first
+        assert complete(url).status_code == 200
+        served.signal()
+        assert served.wait() == 0
+
+
+def test_an_engine_that_keeps_dying_ends_the_server(model):
+    with Served(model) as served:
+        served.wait_ready()
+        children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children")
+        killed: set[int] = set()
+        end = time.monotonic() + 20
+        while served.process.poll() is None and time.monotonic() < end:
+            for engine in {int(pid) for pid in children.read_text().split()} - killed:
+                os.kill(engine, signal.SIGKILL)
+                killed.add(engine)
+            time.sleep(0.02)
+        assert 3 <= len(killed) <= 5
+        assert served.wait() == 1
+        assert "error: the engine died" in served.lines[-1]
+
+
+def test_a_killed_server_takes_its_engine_along(model):
+    with Served(model) as served:
+        served.wait_ready()
+        engine = served.engine_pid
+        served.process.kill()
+        served.process.wait()
+        until(lambda: not Path(f"/proc/{engine}").exists() or _is_zombie(engine), 6.0)
+
+
+def _is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"

@@ -1,0 +1,106 @@
+"""Dockerfile, docker-compose.yml and .dockerignore: outside checkers, and the promises a checker cannot know."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import json
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TOOLS = Path(sys.executable).parent
+DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
+
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([TOOLS / name, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_hadolint_accepts_the_dockerfile():
+    result = run_tool("hadolint", "--no-color", "Dockerfile")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_compose_file_follows_the_specification():
+    result = run_tool("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def copied_paths() -> list[str]:
+    sources = []
+    for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE):
+        sources += line.split()[:-1]
+    return sources
+
+
+def test_what_the_dockerfile_copies_exists_and_is_in_the_build_context():
+    allowed = [
+        line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")
+    ]
+    copied = copied_paths()
+    assert "models/demo" in copied and "constraints.txt" in copied
+    for path in copied:
+        assert (ROOT / path).exists(), path
+        assert any(fnmatch.fnmatch(path, pattern) for pattern in allowed), f"{path} is ignored"
+    for link in (ROOT / "src" / "windlass").iterdir():
+        if link.is_symlink():
+            target = link.resolve().relative_to(ROOT)
+            assert any(Path(path).is_relative_to(target) for path in copied), f"{link.name} would dangle"
+
+
+def test_torch_is_pinned_and_comes_from_the_cpu_index():
+    installs = re.findall(r"RUN pip install ((?:.|\\\n)+?)(?:\n(?! )|$)", DOCKERFILE)
+    assert len(installs) == 2
+    assert all("--constraint constraints.txt" in install for install in installs)
+    assert "https://download.pytorch.org/whl/cpu" in installs[0] and installs[0].rstrip().endswith("torch")
+    assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_image_runs_unprivileged_and_hands_signals_to_the_server():
+    final_stage = DOCKERFILE.split("\nFROM ")[-1]
+    assert re.findall(r"^USER (.+)$", final_stage, re.MULTILINE) == ["10001"]
+    assert json.loads(re.search(r"^ENTRYPOINT (.+)$", final_stage, re.MULTILINE)[1]) == ["windlass"]
+    assert "WINDLASS_HOST=0.0.0.0" in final_stage
+
+
+def health_commands() -> list[str]:
+    command = re.search(r"^HEALTHCHECK (?:.|\\\n)+?CMD (\[.+\])$", DOCKERFILE, re.MULTILINE)[1]
+    compose = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    quoted = re.search(r'^ +- ("import .+")$', compose, re.MULTILINE)[1]
+    return [ast.literal_eval(command)[-1], ast.literal_eval(quoted)]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("status", "healthy"), [(200, True), (503, False)])
+def test_the_health_checks_tell_the_truth(which, status, healthy):
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        port = str(server.server_port)
+        code = health_commands()[which].replace("8000", port)
+        result = subprocess.run(
+            [sys.executable, "-c", code], env={"WINDLASS_PORT": port}, capture_output=True, check=False
+        )
+        server.shutdown()
+        thread.join()
+    assert asked == ["/health"]
+    assert (result.returncode == 0) is healthy
