@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Entries of the padded candidate matrix handled at once: bounds memory when a flat distribution keeps everything.
+# Logits narrowed at once: bounds memory where a flat distribution keeps everything.
 _MAX_CANDIDATES = 1 << 22
 _CHUNK = 512
+_BINS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,12 @@ class Filters:
 class Candidates:
     """The tokens a row may yield, padded to the widest row.
 
-    token_ids: [S, K] int64, ascending within a row, padding 0. weights: [S, K] float64, proportional to the
-    probability, 0 for what the filters removed and for padding.
+    token_ids: [S, K] int64, ascending within a row, padding 0. logits: [S, K] float32, padding -inf.
+    weights: [S, K] float64, proportional to the probability, 0 for what the filters removed and for padding.
     """
 
     token_ids: Tensor
+    logits: Tensor
     weights: Tensor
 
 
@@ -75,8 +77,7 @@ def draw(logits: Tensor, filters: Sequence[Filters], uniforms: Sequence[float]) 
 
 def candidates(scaled: Tensor, filters: Sequence[Filters]) -> Candidates:
     """What the filters keep of each row. scaled: [S, V] float32 after temperature, every row's maximum 0."""
-    floor = _thresholds(scaled, filters)
-    return _filter(_gather_above(scaled, floor), filters)
+    return _filter(_gather(scaled, scaled >= _thresholds(scaled, filters)), filters)
 
 
 def _scale(logits: Tensor, filters: Sequence[Filters]) -> Tensor:
@@ -103,7 +104,7 @@ def _draw_from_all(scaled: Tensor, u: Tensor) -> Tensor:
         totals.append(weights[:, body:].sum(-1, keepdim=True, dtype=torch.float64))
     cumulative = torch.cat(totals, 1).cumsum_(-1)  # [S, C]
     target = _target(u, cumulative[:, -1])
-    chunk = (cumulative <= target).sum(-1, keepdim=True)  # [S, 1]
+    chunk = torch.searchsorted(cumulative, target, right=True)  # [S, 1]
     before = torch.cat((torch.zeros_like(target), cumulative), 1).gather(1, chunk)
     ids = chunk * _CHUNK + torch.arange(_CHUNK, device=scaled.device)  # [S, _CHUNK]
     inside = weights.gather(1, ids.clamp_max(vocab - 1)).double().masked_fill_(ids >= vocab, 0.0)
@@ -112,26 +113,14 @@ def _draw_from_all(scaled: Tensor, u: Tensor) -> Tensor:
 
 def _draw_narrowed(scaled: Tensor, filters: Sequence[Filters], u: Tensor) -> Tensor:
     """Inverse CDF over the candidates, a bounded number of rows at a time."""
-    floor = _thresholds(scaled, filters)
-    counts: list[int] = (scaled >= floor).sum(-1).tolist()
+    at_once = max(1, _MAX_CANDIDATES // scaled.shape[1])
     drawn = []
-    for first, last in _groups(counts):
-        rows = slice(first, last)
-        kept = _filter(_gather_above(scaled[rows], floor[rows]), filters[rows])
-        total = kept.weights.cumsum(-1)[:, -1]
-        drawn.append(kept.token_ids.gather(1, _first_above(kept.weights, _target(u[rows], total))).squeeze(1))
+    for first in range(0, len(filters), at_once):
+        rows = slice(first, first + at_once)
+        kept = candidates(scaled[rows], filters[rows])
+        target = _target(u[rows], kept.weights.cumsum(-1)[:, -1])
+        drawn.append(kept.token_ids.gather(1, _first_above(kept.weights, target)).squeeze(1))
     return torch.cat(drawn)
-
-
-def _groups(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut consecutive rows into groups whose padded matrix stays under _MAX_CANDIDATES entries."""
-    groups, first, widest = [], 0, 0
-    for row, count in enumerate(counts):
-        if row > first and max(widest, count) * (row - first + 1) > _MAX_CANDIDATES:
-            groups.append((first, row))
-            first, widest = row, 0
-        widest = max(widest, count)
-    return [*groups, (first, len(counts))]
 
 
 def _target(u: Tensor, total: Tensor) -> Tensor:
@@ -141,10 +130,9 @@ def _target(u: Tensor, total: Tensor) -> Tensor:
 
 def _first_above(weights: Tensor, target: Tensor) -> Tensor:
     """[S, 1]: the first column whose running sum exceeds the target, but never one beyond the last positive weight."""
-    column = (weights.cumsum(-1) <= target).sum(-1, keepdim=True)
-    columns = torch.arange(weights.shape[1], device=weights.device)
-    last = torch.where(weights > 0, columns, 0).amax(-1, keepdim=True)
-    return torch.minimum(column, last)
+    cumulative = weights.cumsum(-1)
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 
 
 def _thresholds(scaled: Tensor, filters: Sequence[Filters]) -> Tensor:
@@ -174,48 +162,73 @@ def _thresholds(scaled: Tensor, filters: Sequence[Filters]) -> Tensor:
     return floor
 
 
-def _gather_above(scaled: Tensor, floor: Tensor) -> Candidates:
-    """The tokens at or above each row's floor as padded candidates, weighted exp(logit)."""
-    above = scaled >= floor
-    rows, ids = above.nonzero(as_tuple=True)  # row by row, ids ascending
-    counts = above.sum(-1)
-    starts = counts.cumsum(0) - counts
-    columns = torch.arange(len(ids), device=scaled.device) - starts[rows]
+def _gather(scaled: Tensor, above: Tensor) -> Candidates:
+    """The tokens marked in `above` as padded candidates, weighted exp(logit)."""
+    token_ids, inside = _compact(above)
+    logits = scaled.gather(1, token_ids).masked_fill_(~inside, -math.inf)
+    return Candidates(token_ids, logits, logits.exp().double())
+
+
+def _compact(marked: Tensor) -> tuple[Tensor, Tensor]:
+    """The marked columns of each row, moved to the left: (columns [S, K] ascending, which entries are real [S, K])."""
+    rows, columns = marked.nonzero().unbind(1)  # row by row, columns ascending
+    ends = torch.searchsorted(rows, torch.arange(len(marked), device=marked.device), right=True)
+    starts = ends.roll(1)
+    starts[0] = 0
+    counts = ends - starts
     width = int(counts.max())
-    token_ids = torch.zeros(len(scaled), width, dtype=torch.int64, device=scaled.device)
-    weights = torch.zeros(len(scaled), width, dtype=torch.float64, device=scaled.device)
-    token_ids[rows, columns] = ids
-    weights[rows, columns] = scaled[rows, ids].double().exp_()
-    return Candidates(token_ids, weights)
+    found = torch.zeros(len(marked), width, dtype=torch.int64, device=marked.device)
+    places = torch.arange(len(columns), device=marked.device) + (rows * width - starts[rows])
+    found.view(-1).index_copy_(0, places, columns)
+    return found, torch.arange(width, device=marked.device) < counts.unsqueeze(1)
 
 
 def _filter(found: Candidates, filters: Sequence[Filters]) -> Candidates:
     weights = found.weights
     if any(f.top_p < 1 for f in filters):
-        weights = _top_p(weights, [f.top_p for f in filters])
+        weights = _top_p(found.logits, weights, [f.top_p for f in filters])
     if any(f.typical_p < 1 for f in filters):
         weights = _typical(weights, [f.typical_p for f in filters])
-    return Candidates(found.token_ids, weights)
+    return Candidates(found.token_ids, found.logits, weights)
 
 
-def _top_p(weights: Tensor, top_p: Sequence[float]) -> Tensor:
+def _top_p(logits: Tensor, weights: Tensor, top_p: Sequence[float]) -> Tensor:
     """Keep the most likely tokens until their mass reaches p (arXiv 1904.09751); always at least one."""
-    wanted = torch.tensor(top_p, dtype=torch.float64, device=weights.device).unsqueeze(1)
-    ordered = weights.sort(-1, descending=True).values
-    cumulative = ordered.cumsum(-1)
-    needed = (cumulative - ordered < wanted * cumulative[:, -1:]).sum(-1, keepdim=True).clamp_min_(1)
-    least = ordered.gather(1, needed - 1).masked_fill_(wanted >= 1, 0.0)
-    return weights.masked_fill(weights < least, 0.0)
+    keys = -logits
+    return weights.masked_fill(keys > _reach_mass(keys, weights, top_p), 0.0)
 
 
 def _typical(weights: Tensor, typical_p: Sequence[float]) -> Tensor:
     """Keep the tokens whose surprise is nearest the entropy until their mass reaches p (arXiv 2202.00666)."""
-    wanted = torch.tensor(typical_p, dtype=torch.float64, device=weights.device).unsqueeze(1)
     probabilities = weights / weights.sum(-1, keepdim=True)
     surprise = -probabilities.log()  # inf where removed
     entropy = torch.where(probabilities > 0, probabilities * surprise, 0.0).sum(-1, keepdim=True)
-    distance = (surprise - entropy).abs()
-    ordered, order = distance.sort(-1)
-    reached = (probabilities.gather(1, order).cumsum(-1) < wanted).sum(-1, keepdim=True)
-    farthest = ordered.gather(1, reached.clamp_max_(weights.shape[1] - 1)).masked_fill_(wanted >= 1, math.inf)
-    return weights.masked_fill(distance > farthest, 0.0)
+    keys = (surprise - entropy).abs_()
+    return weights.masked_fill(keys > _reach_mass(keys, weights, typical_p), 0.0)
+
+
+def _reach_mass(keys: Tensor, weights: Tensor, mass: Sequence[float]) -> Tensor:
+    """[S, 1]: the key at which tokens taken by rising key first hold the wanted share of a row's weight.
+
+    keys, weights: [S, K]; entries of weight 0 do not count. mass: shares; 1 or more gives inf. Instead of sorting
+    whole rows, tokens are poured into bins by key and only the bin where the share is reached is sorted.
+    """
+    wanted = torch.tensor(mass, dtype=torch.float64, device=keys.device).unsqueeze(1)
+    counted = weights > 0
+    low = keys.masked_fill(~counted, math.inf).amin(-1, keepdim=True)
+    high = keys.masked_fill(~counted, -math.inf).amax(-1, keepdim=True)
+    step = ((high - low) / (_BINS - 1)).clamp_min_(1e-30)
+    bins = ((torch.minimum(keys, high) - low).clamp_min_(0) / step).long().clamp_max_(_BINS - 1)
+    filled = torch.zeros(len(keys), _BINS, dtype=torch.float64, device=keys.device)
+    cumulative = filled.scatter_add_(1, bins, weights).cumsum_(-1)
+    target = wanted * cumulative[:, -1:]
+    bin_ = torch.searchsorted(cumulative, target).clamp_max_(_BINS - 1)
+    before = torch.where(bin_ > 0, cumulative.gather(1, (bin_ - 1).clamp_min_(0)), 0.0)
+
+    columns, inside = _compact((bins == bin_) & counted)
+    bin_keys, order = keys.gather(1, columns).masked_fill_(~inside, math.inf).sort(-1)
+    bin_weights = weights.gather(1, columns).masked_fill_(~inside, 0.0).gather(1, order)
+    reached = torch.searchsorted(bin_weights.cumsum_(-1).add_(before), target)
+    last = inside.sum(-1, keepdim=True) - 1  # rounding may leave the share a hair beyond the bin
+    threshold = bin_keys.gather(1, torch.minimum(reached, last))
+    return threshold.masked_fill_(wanted >= 1, math.inf)

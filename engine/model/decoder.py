@@ -98,7 +98,7 @@ class Decoder:
         spec = layer.attention
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = kernels.linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
-        q, k, v = torch.split(qkv, (heads, kv_heads, kv_heads), dim=1)  # [T, H, D] views
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)  # [T, H, D] views
         if w.q_norm is not None and w.k_norm is not None:
             q = kernels.rms_norm(q, w.q_norm, self.spec.norm_eps)
             k = kernels.rms_norm(k, w.k_norm, self.spec.norm_eps)

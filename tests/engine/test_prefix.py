@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from windlass.engine.cache.prefix import HashChain, block_digest, first_visible_block, longest_hit, root_digest
@@ -86,6 +86,8 @@ def test_first_visible_block_is_that_of_the_first_visible_key(p: int, window: in
     assert first_visible_block(p, window, block_size) == visible[0] // block_size
 
 
+@settings(max_examples=300)
+@example(3, [({0, 2}, 2), ({0, 1}, 2)], 1)  # the second group shortens what the first allowed
 @given(
     st.integers(0, 9),
     st.lists(st.tuples(st.sets(st.integers(0, 8)), st.one_of(st.none(), st.integers(1, 14))), min_size=1, max_size=3),

@@ -233,6 +233,35 @@ def test_requests_that_arrive_together_compute_their_common_prompt_once() -> Non
     assert executor.num_computed == 41 + 3 + 4
 
 
+def test_a_better_ranked_request_does_not_wait_for_a_worse_ones_prefix() -> None:
+    scheduler, executor, _ = make_scheduler(budget=8)
+    add(executor, make_request("slow", [1] * 40, priority=1))
+    step(scheduler, executor)
+    add(executor, make_request("urgent", [1] * 40))
+    step(scheduler, executor)
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 0)
+    finish(scheduler, executor)
+
+
+def test_nobody_waits_for_a_prefix_that_was_computed_and_is_gone_again() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(60, None), (8, 5)], budget=8)
+    add(executor, make_request("long", [1] * 100))
+    for _ in range(8):
+        step(scheduler, executor)
+    add(executor, make_request("short", [*[1] * 20, 2, 3]))  # of the window group, only the last 8 blocks are left
+    plan, _ = step(scheduler, executor)
+    assert (0, 8) not in rows(plan) and scheduler.num_waiting == 0
+    finish(scheduler, executor)
+
+
+def test_blocks_that_leave_the_window_within_one_chunk_are_cached_all_the_same() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(20, None), (20, 5)])
+    add(executor, make_request("a", range(24)))
+    finish(scheduler, executor)
+    add(executor, make_request("b", range(13)))
+    assert step(scheduler, executor)[1][0].cached_tokens == 12
+
+
 def test_waiting_for_a_prefix_ends_when_its_source_is_aborted() -> None:
     scheduler, executor, _ = make_scheduler(budget=8)
     add(executor, make_request("a", [1] * 40))
@@ -289,13 +318,26 @@ def test_every_request_that_add_accepts_ends_however_crowded_the_pool() -> None:
             assert tokens_of(outputs, request.request_id, index) == expected
 
 
-def test_a_step_is_never_empty_while_there_is_work() -> None:
-    # One token per step; the one that is due least recently finds the pool full of a better-ranked one's blocks.
-    scheduler, executor, _ = make_scheduler(groups=[(4, None)], budget=2, prefix_caching=False)
-    add(executor, make_request("good", [1] * 3, max_tokens=14))
-    add(executor, make_request("late", [2] * 3, max_tokens=14))
+def test_a_step_is_never_empty_and_no_better_ranked_sample_gives_way() -> None:
+    # One token per step for three samples that share two blocks; one block is left for the first to ask, index 1.
+    scheduler, executor, _ = make_scheduler(groups=[(3, None)], budget=1)
+    add(executor, make_request("r", range(8), n=3, max_tokens=5))
+    outputs = []
+    for _ in range(9):
+        outputs += step(scheduler, executor)[1]
+    assert scheduler.num_running == 3
+    # Index 2 is due next, finds nothing, and may take nothing from the better-ranked ones: the step goes to index 0,
+    # which takes the block from index 1.
+    plan, more = step(scheduler, executor)
+    assert [o.index for o in more] == [0] and scheduler.counters.num_preemptions == 2
+    outputs += more
     while scheduler.has_work():
-        assert step(scheduler, executor)[0].sequences
+        plan, more = step(scheduler, executor)
+        assert plan.sequences
+        outputs += more
+    for index in range(3):
+        assert len(tokens_of(outputs, "r", index)) == 5
+    scheduler.blocks.assert_balanced()
 
 
 # -- samples ---------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         live = sorted({seq.request.request_id for seq in self.scheduler.live_sequences()})
-        if live and data.draw(st.integers(0, 3)) == 0:
+        if live and (self.in_flight or data.draw(st.integers(0, 3)) == 0):
             request_id = data.draw(st.sampled_from(live))
             self.scheduler.abort(request_id)
             self.gone.add(request_id)
@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert (request_id in self.prompt_logprobs) == wanted
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("examples", [120, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(examples: int) -> None:
     assert EOS < VOCAB
     run_state_machine_as_test(

@@ -26,7 +26,7 @@ MODEL = "toy"
 TEMPLATE = (
     "{{ bos_token }}{% if prefix is defined %}{{ prefix }}{% endif %}"
     "{% for message in messages %}{% if message.role == 'forbidden' %}{{ raise_exception('no such role') }}{% endif %}"
-    "[{{ message.role }}]{{ message.content }}{% if not loop.last or not continue_final_message %}\n{% endif %}"
+    "[{{ message.role }}]{{ message.content }}{% if not loop.last or not continue_final_message %}{{ '\\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 SPECIAL_TOKENS = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}

@@ -1,0 +1,90 @@
+"""Builds the answer dataclasses from JSON by their type hints: forgiving of extra fields, strict about shapes used."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+T = TypeVar("T")
+
+
+def parse(cls: type[T], data: Any) -> T:
+    """An instance of the dataclass `cls` from a JSON object; raises ValueError that names the field at fault."""
+    return typing.cast(T, _reader(cls)(data, cls.__name__))
+
+
+@functools.cache
+def _reader(hint: Any) -> Callable[[Any, str], Any]:
+    if hint is Any:
+        return lambda value, where: value
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _union(get_args(hint))
+    if dataclasses.is_dataclass(hint):
+        return _object(typing.cast(type, hint))
+    if origin is tuple:
+        return _tuple(get_args(hint))
+    plain = (int, float) if hint is float else (dict if origin is dict else hint)
+
+    def check(value: Any, where: str) -> Any:
+        if not isinstance(value, plain) or (isinstance(value, bool) and hint is not bool):
+            raise ValueError(f"{where} should be of type {getattr(hint, '__name__', hint)}")
+        return float(value) if hint is float else value
+
+    return check
+
+
+def _union(options: tuple[Any, ...]) -> Callable[[Any, str], Any]:
+    optional = type(None) in options
+    readers = [_reader(option) for option in options if option is not type(None)]
+
+    def read(value: Any, where: str) -> Any:
+        if value is None and optional:
+            return None
+        for reader in readers[:-1]:
+            try:
+                return reader(value, where)
+            except ValueError:
+                continue
+        return readers[-1](value, where)
+
+    return read
+
+
+def _tuple(items: tuple[Any, ...]) -> Callable[[Any, str], Any]:
+    variable = len(items) == 2 and items[1] is Ellipsis
+    readers = [_reader(item) for item in (items[:1] if variable else items)]
+
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, list) or (not variable and len(value) != len(readers)):
+            raise ValueError(f"{where} should be a list{'' if variable else f' of {len(readers)}'}")
+        if variable:
+            return tuple([readers[0](item, where) for item in value])
+        return tuple([reader(item, where) for reader, item in zip(readers, value, strict=True)])
+
+    return read
+
+
+def _object(cls: type) -> Callable[[Any, str], Any]:
+    hints = typing.get_type_hints(cls)
+    fields = [
+        (field.name, _reader(hints[field.name]), field.default is dataclasses.MISSING) for field in dataclasses.fields(cls)
+    ]
+
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} should be an object")
+        found: dict[str, Any] = {}
+        for name, reader, required in fields:
+            item = value.get(name)
+            if item is not None:  # null and absent are the same: the field's default
+                found[name] = reader(item, f"{where}.{name}")
+            elif required:
+                raise ValueError(f"{where}.{name} is missing")
+        return cls(**found)
+
+    return read

@@ -1,0 +1,93 @@
+"""From the bytes of a generation stream to typed chunks, and the rules of a stream that ended well. No input or output."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Generic, TypeVar
+
+from windlass.clients._parse import parse
+from windlass.clients.errors import ResponseError, StreamError
+from windlass.clients.sse import SSEDecoder
+
+T = TypeVar("T")
+
+
+class ChunkReader(Generic[T]):
+    """Feed it bytes; it gives chunks until `done`. Call `end` when the bytes end.
+
+    A stream ended well when `expected` choices, and every choice that was begun, brought a finish_reason and then [DONE]
+    came. Anything else is a StreamError: text cut short must not pass for an answer.
+    """
+
+    def __init__(self, chunk: type[T], expected: int, request_id: str | None) -> None:
+        self.done = False
+        self._chunk = chunk
+        self._expected = expected
+        self._request_id = request_id
+        self._sse = SSEDecoder()
+        self._begun: set[Any] = set()
+        self._finished: set[Any] = set()
+
+    def feed(self, data: bytes) -> list[T]:
+        """Chunks completed by these bytes. Chunks before an error in the same bytes come first: see `failure`."""
+        chunks: list[T] = []
+        try:
+            events = self._sse.feed(data)
+        except ValueError as error:
+            raise self._error(str(error)) from error
+        for event in events:
+            if self.done:
+                break
+            if event.data.strip() == "[DONE]":
+                self._check_complete()
+                self.done = True
+                break
+            try:
+                chunks.append(self._read(event.data))
+            except (StreamError, ResponseError) as error:
+                self.failure = error
+                break
+        return chunks
+
+    failure: StreamError | ResponseError | None = None
+
+    def end(self) -> None:
+        """The bytes ended: raises StreamError unless [DONE] came before."""
+        if not self.done:
+            raise self._error("the stream ended without [DONE]: the answer is incomplete")
+
+    def _read(self, text: str) -> T:
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise self._unknown(f"an event is not JSON ({error})") from error
+        if isinstance(data, dict) and data.get("error") is not None:
+            raise self._reported(data["error"])
+        try:
+            chunk = parse(self._chunk, data)
+        except ValueError as error:
+            raise self._unknown(str(error)) from error
+        for choice in data["choices"]:
+            self._begun.add(choice["index"])
+            if choice.get("finish_reason") is not None:
+                self._finished.add(choice["index"])
+        return chunk
+
+    def _check_complete(self) -> None:
+        missing = max(len(self._begun - self._finished), self._expected - len(self._finished))
+        if missing > 0:
+            self.failure = self._error(
+                f"the stream ended without a finish_reason for {missing} of its choices: the answer is incomplete"
+            )
+
+    def _reported(self, error: Any) -> StreamError:
+        fields = error if isinstance(error, dict) else {"message": error}
+        text = {name: None if fields.get(name) is None else str(fields[name]) for name in ("type", "param", "code")}
+        message = str(fields.get("message") or "the server reported an error in the stream")
+        return StreamError(message, status=200, request_id=self._request_id, **text)
+
+    def _error(self, message: str) -> StreamError:
+        return StreamError(message, status=200, request_id=self._request_id)
+
+    def _unknown(self, what: str) -> ResponseError:
+        return ResponseError(f"the stream is not understood: {what}", status=200, request_id=self._request_id)

@@ -1,0 +1,332 @@
+"""What the client takes and gives: options of requests, and answers as frozen dataclasses.
+
+Knows field names; knows nothing of HTTP. Fields a newer server adds are ignored, fields an older one lacks are None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+TokenIds = Sequence[int]
+Prompt = str | Sequence[str] | TokenIds | Sequence[TokenIds]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """When to send a request again: it could not connect, or the server answered 429 or 503. Streams never restart.
+
+    max_retries: sends after the first. The wait doubles from `first_delay` up to `longest_delay` seconds, each drawn
+    between half of it and all of it; a Retry-After header is honoured instead, up to `longest_retry_after` seconds: a
+    server that asks for more time than that gets no second request, and the error is raised.
+    """
+
+    max_retries: int = 2
+    first_delay: float = 0.5
+    longest_delay: float = 8.0
+    longest_retry_after: float = 60.0
+
+    def delay(self, attempt: int, retry_after: float | None, draw: float) -> float | None:
+        """Seconds to wait after failed send number `attempt` (from 0), None to give up. draw: uniform in [0, 1)."""
+        if attempt >= self.max_retries:
+            return None
+        if retry_after is not None:
+            # Everybody who was turned away got the same number: spread them over a little more.
+            return retry_after * (1 + 0.1 * draw) if retry_after <= self.longest_retry_after else None
+        return min(self.longest_delay, self.first_delay * 2.0**attempt) * (0.5 + 0.5 * draw)
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Body fields of both generation endpoints, by their API names. None means "not given"."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    typical_p: float | None
+    n: int | None
+    best_of: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[str, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    min_tokens: int | None
+    ignore_eos: bool | None
+    skip_special_tokens: bool | None
+    add_special_tokens: bool | None
+    prompt_logprobs: int | None
+    return_token_ids: bool | None
+    truncate_prompt_tokens: int | None
+    stream_options: Mapping[str, bool] | None
+    rope_scaling: Mapping[str, Any] | str | None
+    rope_update: str | None
+    context_overflow: str | None
+    keep_tokens: int | None
+    cache_reuse: int | None
+    cache_salt: str | None
+    priority: int | None
+    request_id: str | None
+    user: str | None
+
+
+class CompletionOptions(GenerationOptions, total=False):
+    """Body fields of /v1/completions. logprobs: how many alternatives per token."""
+
+    echo: bool | None
+    logprobs: int | None
+
+
+class ChatOptions(GenerationOptions, total=False):
+    """Body fields of /v1/chat/completions."""
+
+    max_completion_tokens: int | None
+    logprobs: bool | None
+    top_logprobs: int | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptTokensDetails:
+    """cached_tokens: prompt tokens that came from the prefix cache."""
+
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """Log-probabilities of a completion: parallel lists, one entry per token."""
+
+    tokens: tuple[str, ...] = ()
+    token_logprobs: tuple[float | None, ...] = ()
+    top_logprobs: tuple[dict[str, float] | None, ...] | None = None
+    text_offset: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprob:
+    """One alternative at a position. bytes: the token's own UTF-8 bytes."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A generated token of a chat and its most likely alternatives."""
+
+    token: str
+    logprob: float
+    bytes: tuple[int, ...] | None = None
+    top_logprobs: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatLogprobs:
+    """Log-probabilities of a chat choice, one entry per token."""
+
+    content: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionChoice:
+    """One answer, or in a stream what is new of it. stop_reason: the stop string or token id that ended it."""
+
+    index: int
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: Logprobs | None = None
+    token_ids: tuple[int, ...] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The answer of /v1/completions. request_id: the `x-request-id` of the answer."""
+
+    id: str
+    choices: tuple[CompletionChoice, ...]
+    model: str = ""
+    created: int = 0
+    usage: Usage | None = None
+    rotary: dict[str, Any] | None = None
+    request_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text if self.choices else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionChunk:
+    """One event of a streamed completion. The usage chunk, where asked for, has no choices."""
+
+    id: str
+    choices: tuple[CompletionChoice, ...]
+    model: str = ""
+    created: int = 0
+    usage: Usage | None = None
+    rotary: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """New text of the first choice in this chunk."""
+        return self.choices[0].text if self.choices else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """What the assistant said."""
+
+    role: str = "assistant"
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDelta:
+    """What a chunk adds to the message; the first one bears the role."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatChoice:
+    """One answer. stop_reason: the stop string or token id that ended it."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatChunkChoice:
+    """What a chunk adds to one choice."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCompletion:
+    """The answer of /v1/chat/completions. request_id: the `x-request-id` of the answer."""
+
+    id: str
+    choices: tuple[ChatChoice, ...]
+    model: str = ""
+    created: int = 0
+    usage: Usage | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
+    rotary: dict[str, Any] | None = None
+    request_id: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Content of the first choice."""
+        return (self.choices[0].message.content or "") if self.choices else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatCompletionChunk:
+    """One event of a streamed chat. The usage chunk, where asked for, has no choices."""
+
+    id: str
+    choices: tuple[ChatChunkChoice, ...]
+    model: str = ""
+    created: int = 0
+    usage: Usage | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
+    rotary: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        """New content of the first choice in this chunk."""
+        return (self.choices[0].delta.content or "") if self.choices else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A served model. max_model_len: tokens its context holds, prompt and answer together."""
+
+    id: str
+    created: int = 0
+    owned_by: str = ""
+    max_model_len: int | None = None
+    architecture: str | None = None
+    num_parameters: int | None = None
+    dtype: str | None = None
+    weight_dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    quantization: str | None = None
+    rotary: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenization:
+    """Token ids of a text. offsets: per token its [start, end) in characters of the text."""
+
+    count: int
+    tokens: tuple[int, ...]
+    max_model_len: int | None = None
+    offsets: tuple[tuple[int, int], ...] | None = None
+    token_strs: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detokenization:
+    """Text of token ids. offsets: per token what it adds, [start, end) in characters."""
+
+    prompt: str
+    offsets: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text, under the name one looks for."""
+        return self.prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What /health or /ready answered: `ok` for 200. status: in the server's words."""
+
+    ok: bool
+    status: str = ""

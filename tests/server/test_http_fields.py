@@ -1,0 +1,252 @@
+"""Every request field: what reaches the engine, or which 400 names it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.live_server import Live, live_server
+
+from windlass.engine.request import SamplingParams
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.protocol.chat import ChatRequest
+from windlass.server.protocol.completions import CompletionRequest
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server() as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    return shared
+
+
+def test_defaults_reach_the_engine(live: Live) -> None:
+    live.complete("a")
+    (request,) = live.engine.requests
+    assert request.sampling == SamplingParams(max_tokens=16)
+    assert request.rope_scaling is None and request.rope_update == "frozen"
+    assert request.cache_salt is None and request.priority == 0 and request.deadline is None
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize(
+    ("given", "name", "expected"),
+    [
+        ({"max_tokens": 5}, "max_tokens", 5),
+        ({"max_completion_tokens": 6}, "max_tokens", 6),
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({"temperature": 1e-30}, "temperature", 0.0),
+        ({"top_p": 0.25}, "top_p", 0.25),
+        ({"top_k": 7}, "top_k", 7),
+        ({"top_k": -1}, "top_k", 0),
+        ({"top_k": 10**6}, "top_k", 0),
+        ({"min_p": 0.1}, "min_p", 0.1),
+        ({"typical_p": 0.9}, "typical_p", 0.9),
+        ({"repetition_penalty": 1.2}, "repetition_penalty", 1.2),
+        ({"presence_penalty": -1.5}, "presence_penalty", -1.5),
+        ({"frequency_penalty": 2}, "frequency_penalty", 2.0),
+        ({"logit_bias": {"3": -100, "4": 1.5}}, "logit_bias", {3: -100.0, 4: 1.5}),
+        ({"logit_bias": {}}, "logit_bias", None),
+        ({"seed": 42}, "seed", 42),
+        ({"seed": 0}, "seed", 0),
+        ({"n": 3}, "n", 3),
+        ({"best_of": 4}, "n", 4),
+        ({"min_tokens": 2}, "min_tokens", 2),
+        ({"ignore_eos": True}, "ignore_eos", True),
+        ({"stop_token_ids": [4, 5]}, "stop_token_ids", (4, 5)),
+        ({"allowed_token_ids": [9, 4, 9]}, "allowed_token_ids", (4, 9)),
+        ({"prompt_logprobs": 0}, "prompt_logprobs", 0),
+        ({"prompt_logprobs": 4}, "prompt_logprobs", 4),
+        ({"top_k": None, "n": None, "stop": None, "seed": None}, "n", 1),
+    ],
+)
+def test_sampling_fields_are_honoured(live: Live, endpoint: str, given: dict[str, Any], name: str, expected: Any) -> None:
+    if endpoint == "chat":
+        live.chat("a", **given)
+    else:
+        live.complete("a", **given)
+    (request,) = live.engine.requests
+    assert getattr(request.sampling, name) == expected
+
+
+def test_serving_fields_are_honoured(live: Live) -> None:
+    before = time.monotonic()
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    answer = live.complete(
+        "a",
+        rope_scaling=scaling,
+        rope_update="frozen",
+        context_overflow="stop",
+        cache_reuse=0,
+        cache_salt="mine",
+        priority=-3,
+        timeout=30,
+        request_id="my-request.1",
+    )
+    (request,) = live.engine.requests
+    assert request.rope_scaling == RopeScaling.from_dict(scaling)
+    assert (request.cache_salt, request.priority) == ("mine", -3)
+    assert request.deadline is not None and before + 30 <= request.deadline <= time.monotonic() + 30
+    assert answer["id"] == "cmpl-my-request.1"
+    assert request.request_id.startswith("my-request.1-")
+
+
+def test_bad_words_are_tokenized_with_and_without_a_space(live: Live) -> None:
+    live.complete("a", bad_words=["fox", " dog"])
+    encode = live.tokenizer.encode
+    expected = {tuple(encode(text, add_special_tokens=False)) for text in ("fox", " fox", " dog")}
+    assert set(live.engine.requests[0].sampling.bad_words) == expected
+
+
+def test_bookkeeping_fields_have_no_effect(live: Live) -> None:
+    live.complete(
+        "a",
+        user="u",
+        metadata={"deep": {"er": [1, None]}},
+        store=True,
+        service_tier="flex",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        verbosity="high",
+        suffix=None,
+        structured=None,
+    )
+    assert live.engine.requests[0].sampling == SamplingParams(max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("rope_update", "recompute"),
+        ("rope_update", "rotate"),
+        ("rope_update", "sometimes"),
+        ("context_overflow", "shift"),
+        ("keep_tokens", 16),
+        ("keep_tokens", -1),
+        ("keep_tokens", 0),
+        ("cache_reuse", 64),
+        ("cache_reuse", -64),
+        ("suffix", "tail"),
+        ("structured", {"regex": "a+"}),
+        ("structured", {"regex": "("}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "text", "more": 1}),
+        ("response_format", "json"),
+        ("rope_scaling", "a-profile"),
+        ("rope_scaling", 4),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 1e999}),
+        ("tools", [{}]),
+        ("no_such_field", None),
+        ("N", 1),
+    ],
+)
+def test_unsupported_and_unknown_fields_are_named(live: Live, field: str, value: Any) -> None:
+    import json
+
+    body = json.dumps({"prompt": "a", field: value}).replace("Infinity", "1e999").encode()
+    error = live.refuse(PATH, body)
+    assert error["param"] == field and error["type"] == "invalid_request_error"
+    assert live.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("scaling", "param"),
+    [
+        ({"rope_type": "spiral"}, "rope_scaling.rope_type"),
+        ({"rope_type": "yarn"}, "rope_scaling.factor"),
+        ({"rope_type": "linear", "factor": -2}, "rope_scaling.factor"),
+        ({"rope_type": "linear", "factor": 2, "surprise": 1}, "rope_scaling.surprise"),
+    ],
+)
+def test_a_scaling_at_fault_names_its_field(live: Live, scaling: dict[str, Any], param: str) -> None:
+    assert live.refuse(PATH, {"prompt": "a", "rope_scaling": scaling})["param"] == param
+
+
+def test_a_profile_says_that_there_is_none(live: Live) -> None:
+    error = live.refuse(PATH, {"prompt": "a", "rope_scaling": "long"})
+    assert error["code"] == "unknown_profile" and "long" in error["message"]
+
+
+def test_the_bodies_hold_every_field_of_the_reference() -> None:
+    common = """model max_tokens max_completion_tokens temperature top_p n stream stream_options stop seed
+        presence_penalty frequency_penalty logit_bias logprobs best_of response_format top_k min_p typical_p
+        repetition_penalty min_tokens ignore_eos stop_token_ids include_stop_str_in_output bad_words allowed_token_ids
+        skip_special_tokens add_special_tokens prompt_logprobs return_token_ids structured truncate_prompt_tokens
+        rope_scaling rope_update context_overflow keep_tokens cache_reuse cache_salt priority timeout request_id
+        user metadata store service_tier safety_identifier prompt_cache_key verbosity""".split()
+    chat = """messages top_logprobs tools tool_choice parallel_tool_calls chat_template_kwargs add_generation_prompt
+        continue_final_message""".split()
+    assert set(CompletionRequest.model_fields) == {*common, "prompt", "echo", "suffix"}
+    assert set(ChatRequest.model_fields) == {*common, *chat}
+
+
+WRONG: list[tuple[str, list[Any]]] = [
+    ("max_tokens", [-1, 2**31, 1.5, "5", True, [], 10**30]),
+    ("temperature", [-0.1, 101, "1", True, [], 10**400]),
+    ("top_p", [0, 1.01, -1, "x"]),
+    ("n", [0, 65, -1, 1.0, "2", True, 10**30]),
+    ("best_of", [0, 65]),
+    ("stream", ["true", 1, []]),
+    ("stream_options", [5, [], "x"]),
+    ("stop", [5, [5], [""], "", ["a"] * 17, "x" * 257, {"a": 1}]),
+    ("seed", [1.5, "x", 2**63, -(2**63)]),
+    ("presence_penalty", [2.1, -2.1, "x"]),
+    ("frequency_penalty", [2.1, -2.1, []]),
+    ("logit_bias", [{"a": 1}, {"1": 101}, {"1": -101}, {"1": "x"}, {"-1": 1}, {"423": 1}, {"1_0": 1}, [], "x", {"": 1}]),
+    ("logprobs", [-1, 21, True, "1"]),
+    ("echo", [1, "x"]),
+    ("top_k", [-2, 2**31, 1.5]),
+    ("min_p", [-0.1, 1.1]),
+    ("typical_p", [0, 1.1]),
+    ("repetition_penalty", [0, -1, 101]),
+    ("min_tokens", [-1, 17, 10**20]),
+    ("ignore_eos", ["no", 0]),
+    ("stop_token_ids", [[-1], [423], [1.5], 5, [1] * 1025, [10**30]]),
+    ("allowed_token_ids", [[], [-1], [423], ["x"]]),
+    ("bad_words", ["x", [""], [5], ["a"] * 1025, ["x" * 257]]),
+    ("include_stop_str_in_output", [1]),
+    ("skip_special_tokens", [0]),
+    ("add_special_tokens", ["x"]),
+    ("prompt_logprobs", [-1, 21, True]),
+    ("return_token_ids", [1]),
+    ("truncate_prompt_tokens", [0, -1, 1.5]),
+    ("cache_salt", ["", 5, "x" * 257]),
+    ("priority", [1.5, 2**31, "high"]),
+    ("timeout", [0, -1, 10**9, "5"]),
+    ("request_id", ["", "a b", "x" * 129, "a\nb", "é", 5]),
+    ("model", [5, ["toy"]]),
+    ("user", [5]),
+    ("metadata", [5, "x"]),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG for value in values])
+def test_values_out_of_bounds_are_named(live: Live, field: str, value: Any) -> None:
+    error = live.refuse(PATH, {"prompt": "a", field: value})
+    assert error["param"] == field
+    assert live.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, [], {}, 5, True, [True], [[]], ["a", 5], [5, "a"], [[5], "a"], [["a"]], [[5, 1.5]], [5, None], [-1], [423]]
+    + [[10**30], [[423]], [[[5]]], [1.5]],
+)
+def test_prompts_of_a_wrong_shape(live: Live, prompt: Any) -> None:
+    assert live.refuse(PATH, {"prompt": prompt})["param"] == "prompt"
+
+
+def test_an_empty_prompt(live: Live) -> None:
+    assert live.refuse(PATH, {"prompt": "", "add_special_tokens": False})["param"] == "prompt"
+    assert live.refuse(PATH, {})["param"] == "prompt"
+    live.complete("", max_tokens=1)  # the beginning-of-sequence token is there to continue

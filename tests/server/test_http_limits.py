@@ -1,0 +1,235 @@
+"""The bounds on size and shape, each at its edge, over real sockets. The server must live on after every one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from helpers.live_server import Live, live_server
+
+PATH = "/v1/completions"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server() as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Iterator[Live]:
+    shared.engine.reset()
+    yield shared
+    assert shared.complete("still here", max_tokens=1)["choices"][0]["text"] == "b"
+
+
+def padded(size: int) -> bytes:
+    """A valid body of exactly so many bytes."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    return body + b" " * (size - len(body))
+
+
+def test_body_of_32_mib(live: Live) -> None:
+    assert live.http.post(PATH, content=padded(32 * MIB)).status_code == 200
+    assert live.refuse(PATH, padded(32 * MIB + 1), 413)["code"] == "request_too_large"
+
+
+def test_body_without_declared_length(live: Live) -> None:
+    def pieces(size: int) -> Iterator[bytes]:
+        body = padded(size)
+        for start in range(0, size, MIB):
+            yield body[start : start + MIB]
+
+    assert live.http.post(PATH, content=pieces(MIB)).status_code == 200
+    response = live.http.post(PATH, content=pieces(33 * MIB))
+    assert response.status_code == 413 and response.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_huge_declared_length_is_refused_before_it_is_sent(live: Live) -> None:
+    with socket.create_connection(httpx_address(live), timeout=5) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"expect: 100-continue\r\ncontent-length: 99999999999\r\n\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def httpx_address(live: Live) -> tuple[str, int]:
+    url = httpx.URL(live.url)
+    assert url.port is not None
+    return url.host, url.port
+
+
+def test_headers_of_64_kib(live: Live) -> None:
+    assert live.http.get("/health", headers={"x-pad": "p" * (63 * 1024)}).status_code == 200
+    for headers in ({"x-pad": "p" * (64 * 1024)}, {f"x-{i}": "p" * 1000 for i in range(66)}):
+        response = live.http.get("/v1/models", headers=headers)
+        assert response.status_code == 431 and response.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_client_that_stops_sending_is_not_waited_for() -> None:
+    with live_server(body_stall_seconds=0.2) as live, socket.create_connection(httpx_address(live), 5) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_1024_prompts(live: Live) -> None:
+    assert len(live.complete(["a"] * 1024, max_tokens=1)["choices"]) == 1024
+    assert live.refuse(PATH, {"prompt": ["a"] * 1025})["param"] == "prompt"
+    assert live.refuse(PATH, {"prompt": [[5]] * 1025})["param"] == "prompt"
+
+
+def test_n_and_best_of_up_to_64(live: Live) -> None:
+    assert len(live.complete("a", max_tokens=1, n=64)["choices"]) == 64
+    assert len(live.complete("a", max_tokens=1, best_of=64)["choices"]) == 1
+    for value in (65, 10**6, 2**63, 10**30):
+        assert live.refuse(PATH, {"prompt": "a", "n": value})["param"] == "n"
+        assert live.refuse(PATH, {"prompt": "a", "best_of": value})["param"] == "best_of"
+
+
+def test_sixteen_stop_strings_of_256_characters(live: Live) -> None:
+    live.complete("a", max_tokens=1, stop=["x" * 256] * 16)
+    assert live.refuse(PATH, {"prompt": "a", "stop": ["x"] * 17})["param"] == "stop"
+    assert live.refuse(PATH, {"prompt": "a", "stop": ["x" * 257]})["param"] == "stop"
+
+
+def test_1024_biases_inside_the_vocabulary(live: Live) -> None:
+    live.complete("a", max_tokens=1, logit_bias={str(i): 100 for i in range(423)})
+    assert live.refuse(PATH, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}})["param"] == "logit_bias"
+    for field, value in (
+        ("logit_bias", {"423": 1}),
+        ("logit_bias", {"9999999999": 1}),
+        ("stop_token_ids", [423]),
+        ("allowed_token_ids", [2**31 - 1]),
+    ):
+        error = live.refuse(PATH, {"prompt": "a", field: value})
+        assert error["param"] == field and "vocabulary" in error["message"]
+
+
+def test_twenty_logprobs(live: Live) -> None:
+    live.complete("a", max_tokens=1, logprobs=20, prompt_logprobs=20)
+    assert live.refuse(PATH, {"prompt": "a", "logprobs": 21})["param"] == "logprobs"
+    assert live.refuse(PATH, {"prompt": "a", "prompt_logprobs": 21})["param"] == "prompt_logprobs"
+
+
+def test_a_prompt_that_fills_the_context(live: Live) -> None:
+    live.complete([5] * 255, max_tokens=1)
+    live.complete([5] * 256, max_tokens=0, echo=True, logprobs=0)
+    for count in (256, 257, 100_000):
+        error = live.refuse(PATH, {"prompt": [5] * count, "max_tokens": 1})
+        assert error["code"] == "context_length_exceeded" and error["param"] == "prompt"
+        assert " 256 " in error["message"] and f" {count} tokens" in error["message"]
+    error = live.refuse(PATH, {"prompt": ["a", "z" * 300]})
+    counted = len(live.tokenizer.encode("z" * 300))
+    assert error["code"] == "context_length_exceeded" and f" {counted} tokens" in error["message"]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(live: Live) -> None:
+    begin = time.monotonic()
+    error = live.refuse(PATH, {"prompt": "z " * (8 * MIB)})
+    # Tokenizing 16 MiB takes more than ten seconds.
+    assert time.monotonic() - begin < 3
+    assert error["code"] == "context_length_exceeded" and "at least" in error["message"]
+
+
+def test_tokenizing_has_a_bound_of_its_own() -> None:
+    with live_server(max_tokenize_chars=100) as live:
+        assert live.post("/tokenize", {"prompt": "a" * 100}).status_code == 200
+        assert live.refuse("/tokenize", {"prompt": "a" * 101})["param"] == "prompt"
+        assert live.refuse("/tokenize", {"messages": [{"role": "user", "content": "a" * 101}]})["param"] == "messages"
+
+
+BAD_JSON: list[bytes] = [
+    b"",
+    b"null",
+    b"[]",
+    b'"text"',
+    b"5",
+    b"{",
+    b'{"prompt": "a"',
+    b'{"prompt": "a"} x',
+    b"{'prompt': 'a'}",
+    b'{"prompt": "a", "temperature": NaN}',
+    b'{"prompt": "a", "temperature": Infinity}',
+    b'{"prompt": "a", "temperature": -Infinity}',
+    b'{"prompt": "a", "temperature": 1e999}',
+    b'{"prompt": "a", "seed": ' + b"9" * 400 + b"}",
+    b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
+    b'{"prompt": "a", "metadata": {"x": NaN}}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": "\\udc00\\ud800"}',
+    b'{"\\ud800": 1}',
+    b'{"prompt": "a\\u0000b"}',
+    b'{"prompt": ["a", "\\u0000"]}',
+    b'{"prompt": "a", "stop": "\\u0000"}',
+    b'{"prompt": "a\x00b"}',
+    b'{"prompt": "a"}\x00',
+    b'{"prompt": "\xff\xfe"}',
+    b'{"prompt": "\xed\xa0\x80"}',
+    b'\xef\xbb\xbf{"prompt": "a"}',
+    '{"prompt": "a"}'.encode("utf-16"),
+    b"[" * 1_000_000,
+    b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    b'{"prompt": "a", "rope_scaling": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
+    b'{"prompt": "a", "metadata": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    json.dumps({f"field{i}": i for i in range(50_000)}).encode(),
+    json.dumps({"prompt": "a", "stop": [5] * 500_000}).encode(),
+    json.dumps({"prompt": "a", "stop_token_ids": ["x"] * 500_000}).encode(),
+    json.dumps({"prompt": "a", "stream_options": {f"f{i}": i for i in range(50_000)}}).encode(),
+]
+
+
+@pytest.mark.parametrize("body", BAD_JSON, ids=lambda body: repr(body[:30]))
+def test_json_that_is_not_a_valid_body(live: Live, body: bytes) -> None:
+    begin = time.monotonic()
+    live.refuse(PATH, body)
+    assert time.monotonic() - begin < 3
+
+
+def test_messages_by_the_hundred_thousand(live: Live) -> None:
+    for message in ({}, {"role": "user"}, {"role": "user", "content": "x"}, 5):
+        error = live.refuse("/v1/chat/completions", {"messages": [message] * 100_000})
+        assert error["param"].startswith("messages")
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({"content-type": "text/plain"}, "content-type"),
+        ({"content-type": "application/x-www-form-urlencoded"}, "content-type"),
+        ({"content-type": "multipart/form-data; boundary=x"}, "content-type"),
+        ({"content-type": "application/json; charset=utf-16"}, "content-type"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, "content-encoding"),
+    ],
+)
+def test_other_content_types(live: Live, headers: dict[str, str], param: str) -> None:
+    response = live.http.post(PATH, content=padded(100), headers=headers)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("value", ["application/json; charset=UTF-8", "Application/JSON", "application/problem+json"])
+def test_json_by_other_names(live: Live, value: str) -> None:
+    assert live.http.post(PATH, content=padded(100), headers={"content-type": value}).status_code == 200
+
+
+def test_too_many_requests_at_once() -> None:
+    with live_server(max_in_flight=2) as live:
+        live.engine.first_delay = 0.5
+        from concurrent.futures import ThreadPoolExecutor
+
+        def send(_: int) -> Any:
+            return live.post(PATH, {"prompt": "a", "max_tokens": 1})
+
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(send, range(6)))
+        codes = sorted(answer.status_code for answer in answers)
+        assert codes == [200, 200, 429, 429, 429, 429]
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "too_many_requests"
