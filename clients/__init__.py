@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from windlass.clients.client import AsyncClient, AsyncStream, Client, Stream
+from windlass.clients._drivers import AsyncStream, Stream
+from windlass.clients.client import AsyncClient, Client
 from windlass.clients.errors import (
     APIConnectionError,
     APIError,

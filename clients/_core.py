@@ -84,8 +84,8 @@ Steps = Generator[Step, Any, T]
 class Call(Generic[T]):
     """One request to make and how to understand its answer.
 
-    answer: from the decoded JSON. chunk: for streams, from each event's JSON. expected: choices a stream must finish.
-    accepted: error statuses that are answers too. timeout: None for the client's own.
+    answer: makes the result from the decoded JSON, or raises ValueError. accepted: error statuses that are answers too.
+    timeout: None for the client's own.
     """
 
     method: str
@@ -133,9 +133,7 @@ class Core:
 
     # ---- calls -------------------------------------------------------------------------------------------------------
     def completion(self, body: dict[str, Any], timeout: float | httpx.Timeout | None) -> Call[Completion]:
-        return Call(
-            method="POST", path="/v1/completions", body=body, answer=_dated(Completion), timeout=timeout
-        )
+        return Call(method="POST", path="/v1/completions", body=body, answer=_dated(Completion), timeout=timeout)
 
     def completion_stream(
         self, body: dict[str, Any], timeout: float | httpx.Timeout | None
@@ -211,7 +209,7 @@ class Core:
         if not kind.lower().startswith("text/event-stream"):
             yield Close(response)
             raise _not_understood(response, f"a stream was expected, not {kind or 'an answer without a type'}")
-        return response, ChunkReader(call.chunk, call.expected, _request_id(response))
+        return response, ChunkReader(call.chunk, call.expected, request_id_of(response))
 
     def _exchange(
         self,
@@ -251,7 +249,7 @@ class Core:
             yield Read(response)
         except httpx.HTTPError as error:
             failure = transport_error(error, str(response.request.url))
-            failure.status, failure.request_id = response.status_code, _request_id(response)
+            failure.status, failure.request_id = response.status_code, request_id_of(response)
             raise failure from error
 
     def _request(
@@ -276,10 +274,10 @@ def build_body(fixed: Mapping[str, Any], options: Mapping[str, Any], extra: Mapp
 
 def _jsonable(value: Any) -> Any:
     """Sequences such as tuples, ranges and arrays as lists; everything else as it is."""
+    if hasattr(value, "tolist"):  # numpy's arrays and scalars
+        return value.tolist()
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         return value
-    if hasattr(value, "tolist"):
-        return value.tolist()
     return [_jsonable(item) for item in value]
 
 
@@ -318,14 +316,15 @@ def _plain(cls: type[T]) -> Callable[[Any, httpx.Response], T]:
 def _dated(cls: type[T]) -> Callable[[Any, httpx.Response], T]:
     def answer(data: Any, response: httpx.Response) -> T:
         if isinstance(data, dict):
-            data = {**data, "request_id": _request_id(response)}
+            data = {**data, "request_id": request_id_of(response)}
         return parse(cls, data)
 
     return answer
 
 
-def _request_id(response: httpx.Response) -> str | None:
-    return response.headers.get("x-request-id")
+def request_id_of(response: httpx.Response) -> str | None:
+    value: str | None = response.headers.get("x-request-id")
+    return value
 
 
 def _retry_after(response: httpx.Response) -> float | None:
@@ -356,7 +355,7 @@ def _status_error(response: httpx.Response) -> APIStatusError:
         what = f"redirects to {location}" if response.is_redirect and location else response.text.strip()[:200]
         message = f"HTTP {status} {response.reason_phrase} from {response.request.url}" + (f": {what}" if what else "")
     return status_error_class(status)(
-        message, status=status, request_id=_request_id(response), retry_after=_retry_after(response), **fields
+        message, status=status, request_id=request_id_of(response), retry_after=_retry_after(response), **fields
     )
 
 
@@ -368,5 +367,5 @@ def _not_understood(response: httpx.Response, what: str) -> ResponseError:
     return ResponseError(
         f"the answer of {response.request.url} is not understood: {what}",
         status=response.status_code,
-        request_id=_request_id(response),
+        request_id=request_id_of(response),
     )

@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 def parse(cls: type[T], data: Any) -> T:
     """An instance of the dataclass `cls` from a JSON object; raises ValueError that names the field at fault."""
-    return typing.cast(T, _reader(cls)(data, cls.__name__))
+    reader: Callable[[Any, str], T] = _reader(typing.cast(Any, cls))
+    return reader(data, cls.__name__)
 
 
 @functools.cache
@@ -28,7 +29,7 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
         return _object(typing.cast(type, hint))
     if origin is tuple:
         return _tuple(get_args(hint))
-    plain = (int, float) if hint is float else (dict if origin is dict else hint)
+    plain: Any = (int, float) if hint is float else (dict if origin is dict else hint)
 
     def check(value: Any, where: str) -> Any:
         if not isinstance(value, plain) or (isinstance(value, bool) and hint is not bool):
@@ -72,7 +73,8 @@ def _tuple(items: tuple[Any, ...]) -> Callable[[Any, str], Any]:
 def _object(cls: type) -> Callable[[Any, str], Any]:
     hints = typing.get_type_hints(cls)
     fields = [
-        (field.name, _reader(hints[field.name]), field.default is dataclasses.MISSING) for field in dataclasses.fields(cls)
+        (field.name, _reader(hints[field.name]), field.default is dataclasses.MISSING)
+        for field in dataclasses.fields(cls)
     ]
 
     def read(value: Any, where: str) -> Any:

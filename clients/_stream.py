@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from windlass.clients._parse import parse
@@ -28,28 +29,18 @@ class ChunkReader(Generic[T]):
         self._begun: set[Any] = set()
         self._finished: set[Any] = set()
 
-    def feed(self, data: bytes) -> list[T]:
-        """Chunks completed by these bytes. Chunks before an error in the same bytes come first: see `failure`."""
-        chunks: list[T] = []
+    def feed(self, data: bytes) -> Iterator[T]:
+        """Chunks completed by these bytes, one by one, so that those before an error event arrive before it raises."""
         try:
             events = self._sse.feed(data)
         except ValueError as error:
             raise self._error(str(error)) from error
         for event in events:
-            if self.done:
-                break
             if event.data.strip() == "[DONE]":
                 self._check_complete()
                 self.done = True
-                break
-            try:
-                chunks.append(self._read(event.data))
-            except (StreamError, ResponseError) as error:
-                self.failure = error
-                break
-        return chunks
-
-    failure: StreamError | ResponseError | None = None
+                return
+            yield self._read(event.data)
 
     def end(self) -> None:
         """The bytes ended: raises StreamError unless [DONE] came before."""
@@ -67,16 +58,16 @@ class ChunkReader(Generic[T]):
             chunk = parse(self._chunk, data)
         except ValueError as error:
             raise self._unknown(str(error)) from error
-        for choice in data["choices"]:
+        for choice in data.get("choices") or ():
             self._begun.add(choice["index"])
             if choice.get("finish_reason") is not None:
                 self._finished.add(choice["index"])
         return chunk
 
     def _check_complete(self) -> None:
-        missing = max(len(self._begun - self._finished), self._expected - len(self._finished))
+        missing = max(len(self._begun - self._finished), 0)
         if missing > 0:
-            self.failure = self._error(
+            raise self._error(
                 f"the stream ended without a finish_reason for {missing} of its choices: the answer is incomplete"
             )
 

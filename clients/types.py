@@ -55,7 +55,7 @@ class GenerationOptions(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     repetition_penalty: float | None
-    logit_bias: Mapping[str, float] | None
+    logit_bias: Mapping[str, float] | Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
     bad_words: Sequence[str] | None
     min_tokens: int | None
@@ -188,7 +188,7 @@ class CompletionChunk:
     """One event of a streamed completion. The usage chunk, where asked for, has no choices."""
 
     id: str
-    choices: tuple[CompletionChoice, ...]
+    choices: tuple[CompletionChoice, ...] = ()
     model: str = ""
     created: int = 0
     usage: Usage | None = None
@@ -269,7 +269,7 @@ class ChatCompletionChunk:
     """One event of a streamed chat. The usage chunk, where asked for, has no choices."""
 
     id: str
-    choices: tuple[ChatChunkChoice, ...]
+    choices: tuple[ChatChunkChoice, ...] = ()
     model: str = ""
     created: int = 0
     usage: Usage | None = None

@@ -19,6 +19,7 @@ from torch import Tensor
 _MAX_CANDIDATES = 1 << 22
 _CHUNK = 512
 _BINS = 2048
+_MARGIN = 1e-3  # beyond any float32 rounding of a logit
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,20 @@ def draw(logits: Tensor, filters: Sequence[Filters], uniforms: Sequence[float]) 
 
 def candidates(scaled: Tensor, filters: Sequence[Filters]) -> Candidates:
     """What the filters keep of each row. scaled: [S, V] float32 after temperature, every row's maximum 0."""
-    return _filter(_gather(scaled, scaled >= _thresholds(scaled, filters)), filters)
+    floor = _thresholds(scaled, filters)
+    mass: Tensor | None = None
+    nucleus = [row for row, f in enumerate(filters) if f.top_p < 1 and f.top_k <= 0 and f.min_p <= 0]
+    if nucleus:
+        # Nothing but top-p narrows these rows. Tokens of probability below (1 - p)/V together weigh less than 1 - p, so
+        # the nucleus lies above them: they count in the row's mass and need no further look. Rows already narrowed
+        # by top-k or min-p have their mass in what is left.
+        at = torch.tensor(nucleus, device=scaled.device)
+        total = _rows(scaled, at).exp().sum(-1, keepdim=True, dtype=torch.float64)
+        least = torch.tensor([(1 - filters[row].top_p) / scaled.shape[1] for row in nucleus], dtype=torch.float64)
+        floor[at] = (total * least.unsqueeze(1).to(scaled.device)).log().sub_(_MARGIN).float()
+        mass = torch.full((len(filters), 1), math.nan, dtype=torch.float64, device=scaled.device)
+        mass[at] = total
+    return _filter(_gather(scaled, scaled >= floor), filters, mass)
 
 
 def _scale(logits: Tensor, filters: Sequence[Filters]) -> Tensor:
@@ -136,22 +150,10 @@ def _first_above(weights: Tensor, target: Tensor) -> Tensor:
 
 
 def _thresholds(scaled: Tensor, filters: Sequence[Filters]) -> Tensor:
-    """[S, 1]: a value below which no kept logit lies; it settles min-p and top-k and prunes for top-p.
-
-    Top-p: tokens of probability below (1 - p)/V together weigh less than 1 - p, so the nucleus lies above them. The
-    maximum is 0, so a probability is at most exp(logit), whatever else is removed, and ln((1 - p)/V) is a safe bound.
-    """
+    """[S, 1]: the logit at or above which min-p and top-k keep a token."""
     vocab = scaled.shape[1]
     lowest = torch.finfo(torch.float32).min  # masked tokens are -inf and never candidates
-    bounds = []
-    for f in filters:
-        bound = lowest
-        if f.min_p > 0:
-            bound = max(bound, math.log(f.min_p))
-        if f.top_p < 1:
-            # The margin covers float32 rounding of the logits.
-            bound = max(bound, math.log((1 - f.top_p) / vocab) - 1e-3)
-        bounds.append(bound)
+    bounds = [math.log(f.min_p) if f.min_p > 0 else lowest for f in filters]
     floor = torch.tensor(bounds, dtype=torch.float32, device=scaled.device).unsqueeze(1)
     limited = [row for row, f in enumerate(filters) if 0 < f.top_k < vocab]
     if limited:
@@ -183,19 +185,20 @@ def _compact(marked: Tensor) -> tuple[Tensor, Tensor]:
     return found, torch.arange(width, device=marked.device) < counts.unsqueeze(1)
 
 
-def _filter(found: Candidates, filters: Sequence[Filters]) -> Candidates:
+def _filter(found: Candidates, filters: Sequence[Filters], mass: Tensor | None) -> Candidates:
+    """Top-p and typical-p. mass: [S, 1] what a row weighs where that is more than its candidates do, NaN elsewhere."""
     weights = found.weights
     if any(f.top_p < 1 for f in filters):
-        weights = _top_p(found.logits, weights, [f.top_p for f in filters])
+        weights = _top_p(found.logits, weights, [f.top_p for f in filters], mass)
     if any(f.typical_p < 1 for f in filters):
         weights = _typical(weights, [f.typical_p for f in filters])
     return Candidates(found.token_ids, found.logits, weights)
 
 
-def _top_p(logits: Tensor, weights: Tensor, top_p: Sequence[float]) -> Tensor:
+def _top_p(logits: Tensor, weights: Tensor, top_p: Sequence[float], mass: Tensor | None) -> Tensor:
     """Keep the most likely tokens until their mass reaches p (arXiv 1904.09751); always at least one."""
     keys = -logits
-    return weights.masked_fill(keys > _reach_mass(keys, weights, top_p), 0.0)
+    return weights.masked_fill(keys > _reach_mass(keys, weights, top_p, mass), 0.0)
 
 
 def _typical(weights: Tensor, typical_p: Sequence[float]) -> Tensor:
@@ -207,13 +210,13 @@ def _typical(weights: Tensor, typical_p: Sequence[float]) -> Tensor:
     return weights.masked_fill(keys > _reach_mass(keys, weights, typical_p), 0.0)
 
 
-def _reach_mass(keys: Tensor, weights: Tensor, mass: Sequence[float]) -> Tensor:
+def _reach_mass(keys: Tensor, weights: Tensor, shares: Sequence[float], mass: Tensor | None = None) -> Tensor:
     """[S, 1]: the key at which tokens taken by rising key first hold the wanted share of a row's weight.
 
-    keys, weights: [S, K]; entries of weight 0 do not count. mass: shares; 1 or more gives inf. Instead of sorting
-    whole rows, tokens are poured into bins by key and only the bin where the share is reached is sorted.
+    keys, weights: [S, K]; entries of weight 0 do not count. shares: 1 or more gives inf. mass: see `_filter`. Instead
+    of sorting whole rows, tokens are poured into bins by key and only the bin where the share is reached is sorted.
     """
-    wanted = torch.tensor(mass, dtype=torch.float64, device=keys.device).unsqueeze(1)
+    wanted = torch.tensor(shares, dtype=torch.float64, device=keys.device).unsqueeze(1)
     counted = weights > 0
     low = keys.masked_fill(~counted, math.inf).amin(-1, keepdim=True)
     high = keys.masked_fill(~counted, -math.inf).amax(-1, keepdim=True)
@@ -221,7 +224,10 @@ def _reach_mass(keys: Tensor, weights: Tensor, mass: Sequence[float]) -> Tensor:
     bins = ((torch.minimum(keys, high) - low).clamp_min_(0) / step).long().clamp_max_(_BINS - 1)
     filled = torch.zeros(len(keys), _BINS, dtype=torch.float64, device=keys.device)
     cumulative = filled.scatter_add_(1, bins, weights).cumsum_(-1)
-    target = wanted * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    if mass is not None:
+        total = torch.where(mass.isnan(), total, mass)
+    target = wanted * total
     bin_ = torch.searchsorted(cumulative, target).clamp_max_(_BINS - 1)
     before = torch.where(bin_ > 0, cumulative.gather(1, (bin_ - 1).clamp_min_(0)), 0.0)
 

@@ -24,9 +24,15 @@ from windlass.server.limits import LimitsMiddleware
 from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.protocol.completions import Completion, CompletionRequest
-from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from windlass.server.protocol.text import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    RotaryInspectRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
 from windlass.server.request_id import RequestIdMiddleware
-from windlass.server.routes import chat, completions, health, models, text
+from windlass.server.routes import chat, completions, health, models, rotary, text
 from windlass.server.routes.common import REF
 from windlass.server.settings import ServerSettings
 from windlass.server.state import ServerState
@@ -35,7 +41,13 @@ if TYPE_CHECKING:
     from windlass.server.chat_template import ChatTemplate
     from windlass.server.tokenizer import Tokenizer
 
-_REQUESTS: tuple[type[BaseModel], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+_REQUESTS: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    RotaryInspectRequest,
+)
 _ANSWERS: tuple[type[BaseModel], ...] = (
     Completion,
     ChatCompletion,
@@ -74,7 +86,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.windlass = state
-    for module in (completions, chat, text, models, health):
+    for module in (completions, chat, text, models, rotary, health):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)

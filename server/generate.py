@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
+from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.request import EngineRequest, SamplingParams
 from windlass.server.display import LoadingDisplay, say
@@ -126,63 +123,43 @@ def generate_remote(
     wanted: Generation, model: str | None, options: EngineOptions, url: str, api_key: str | None
 ) -> None:
     """Ask the server at `url` (with or without /v1), write its stream. Raises EngineError, one line."""
-    body: dict[str, Any] = {
+    scaling = options.parse_rope_scaling()
+    settings: dict[str, Any] = {
         "model": model,
         "max_tokens": wanted.max_tokens,
         "temperature": wanted.temperature,
         "top_p": wanted.top_p,
         "seed": wanted.seed,
         "stop": list(wanted.stop) or None,
-        "rope_scaling": scaling.to_dict() if (scaling := options.parse_rope_scaling()) else None,
-        "stream": True,
+        "rope_scaling": scaling.to_dict() if scaling else None,
     }
-    body = {name: value for name, value in body.items() if value is not None}
-    if wanted.chat:
-        path, body["messages"] = "/chat/completions", [{"role": "user", "content": wanted.prompt}]
-    else:
-        path, body["prompt"] = "/completions", wanted.prompt
-    base = url.rstrip("/").removesuffix("/v1") + "/v1"
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    start = time.monotonic()
+    settings = {name: value for name, value in settings.items() if value is not None}
+    start, reason = time.monotonic(), None
     try:
-        # No limit on reading: a long prompt takes its time, and ctrl-C ends the request.
-        timeout = httpx.Timeout(10.0, read=None)
-        with httpx.stream("POST", base + path, json=body, headers=headers, timeout=timeout) as response:
-            if response.is_error:
-                response.read()
-                raise EngineError(f"{url} answered {response.status_code}: {_error_message(response.text)}")
-            reason = _write_events(response.iter_lines(), url)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise EngineError(f"cannot reach {url} ({error}): is the server running?") from error
-    finish()
+        with (
+            Client(url, api_key=api_key, retry=RetryPolicy(max_retries=0)) as client,
+            _open(client, wanted, settings) as stream,
+        ):
+            for chunk in stream:
+                write(chunk.text)
+                for choice in chunk.choices:
+                    reason = choice.finish_reason or reason
+    except APIStatusError as error:
+        raise EngineError(f"{url} answered {error.status}: {error.message}") from error
+    except APIConnectionError as error:
+        raise EngineError(f"cannot reach {url} ({error.message}): is the server running?") from error
+    except (APIError, ValueError) as error:
+        raise EngineError(f"{url}: {error}") from error
+    finally:
+        finish()
     if wanted.stats:
         say(f"[{time.monotonic() - start:.2f} s, {reason}]")
 
 
-def _write_events(lines: Iterable[str], url: str) -> str:
-    """Write the text of a completion or chat stream; returns its finish reason."""
-    reason = None
-    for line in lines:
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            continue
-        event = json.loads(line.removeprefix("data: "))
-        if "error" in event:
-            finish()
-            raise EngineError(f"{url} ended the stream: {_error_message(line.removeprefix('data: '))}")
-        for choice in event.get("choices", ()):
-            write(choice.get("text") or choice.get("delta", {}).get("content") or "")
-            reason = choice.get("finish_reason") or reason
-    if reason is None:
-        finish()
-        raise EngineError(f"{url} closed the stream before the answer was complete: try again")
-    return str(reason)
-
-
-def _error_message(text: str) -> str:
-    try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return text[:300]
+def _open(client: Client, wanted: Generation, settings: dict[str, Any]) -> Stream[Any]:
+    if wanted.chat:
+        return client.chat([{"role": "user", "content": wanted.prompt}], stream=True, **settings)
+    return client.completions(wanted.prompt, stream=True, **settings)
 
 
 def write(text: str) -> None:

@@ -9,4 +9,6 @@
 namespace {
 #include "simd.h"
 #include "linear.h"
+#include "pointwise.h"
+#include "attention.h"
 }  // namespace

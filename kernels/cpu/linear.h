@@ -9,7 +9,7 @@ constexpr int MAX_MT = 6, WIDE_NT = 4;
 #else
 constexpr int MAX_MT = 4, WIDE_NT = 3;  // 12 accumulators, 3 weights, 1 activation
 #endif
-constexpr int NARROW_NT = 4;     // for tiles of up to 3 rows
+constexpr int NARROW_NT = 4, NARROW_ROWS = 2;  // more weight rows for so few rows of x
 constexpr int STEP = 2 * W;      // elements of K per turn of the inner loop
 constexpr long K_BLOCK = 512;    // elements of K that stay in L1; a multiple of STEP
 constexpr long MAX_ROWS = 48;    // rows of x per pass over the weight
@@ -21,6 +21,8 @@ constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second t
 template <int half> INLINE vf load_half(const float *p) { return load(p + half * W); }
 template <int half> INLINE vf load_half(const f16 *p) { return load(p + half * W); }
 template <int half> INLINE vf load_half(const bf16 *p) {
+    // Seen as another address, so that the second half is loaded again and not kept in registers the tile needs.
+    if (half) asm("" : "+r"(p));
     const vu pairs = *(const vu_any *)p;
     return (vf)(half ? pairs & 0xffff0000u : pairs << 16);
 }
@@ -82,7 +84,7 @@ INLINE void multiply_half(const TW *const (&w)[NT], const float *x, vf (&acc)[NT
     for (int n = 0; n < NT; n++) weight[n] = load_half<half>(w[n]);
     for (int m = 0; m < MT; m++) {
         const vf xm = load(x + m * STEP + half * W);
-        for (int n = 0; n < NT; n++) add_product(acc[n][m], weight[n], xm);
+        for (int n = 0; n < NT; n++) acc[n][m] = add_product(acc[n][m], weight[n], xm);
     }
 }
 
@@ -115,15 +117,18 @@ static __attribute__((noinline)) void multiply_tile(const TW *const *weights, co
 }
 
 template <class TW, int NT>
-INLINE void multiply_any(long mt, const TW *const *weights, const float *x, long steps, long tail, vf *sums, bool fresh,
+INLINE void multiply_any(long mt, const TW *const *weights, const float *x, long turns, long tail, vf *sums, bool fresh,
                          const Ahead &ahead) {
-    switch (mt) {
-        case 1: return multiply_tile<TW, NT, 1>(weights, x, steps, tail, sums, fresh, ahead);
-        case 2: return multiply_tile<TW, NT, 2>(weights, x, steps, tail, sums, fresh, ahead);
-        case 3: return multiply_tile<TW, NT, 3>(weights, x, steps, tail, sums, fresh, ahead);
-        case 4: if constexpr (MAX_MT >= 4 && NT <= WIDE_NT) return multiply_tile<TW, NT, 4>(weights, x, steps, tail, sums, fresh, ahead); return;
-        case 5: if constexpr (MAX_MT >= 5 && NT <= WIDE_NT) return multiply_tile<TW, NT, 5>(weights, x, steps, tail, sums, fresh, ahead); return;
-        case 6: if constexpr (MAX_MT >= 6 && NT <= WIDE_NT) return multiply_tile<TW, NT, 6>(weights, x, steps, tail, sums, fresh, ahead); return;
+    const auto call = [&](auto multiply) { multiply(weights, x, turns, tail, sums, fresh, ahead); };
+    if (mt == 1) return call(multiply_tile<TW, NT, 1>);
+    if (mt == 2) return call(multiply_tile<TW, NT, 2>);
+    if constexpr (NT == WIDE_NT) {
+        if (mt == 3) return call(multiply_tile<TW, NT, 3>);
+        if (mt == 4) return call(multiply_tile<TW, NT, 4>);
+        if constexpr (MAX_MT > 4) {
+            if (mt == 5) return call(multiply_tile<TW, NT, 5>);
+            return call(multiply_tile<TW, NT, 6>);
+        }
     }
 }
 
@@ -184,7 +189,8 @@ static void multiply_rows(const Linear &p, Tiles tiles, const float *packed, TX 
 
 template <class TW, class TX> static int linear_pass(const Linear &p) {
     const Tiles tiles = {p.M, ceil_div(p.M, MAX_MT)};
-    const long nt = p.M <= 3 ? NARROW_NT : WIDE_NT;
+    const bool narrow_x = p.M <= NARROW_ROWS;
+    const long nt = narrow_x ? NARROW_NT : WIDE_NT;
     const long chunk = round_up(max_of(1, CHUNK_BYTES / (p.K * (long)sizeof(TW))), nt);
     const long chunks = ceil_div(p.N, chunk);
     const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
@@ -199,8 +205,8 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
         for (long c = 0; c < chunks; c++) {
             if (failed) continue;
             const long n0 = c * chunk, n1 = min_of(n0 + chunk, p.N);
-            if (nt == NARROW_NT && p.M <= 3) multiply_rows<TW, TX, NARROW_NT>(p, tiles, (const float *)packed, (TX *)p.out, n0, n1);
-            else multiply_rows<TW, TX, WIDE_NT>(p, tiles, (const float *)packed, (TX *)p.out, n0, n1);
+            const auto multiply = narrow_x ? multiply_rows<TW, TX, NARROW_NT> : multiply_rows<TW, TX, WIDE_NT>;
+            multiply(p, tiles, (const float *)packed, (TX *)p.out, n0, n1);
         }
         free(packed);
     }

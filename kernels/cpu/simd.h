@@ -20,13 +20,14 @@ typedef vh vh_any __attribute__((aligned(2), may_alias));
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-// acc += a * b. Where there is an instruction for it, it is spelt out: the compiler prefers forms that overwrite a factor
+// acc + a * b. Where there is an instruction for it, it is spelt out: the compiler prefers forms that overwrite a factor
 // and then spills the accumulators of a tile that fills all registers (measured: a third slower).
-INLINE void add_product(vf &acc, vf a, vf b) {
+INLINE vf add_product(vf acc, vf a, vf b) {
 #if defined(WINDLASS_FMA)
     asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
 #else
-    acc += a * b;
+    return acc + a * b;
 #endif
 }
 

@@ -73,6 +73,12 @@ def check_free_form(value: Any) -> Any:
     return value
 
 
+def _rope_scaling(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | dict):
+        raise PydanticCustomError("type", "should be an object such as {'rope_type': 'yarn', 'factor': 4.0}")
+    return check_free_form(value)
+
+
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
 StopStrings = Annotated[
@@ -82,3 +88,4 @@ StopStrings = Annotated[
 ]
 LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
+RopeScalingField = Annotated[Any, BeforeValidator(_rope_scaling)]  # an object, the name of a profile, or null

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.base import (
@@ -12,10 +12,10 @@ from windlass.server.protocol.base import (
     INT64_MAX,
     LogitBias,
     RequestId,
+    RopeScalingField,
     StopStrings,
     StrictModel,
     TokenId,
-    check_free_form,
 )
 
 
@@ -69,12 +69,6 @@ def _response_format(value: Any) -> Any:
     return value
 
 
-def _rope_scaling(value: Any) -> Any:
-    if value is not None and not isinstance(value, str | dict):
-        raise PydanticCustomError("type", "should be an object such as {'rope_type': 'yarn', 'factor': 4.0}")
-    return check_free_form(value)
-
-
 class StreamOptions(StrictModel):
     """`include_usage`: a last chunk with usage. `continuous_usage_stats`: running usage on every chunk."""
 
@@ -123,7 +117,7 @@ class GenerationRequest(StrictModel):
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
 
     # Serving
-    rope_scaling: Annotated[Any, BeforeValidator(_rope_scaling)] = None
+    rope_scaling: RopeScalingField = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     timeout: Annotated[float, Field(gt=0, le=604800)] | None = None

@@ -18,7 +18,7 @@ import pytest
 import transformers
 from helpers.real_server import RealServer, serve
 
-Client: Any = None  # TEMP
+from windlass.clients import Client
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
@@ -106,7 +106,9 @@ def test_a_request_may_bring_its_own_scaling(server: RealServer) -> None:
     body = {**long_body(20), "stream": False}
     plain = httpx.post(f"{server.url}/v1/completions", json=body).json()
     none = httpx.post(f"{server.url}/v1/completions", json={**body, "rope_scaling": {"rope_type": "default"}}).json()
-    scaled = httpx.post(f"{server.url}/v1/completions", json={**body, "rope_scaling": {"type": "linear", "factor": 4}}).json()
+    scaled = httpx.post(
+        f"{server.url}/v1/completions", json={**body, "rope_scaling": {"type": "linear", "factor": 4}}
+    ).json()
     assert plain["choices"][0]["text"] == none["choices"][0]["text"] != scaled["choices"][0]["text"]
     bad = httpx.post(f"{server.url}/v1/completions", json={**body, "rope_scaling": {"type": "linear", "factor": -1}})
     assert bad.status_code == 400 and bad.json()["error"]["param"] == "rope_scaling.factor"
@@ -120,8 +122,8 @@ def test_a_client_that_leaves_frees_its_blocks(server: RealServer) -> None:
     for stream in (True, False):
         body = json.dumps({**long_body(), "n": 8, "stream": stream}).encode()
         with socket.create_connection((host, int(port))) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
+            headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + headers.encode() + body)
             eventually(lambda: server.metric("windlass_num_requests_running") > 0, 10)
         eventually(lambda: server.metric("windlass_num_requests_running") == 0, 1)
         assert server.metric("windlass_kv_cache_usage_perc") == 0

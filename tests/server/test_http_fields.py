@@ -70,7 +70,9 @@ def test_defaults_reach_the_engine(live: Live) -> None:
         ({"top_k": None, "n": None, "stop": None, "seed": None}, "n", 1),
     ],
 )
-def test_sampling_fields_are_honoured(live: Live, endpoint: str, given: dict[str, Any], name: str, expected: Any) -> None:
+def test_sampling_fields_are_honoured(
+    live: Live, endpoint: str, given: dict[str, Any], name: str, expected: Any
+) -> None:
     if endpoint == "chat":
         live.chat("a", **given)
     else:
@@ -202,7 +204,10 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("seed", [1.5, "x", 2**63, -(2**63)]),
     ("presence_penalty", [2.1, -2.1, "x"]),
     ("frequency_penalty", [2.1, -2.1, []]),
-    ("logit_bias", [{"a": 1}, {"1": 101}, {"1": -101}, {"1": "x"}, {"-1": 1}, {"423": 1}, {"1_0": 1}, [], "x", {"": 1}]),
+    (
+        "logit_bias",
+        [{"a": 1}, {"1": 101}, {"1": -101}, {"1": "x"}, {"-1": 1}, {"423": 1}, {"1_0": 1}, [], "x", {"": 1}],
+    ),
     ("logprobs", [-1, 21, True, "1"]),
     ("echo", [1, "x"]),
     ("top_k", [-2, 2**31, 1.5]),
@@ -239,8 +244,10 @@ def test_values_out_of_bounds_are_named(live: Live, field: str, value: Any) -> N
 
 @pytest.mark.parametrize(
     "prompt",
-    [None, [], {}, 5, True, [True], [[]], ["a", 5], [5, "a"], [[5], "a"], [["a"]], [[5, 1.5]], [5, None], [-1], [423]]
-    + [[10**30], [[423]], [[[5]]], [1.5]],
+    [
+        *(None, [], {}, 5, True, [True], [[]], [[], [5]], ["a", 5], [5, "a"], [[5], "a"], [["a"]], [[5, 1.5]]),
+        *([5, None], [-1], [423], [10**30], [[423]], [[[5]]], [1.5]),
+    ],
 )
 def test_prompts_of_a_wrong_shape(live: Live, prompt: Any) -> None:
     assert live.refuse(PATH, {"prompt": prompt})["param"] == "prompt"

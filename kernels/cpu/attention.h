@@ -1,0 +1,289 @@
+// Attention of one new token per sequence over its paged keys and values: "flash decoding".
+//
+// The keys of a sequence are cut at absolute multiples of SPLIT; each (sequence, cut, kv head) is a unit that any thread
+// may take, with a running maximum and sum over CHUNK keys at a time. Cuts are merged in order by their log-sum-exp, so
+// a sequence's result depends on its own length only, never on its neighbours or the number of threads. The queries
+// that share a kv head share its loads. Only keys a query sees are ever read, nor any table entry before them.
+
+constexpr long SPLIT = 256;    // keys per unit
+constexpr long CHUNK = 64;     // keys whose scores are kept; divides SPLIT
+constexpr int QUERIES = 4;     // queries of one kv head handled together
+constexpr int KEYS = 2;        // keys handled together: 8 accumulators hide the latency of the multiply-add
+constexpr long AHEAD = 4;      // keys that are prefetched before their turn
+
+struct Attention {
+    const void *q; long q_row, q_head; int q_type;
+    const void *keys, *values; int page_type;
+    long block_size, kv_heads, dim, value_dim;
+    const int32_t *tables; long table_row;
+    const void *lengths; int lengths_are_64;
+    long window;             // 0: none
+    float scale, soft_cap;   // soft_cap 0: none
+    const float *score_scale, *sinks;
+    void *out;
+    long batch, heads;
+
+    INLINE_MEMBER long length(long b) const {
+        return lengths_are_64 ? (long)((const int64_t *)lengths)[b] : (long)((const int32_t *)lengths)[b];
+    }
+    INLINE_MEMBER long first_key(long b) const { return window ? max_of(0, length(b) - window) : 0; }
+    INLINE_MEMBER long first_cut(long b) const { return first_key(b) / SPLIT; }
+    INLINE_MEMBER long cuts(long b) const { return length(b) <= 0 ? 0 : ceil_div(length(b), SPLIT) - first_cut(b); }
+    INLINE_MEMBER long group() const { return heads / kv_heads; }
+};
+
+// Per-thread working memory: scaled queries, scores of a chunk, weighted values, running maximum and sum.
+struct Scratch {
+    float *query, *scores, *acc, *top, *total;
+    long query_row, acc_row;
+    static long floats(const Attention &p) {
+        return p.group() * (round_up(p.dim, W) + CHUNK + round_up(p.value_dim, W) + 2) + 4 * W;
+    }
+    void place(const Attention &p, float *memory) {
+        query_row = round_up(p.dim, W), acc_row = round_up(p.value_dim, W);
+        query = memory;
+        acc = query + p.group() * query_row;
+        scores = acc + p.group() * acc_row;
+        top = scores + p.group() * CHUNK;
+        total = top + p.group();
+    }
+};
+
+INLINE void prefetch_row(const void *row, long bytes) {
+    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i, 0, 3);
+}
+
+// scores[i][j] of NQ queries and KEYS keys, unscaled.
+template <class T, int NQ>
+INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores) {
+    vf acc[NQ][KEYS] = {};
+    const T *key[KEYS];
+    for (int j = 0; j < KEYS; j++) key[j] = keys[j];
+    long d = 0;
+    for (; d + W <= dim; d += W) {
+        vf k[KEYS];
+        for (int j = 0; j < KEYS; j++) k[j] = load(key[j] + d);
+        for (int i = 0; i < NQ; i++) {
+            const vf x = load(query + i * query_row + d);
+            for (int j = 0; j < KEYS; j++) acc[i][j] = add_product(acc[i][j], k[j], x);
+        }
+    }
+    if (d < dim)
+        for (int j = 0; j < KEYS; j++) {
+            const vf k = load_some(key[j] + d, dim - d);
+            for (int i = 0; i < NQ; i++) acc[i][j] = add_product(acc[i][j], k, load(query + i * query_row + d));
+        }
+    for (int i = 0; i < NQ; i++)
+        for (int j = 0; j < KEYS; j++) scores[i * CHUNK + j] = sum(acc[i][j]);
+}
+
+template <class T, int NQ>
+static void score_chunk(const Attention &p, const Scratch &s, long i, const T *const *keys, long count) {
+    const long row_bytes = p.dim * (long)sizeof(T);
+    for (long j = 0; j < count; j += KEYS) {
+        // Past the last key the tile repeats it; its score is overwritten by the mask.
+        const T *tile[KEYS];
+        for (int n = 0; n < KEYS; n++) {
+            tile[n] = keys[min_of(j + n, count - 1)];
+            if (i == 0 && j + n + AHEAD < count) prefetch_row(keys[j + n + AHEAD], row_bytes);
+        }
+        score_tile<T, NQ>(s.query + i * s.query_row, s.query_row, tile, p.dim, s.scores + i * CHUNK + j);
+    }
+}
+
+// Scores become weights exp(score - top); acc and total are brought to the new top.
+static void soften(const Attention &p, const Scratch &s, long i, long count) {
+    float *scores = s.scores + i * CHUNK;
+    const long padded = round_up(count, W);
+    for (long j = count; j < padded; j++) scores[j] = -__builtin_inff();
+    vf most = splat(-__builtin_inff());
+    for (long j = 0; j < padded; j += W) {
+        vf x = load(scores + j);
+        if (p.soft_cap != 0.0f) {
+            // The padding stays at minus infinity.
+            const vf capped = tanh_of(x / p.soft_cap) * p.soft_cap;
+            if (j + W <= count) x = capped;
+            else for (long n = 0; n < count - j; n++) x[n] = capped[n];
+            store(scores + j, x);
+        }
+        most = larger(most, x);
+    }
+    const float top = largest(most) > s.top[i] ? largest(most) : s.top[i];
+    const float base = top == -__builtin_inff() ? 0.0f : top;
+    const float shrink = exp_of(s.top[i] - base);
+    vf total = {};
+    for (long j = 0; j < padded; j += W) {
+        const vf weight = exp_of(load(scores + j) - base);
+        store(scores + j, weight);
+        total += weight;
+    }
+    s.total[i] = s.total[i] * shrink + sum(total);
+    s.top[i] = top;
+    if (shrink != 1.0f)
+        for (long d = 0; d < s.acc_row; d += W) store(s.acc + i * s.acc_row + d, load(s.acc + i * s.acc_row + d) * shrink);
+}
+
+// acc[i][:] += sum over keys of weight * value, NQ queries at once.
+template <class T, int NQ>
+static void add_values(const Attention &p, const Scratch &s, long i, const T *const *values, long count) {
+    const float *weights = s.scores + i * CHUNK;
+    const long row_bytes = p.value_dim * (long)sizeof(T);
+    long d = 0;
+    for (; d + 2 * W <= p.value_dim; d += 2 * W) {
+        float *acc = s.acc + i * s.acc_row + d;
+        vf sums[NQ][2];
+        for (int n = 0; n < NQ; n++) sums[n][0] = load(acc + n * s.acc_row), sums[n][1] = load(acc + n * s.acc_row + W);
+        for (long j = 0; j < count; j++) {
+            if (d == 0 && i == 0 && j + AHEAD < count) prefetch_row(values[j + AHEAD], row_bytes);
+            const vf first = load(values[j] + d), second = load(values[j] + d + W);
+            for (int n = 0; n < NQ; n++) {
+                const vf weight = splat(weights[n * CHUNK + j]);
+                sums[n][0] = add_product(sums[n][0], first, weight);
+                sums[n][1] = add_product(sums[n][1], second, weight);
+            }
+        }
+        for (int n = 0; n < NQ; n++) store(acc + n * s.acc_row, sums[n][0]), store(acc + n * s.acc_row + W, sums[n][1]);
+    }
+    for (; d < p.value_dim; d += W) {
+        const long rest = min_of(W, p.value_dim - d);
+        for (int n = 0; n < NQ; n++) {
+            float *acc = s.acc + (i + n) * s.acc_row + d;
+            vf sums = load(acc);
+            for (long j = 0; j < count; j++) {
+                const vf value = rest == W ? load(values[j] + d) : load_some(values[j] + d, rest);
+                sums = add_product(sums, value, splat(weights[n * CHUNK + j]));
+            }
+            store(acc, sums);
+        }
+    }
+}
+
+template <class T> static void attend_chunk(const Attention &p, const Scratch &s, const T *const *keys, const T *const *values, long count) {
+    const long group = p.group();
+    long i = 0;
+    for (; i + QUERIES <= group; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, keys, count);
+    for (; i + 2 <= group; i += 2) score_chunk<T, 2>(p, s, i, keys, count);
+    for (; i < group; i++) score_chunk<T, 1>(p, s, i, keys, count);
+    prefetch_row(values[0], p.value_dim * (long)sizeof(T));
+    for (i = 0; i < group; i++) soften(p, s, i, count);
+    for (i = 0; i + QUERIES <= group; i += QUERIES) add_values<T, QUERIES>(p, s, i, values, count);
+    for (; i + 2 <= group; i += 2) add_values<T, 2>(p, s, i, values, count);
+    for (; i < group; i++) add_values<T, 1>(p, s, i, values, count);
+}
+
+// One unit: fills acc, top and total of the group for the keys of one cut.
+template <class T> static void attend_cut(const Attention &p, const Scratch &s, long b, long head, long cut) {
+    const long group = p.group();
+    for (long i = 0; i < group; i++) {
+        const long source = b * p.q_row + (head * group + i) * p.q_head;
+        for (long d = 0; d < s.query_row; d++) {
+            const float x = d < p.dim ? element(p.q, p.q_type, source + d) : 0.0f;
+            s.query[i * s.query_row + d] = x * (p.scale * p.score_scale[b]);
+        }
+        for (long d = 0; d < s.acc_row; d++) s.acc[i * s.acc_row + d] = 0.0f;
+        s.top[i] = -__builtin_inff();
+        s.total[i] = 0.0f;
+    }
+    const long begin = max_of(cut * SPLIT, p.first_key(b)), end = min_of((cut + 1) * SPLIT, p.length(b));
+    const int32_t *table = p.tables + b * p.table_row;
+    for (long first = begin; first < end; first += CHUNK) {
+        const long count = min_of(CHUNK, end - first);
+        const T *keys[CHUNK], *values[CHUNK];
+        for (long j = 0; j < count; j++) {
+            const long at = first + j;
+            const long entry = ((long)table[at / p.block_size] * p.block_size + at % p.block_size) * p.kv_heads + head;
+            keys[j] = (const T *)p.keys + entry * p.dim;
+            values[j] = (const T *)p.values + entry * p.value_dim;
+        }
+        attend_chunk<T>(p, s, keys, values, count);
+    }
+}
+
+// Result of one head from its cuts, each [value_dim weighted sums, top, total].
+static void merge(const Attention &p, const float *parts, long count, long part_row, long b, long head) {
+    const long at = (b * p.heads + head) * p.value_dim;
+    float top = p.sinks ? p.sinks[head] : -__builtin_inff();
+    for (long c = 0; c < count; c++) top = parts[c * part_row + p.value_dim] > top ? parts[c * part_row + p.value_dim] : top;
+    const float base = top == -__builtin_inff() ? 0.0f : top;
+    float total = p.sinks ? exp_of(p.sinks[head] - base) : 0.0f;
+    for (long c = 0; c < count; c++)
+        total += parts[c * part_row + p.value_dim + 1] * exp_of(parts[c * part_row + p.value_dim] - base);
+    for (long d = 0; d < p.value_dim; d += W) {
+        const long n = min_of(W, p.value_dim - d);
+        vf sums = {};
+        for (long c = 0; c < count; c++) {
+            const float *part = parts + c * part_row;
+            const vf x = n == W ? load(part + d) : load_some(part + d, n);
+            sums += x * exp_of(splat(part[p.value_dim] - base));
+        }
+        if (count) sums /= total;
+        with_type(p.q_type, [&](auto *type) { store_some((decltype(type))p.out + at + d, sums, n); });
+    }
+}
+
+template <class T> static int attend(const Attention &p) {
+    const long group = p.group(), part_row = p.value_dim + 2;
+    long *first = (long *)malloc((p.batch + 1) * sizeof(long));  // cuts before each sequence
+    if (!first) return 1;
+    first[0] = 0;
+    long keys = 0;
+    for (long b = 0; b < p.batch; b++) {
+        first[b + 1] = first[b] + p.cuts(b);
+        keys += max_of(0, p.length(b) - p.first_key(b));
+    }
+    const long units = first[p.batch] * p.kv_heads;
+    long *owner = (long *)malloc(max_of(1, first[p.batch]) * sizeof(long));
+    // [cut][head][part_row]
+    float *parts = (float *)malloc(max_of(1, first[p.batch] * p.heads * part_row) * sizeof(float));
+    const long threads = keys * p.kv_heads * p.dim < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
+    int failed = !owner || !parts;
+    if (!failed) {
+        for (long b = 0; b < p.batch; b++)
+            for (long c = first[b]; c < first[b + 1]; c++) owner[c] = b;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+        {
+            float *memory = (float *)malloc(Scratch::floats(p) * sizeof(float));
+            failed |= !memory;
+            Scratch s;
+            s.place(p, memory);
+#pragma omp for schedule(dynamic, 1)
+            for (long unit = 0; unit < units; unit++) {
+                if (!memory) continue;
+                const long cut = unit / p.kv_heads, head = unit % p.kv_heads, b = owner[cut];
+                attend_cut<T>(p, s, b, head, p.first_cut(b) + cut - first[b]);
+                for (long i = 0; i < group; i++) {
+                    float *part = parts + (cut * p.heads + head * group + i) * part_row;
+                    __builtin_memcpy(part, s.acc + i * s.acc_row, p.value_dim * sizeof(float));
+                    part[p.value_dim] = s.top[i];
+                    part[p.value_dim + 1] = s.total[i];
+                }
+            }
+            free(memory);
+#pragma omp for schedule(static)
+            for (long i = 0; i < p.batch * p.heads; i++) {
+                const long b = i / p.heads, head = i % p.heads;
+                merge(p, parts + (first[b] * p.heads + head) * part_row, first[b + 1] - first[b], p.heads * part_row, b, head);
+            }
+        }
+    }
+    free(first), free(owner), free(parts);
+    return failed;
+}
+
+// Shapes as in ops.py. A length of 0 gives a row of zeros. Returns 1 when out of memory, 2 for a block that the tables
+// name in a query's sight and the pages lack.
+EXPORT int WINDLASS_NAME(paged_attention_decode)(
+    const void *q, long q_row, long q_head, int q_type, const void *keys, const void *values, int page_type,
+    long num_blocks, long block_size, long kv_heads, long dim, long value_dim, const int32_t *tables, long table_row,
+    long table_columns, const void *lengths, int lengths_are_64, long window, float scale, float soft_cap,
+    const float *score_scale, const float *sinks, void *out, long batch, long heads) {
+    const Attention p = {q, q_row, q_head, q_type, keys, values, page_type, block_size, kv_heads, dim, value_dim, tables,
+                         table_row, lengths, lengths_are_64, window, scale, soft_cap, score_scale, sinks, out, batch, heads};
+    for (long b = 0; b < batch; b++) {
+        const long last = ceil_div(max_of(0, p.length(b)), block_size);
+        if (last > table_columns) return 2;
+        for (long i = p.first_key(b) / block_size; i < last; i++)
+            if (tables[b * table_row + i] < 0 || tables[b * table_row + i] >= num_blocks) return 2;
+    }
+    return page_type == 0 ? attend<float>(p) : page_type == 1 ? attend<bf16>(p) : attend<f16>(p);
+}

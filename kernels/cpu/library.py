@@ -1,0 +1,133 @@
+"""Finds the compiled kernels, picks the instruction set, and binds the functions once.
+
+Knows files, symbols and argument types; knows nothing of tensors beyond type codes. The library is an ordinary shared
+object that the package's build puts beside this file; it needs no Python and no torch, but is loaded after torch so
+that both use one OpenMP thread pool (and `torch.set_num_threads` governs both).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch  # loads libgomp, which the library below then shares
+
+ISA_VARIABLE = "WINDLASS_CPU_ISA"
+ISAS = ("generic", "avx2", "avx512")  # worst to best; the index is the level in windlass_can_run
+
+TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
+_TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
+
+_SIGNATURES: dict[str, list[type]] = {
+    "linear": [*_TENSOR2, *_TENSOR2, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
+    "rotate_and_append": [
+        *(*_TENSOR3, *_TENSOR3, *_TENSOR3, _INT),  # q, k, v
+        *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
+        *(_POINTER, _POINTER, _INT, _LONG, _POINTER),  # pages, slots
+        *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # tokens, heads, kv heads, dim, value dim, half
+    ],
+    "rms_norm": [_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
+    "gated_activation": [_POINTER, _LONG, _INT, _INT, _POINTER, _LONG, _LONG],
+    "paged_attention_decode": [
+        *(*_TENSOR3, _INT),  # q
+        *(_POINTER, _POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _LONG),  # pages: blocks, block size, kv heads, dims
+        *(_POINTER, _LONG, _LONG, _POINTER, _INT),  # block table, lengths
+        *(_LONG, _FLOAT, _FLOAT, _POINTER, _POINTER),  # window, scale, soft cap, score scale, sinks
+        *(_POINTER, _LONG, _LONG),  # out: batch, heads
+    ],
+}
+
+Function = Callable[..., int]
+
+
+class KernelsUnavailableError(RuntimeError):
+    """The compiled CPU kernels cannot be used here; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The kernels bound for one instruction set. Every function returns 0, or a code its caller in `ops` explains."""
+
+    path: Path
+    isa: str
+    linear: Function
+    rotate_and_append: Function
+    rms_norm: Function
+    gated_activation: Function
+    paged_attention_decode: Function
+
+
+def find() -> Path | None:
+    """The shared object built for this interpreter, or None."""
+    folder = Path(__file__).parent
+    for suffix in EXTENSION_SUFFIXES:
+        path = folder / f"_windlass_cpu{suffix}"
+        if path.exists():
+            return path
+    return None
+
+
+def bind(path: Path, isa: str) -> Library:
+    """Load `path` and bind the functions of `isa`, without asking whether this processor can run them.
+
+    Raises OSError for a file that does not load and AttributeError for one that lacks the instruction set.
+    """
+    handle = ctypes.CDLL(str(path))
+    functions: dict[str, Function] = {}
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(handle, f"windlass_{name}_{isa}")
+        function.argtypes = arguments
+        function.restype = ctypes.c_int
+        functions[name] = function
+    return Library(path=path, isa=isa, **functions)
+
+
+def runnable(path: Path) -> tuple[str, ...]:
+    """The instruction sets in `path` that this processor can run, worst to best. Raises OSError."""
+    handle = ctypes.CDLL(str(path))
+    return tuple(
+        isa
+        for level, isa in enumerate(ISAS)
+        if hasattr(handle, f"windlass_linear_{isa}") and handle.windlass_can_run(level)
+    )
+
+
+@functools.cache
+def _attempt() -> tuple[Library | None, str | None]:
+    wanted = os.environ.get(ISA_VARIABLE, "")
+    if wanted == "off":
+        return None, f"{ISA_VARIABLE}=off turns the compiled CPU kernels off"
+    path = find()
+    if path is None:
+        return None, "the CPU kernels were not compiled; install a C++ compiler (g++) and reinstall windlass"
+    try:
+        available = runnable(path)
+        if wanted and wanted not in available:
+            return None, f"{ISA_VARIABLE}={wanted} is not one of {', '.join(available)} (or off) on this processor"
+        return bind(path, wanted or available[-1]), None
+    except (OSError, AttributeError) as error:
+        return None, f"{path.name} does not load ({error}); reinstall windlass to rebuild it"
+
+
+def unavailable_reason() -> str | None:
+    """Why the compiled kernels cannot be used in this process, or None when they can. Decided once."""
+    return _attempt()[1]
+
+
+def load() -> Library:
+    """The library for the best instruction set of this processor, or the one WINDLASS_CPU_ISA names.
+
+    Raises KernelsUnavailableError.
+    """
+    library, reason = _attempt()
+    if library is None:
+        raise KernelsUnavailableError(reason)
+    return library

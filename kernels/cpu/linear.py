@@ -1,0 +1,100 @@
+"""Linear layers on the CPU: few rows by a kernel that reads the weight once, many rows by widening and torch's GEMM.
+
+Knows shapes, types and measured crossovers; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.cpu.library import TYPE_CODES, Library, load, unavailable_reason
+
+# Measured against F.linear with benchmarks/kernels.py. torch's own bfloat16 and float16 products without AVX-512 BF16 or
+# AMX are several times slower than ours at any row count, so there the limit is where linear_widened overtakes.
+_MAX_ROWS_SAME_TYPE = 48
+_MAX_ROWS_WIDENED = 48
+_PANEL_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
+
+
+def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
+    """Why `linear_small` cannot take these operands, or None when it can."""
+    reason = unavailable_reason()
+    if reason is not None:
+        return reason
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not [M, K] and [N, K]"
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        return f"activations are {x.dtype}, not float32 or bfloat16"
+    if weight.dtype not in TYPE_CODES:
+        return f"weights are {weight.dtype}, not float32, bfloat16 or float16"
+    if not (x.is_cpu and weight.is_cpu):
+        return "an operand is not on the CPU"
+    if (x.shape[1] > 1 and (x.stride(1) != 1 or weight.stride(1) != 1)) or weight.stride(0) < 0:
+        return "the last dimension is not contiguous"
+    if bias is not None and (
+        bias.shape != weight.shape[:1] or bias.dtype not in TYPE_CODES or not bias.is_contiguous()
+    ):
+        return f"the bias is {bias.dtype} {tuple(bias.shape)}, not a contiguous vector of {weight.shape[0]} floats"
+    return None
+
+
+def prefers(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_small` takes these operands and is expected to be the quickest way."""
+    limit = _MAX_ROWS_SAME_TYPE if x.dtype == weight.dtype else _MAX_ROWS_WIDENED
+    return x.shape[0] <= limit and linear_refusal(x, weight) is None
+
+
+def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, library: Library | None = None) -> Tensor:
+    """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
+
+    x: [M, K] float32 or bfloat16, any row stride. weight: [N, K] float32, bfloat16 or float16, any row stride. bias: [N]
+    of any of these. Any M is right; it is quick for few rows. Returns [M, N] in x's dtype. Raises ValueError.
+    """
+    reason = linear_refusal(x, weight, bias)
+    if reason is not None and library is None:
+        raise ValueError(f"linear_small: {reason}")
+    rows, inner = x.shape
+    columns = weight.shape[0]
+    out = torch.empty((rows, columns), dtype=x.dtype)
+    if inner == 0:
+        return out.zero_() if bias is None else out.copy_(bias)
+    if rows and columns:
+        code = (library or load()).linear(
+            x.data_ptr(),
+            x.stride(0),
+            TYPE_CODES[x.dtype],
+            weight.data_ptr(),
+            weight.stride(0),
+            TYPE_CODES[weight.dtype],
+            None if bias is None else bias.data_ptr(),
+            0 if bias is None else TYPE_CODES[bias.dtype],
+            out.data_ptr(),
+            columns,
+            rows,
+            columns,
+            inner,
+        )
+        if code:
+            raise MemoryError("linear_small: no memory for the packed activations")
+    return out
+
+
+def linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias for many rows and a narrow weight: panels of it are widened to float32 for torch's GEMM.
+
+    x: [M, K] float32 or narrower. weight: [N, K] in any float type. The product is float32; returns [M, N] in x's dtype.
+    Extra memory: one panel of 8 MiB (at least 64 rows of the weight), and x and the result in float32 when x is narrower.
+    """
+    columns, inner = weight.shape
+    wide = x.float()
+    out = torch.empty((x.shape[0], columns), dtype=torch.float32, device=x.device)
+    step = min(columns, max(64, _PANEL_BYTES // (4 * max(inner, 1))))
+    panel = torch.empty((step, inner), dtype=torch.float32, device=x.device)
+    for begin in range(0, columns, max(step, 1)):
+        end = min(begin + step, columns)
+        part = panel[: end - begin].copy_(weight[begin:end])
+        torch.mm(wide, part.t(), out=out[:, begin:end])
+    if bias is not None:
+        out += bias
+    return out if x.dtype == torch.float32 else out.to(x.dtype)

@@ -1,0 +1,415 @@
+"""Every kind of rotary scaling against an independent float64 formula, transformers' own functions and known facts."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from windlass.engine.errors import RequestError
+from windlass.engine.rotary.scaling import (
+    RopeScaling,
+    RotaryBase,
+    RotarySpec,
+    check,
+    effective_length,
+    resolve,
+)
+
+DIM = 64
+BASE = RotaryBase(rope_theta=500_000.0, head_dim=DIM, rotary_dim=DIM, trained_len=4096)
+SHORT = [1.0 + 0.01 * j for j in range(DIM // 2)]
+LONG = [1.0 + 0.7 * j for j in range(DIM // 2)]
+
+
+def spec(obj: dict[str, Any], length: int = 1, base: RotaryBase = BASE) -> RotarySpec:
+    return resolve(RopeScaling.from_dict(obj), base, length)
+
+
+def by_formula(obj: dict[str, Any], length: int = 1, base: RotaryBase = BASE) -> tuple[np.ndarray, float]:
+    """The same frequencies written a second time, in numpy and from the papers' definitions."""
+    d, big_m = base.rotary_dim, base.trained_len
+    b = obj.get("rope_theta", base.rope_theta)
+    original = obj.get("original_max_position_embeddings", big_m)
+    f = obj.get("factor", big_m / original)
+    j = np.arange(d // 2, dtype=np.float64)
+    w = np.exp(-(2 * j / d) * np.log(b))
+    wavelengths = 2 * np.pi / w
+    kind = obj.get("rope_type", obj.get("type"))
+    if kind == "default":
+        return w, 1.0
+    if kind == "linear":
+        return w / f, 1.0
+    if kind in ("ntk", "dynamic"):
+        if kind == "dynamic" and "alpha" in obj:
+            f = obj["alpha"]
+        elif kind == "dynamic":
+            n = big_m
+            grid = 0
+            while n < length:
+                grid += 1
+                n = big_m * 2 ** (grid / 4)
+            f = f * n / big_m - (f - 1)
+        # A base that slows the slowest pair by exactly f: w_j * f^(-2j/(d-2)).
+        return w * np.exp(-(2 * j / (d - 2)) * np.log(f)), 1.0
+    if kind == "llama3":
+        low, high = original / obj["low_freq_factor"], original / obj["high_freq_factor"]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            blend = (original / wavelengths - obj["low_freq_factor"]) / (
+                obj["high_freq_factor"] - obj["low_freq_factor"]
+            )
+        middle = (1 - blend) * w / f + blend * w
+        return np.where(wavelengths < high, w, np.where(wavelengths > low, w / f, middle)), 1.0
+    if kind == "yarn":
+        turns = original / wavelengths  # decreasing in j; where it passes a beta is linear in log space
+        pair = np.interp
+        log_turns = np.log(turns)
+        slope = log_turns[1] - log_turns[0]
+        low = (np.log(obj.get("beta_fast", 32)) - log_turns[0]) / slope
+        high = (np.log(obj.get("beta_slow", 1)) - log_turns[0]) / slope
+        if obj.get("truncate", True):
+            low, high = np.floor(low), np.ceil(high)
+        low, high = max(low, 0), min(high, d - 1)
+        ramp = pair(j, [low, high], [0.0, 1.0]) if high > low else (j > low).astype(float)
+        attention = obj.get("attention_factor")
+        if attention is None:
+            attention = 0.1 * math.log(f) + 1
+            if obj.get("mscale") and obj.get("mscale_all_dim"):
+                attention = (0.1 * obj["mscale"] * math.log(f) + 1) / (0.1 * obj["mscale_all_dim"] * math.log(f) + 1)
+        return w * (1 - ramp) + w / f * ramp, attention
+    assert kind in ("longrope", "su")
+    side = "short" if length <= original else "long"
+    attention = obj.get(f"{side}_mscale") or obj.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(f) / math.log(original)) if f > 1 else 1.0
+    return w / np.array(obj[f"{side}_factor"]), attention
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# (object, length the request may reach)
+CASES: list[tuple[dict[str, Any], int]] = [
+    ({"rope_type": "default"}, 1),
+    ({"rope_type": "default", "rope_theta": 1234.5}, 1),
+    ({"rope_type": "linear", "factor": 4}, 1),
+    ({"rope_type": "ntk", "factor": 8}, 1),
+    ({"rope_type": "dynamic", "factor": 4.0}, 100),
+    ({"rope_type": "dynamic", "factor": 4.0}, 4096),
+    ({"rope_type": "dynamic", "factor": 4.0}, 4097),
+    ({"rope_type": "dynamic", "factor": 2.5}, 9000),
+    ({"rope_type": "dynamic", "alpha": 1000.0}, 9000),
+    ({"rope_type": "yarn", "factor": 4.0}, 1),
+    ({"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 2048}, 1),
+    ({"rope_type": "yarn", "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.5}, 1),
+    ({"rope_type": "yarn", "factor": 16.0, "mscale": 1.0, "mscale_all_dim": 0.0}, 1),
+    ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25, "beta_fast": 16, "beta_slow": 2}, 1),
+    ({"rope_type": "yarn", "original_max_position_embeddings": 512}, 1),
+    ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e-6, "beta_slow": 1e-7}, 1),
+    (LLAMA3, 1),
+    ({**LLAMA3, "original_max_position_embeddings": 1024, "factor": 32.0}, 1),
+    (LONGROPE, 4096),
+    ({**LONGROPE, "original_max_position_embeddings": 1024}, 1024),
+    ({**LONGROPE, "original_max_position_embeddings": 1024}, 1025),
+    ({**LONGROPE, "factor": 16.0}, 10_000),
+    ({**LONGROPE, "attention_factor": 1.5}, 10_000),
+    ({**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}, 10),
+    ({**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}, 10_000),
+]
+
+
+@pytest.mark.parametrize(("obj", "length"), CASES)
+def test_kind_matches_the_formula(obj: dict[str, Any], length: int) -> None:
+    expected, attention = by_formula(obj, length)
+    got = spec(obj, length)
+    np.testing.assert_allclose(got.inv_freq, expected, rtol=1e-12)
+    assert got.rotary_scale == pytest.approx(attention, rel=1e-14)
+    assert got.softmax_scale == 1.0
+
+
+def transformers_frequencies(obj: dict[str, Any], length: int) -> tuple[np.ndarray, float]:
+    """transformers' function of the kind, on a fresh config (its dynamic state leaks between calls of a module)."""
+    given = {"rope_theta": BASE.rope_theta, "original_max_position_embeddings": BASE.trained_len, "factor": None, **obj}
+    config = LlamaConfig(hidden_size=DIM, num_attention_heads=1, head_dim=DIM, max_position_embeddings=BASE.trained_len)
+    config.rope_parameters = given
+    inv_freq, attention = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, "cpu", seq_len=length)
+    return inv_freq.double().numpy(), attention
+
+
+@pytest.mark.parametrize(
+    ("obj", "length"),
+    [
+        (obj, length)
+        for obj, length in CASES
+        # transformers has no ntk, no alpha in this function, and ignores PhiMoE's magnitudes.
+        if obj["rope_type"] not in ("default", "ntk") and "alpha" not in obj and "short_mscale" not in obj
+    ],
+)
+def test_kind_matches_transformers(obj: dict[str, Any], length: int) -> None:
+    at = length
+    if obj["rope_type"] == "dynamic":
+        at = effective_length(RopeScaling.from_dict(obj), BASE, length)
+    expected, attention = transformers_frequencies(obj, at)
+    got = spec(obj, length)
+    np.testing.assert_allclose(got.inv_freq, expected, rtol=3e-6)
+    assert got.rotary_scale == pytest.approx(attention, rel=1e-7)
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 4, 32])
+@pytest.mark.parametrize("kind", ["default", "linear", "ntk", "dynamic", "yarn"])
+def test_partial_and_tiny_rotations_stay_finite(kind: str, rotary_dim: int) -> None:
+    base = RotaryBase(1e4, 64, rotary_dim, 128)
+    obj = {"rope_type": kind} if kind == "default" else {"rope_type": kind, "factor": 4.0}
+    got = np.array(spec(obj, 1000, base).inv_freq)
+    assert got.shape == (rotary_dim // 2,)
+    assert np.isfinite(got).all()
+    assert (got > 0).all()
+    if rotary_dim > 2:
+        np.testing.assert_allclose(got, by_formula(obj, 1000, base)[0], rtol=1e-12)
+
+
+def test_llama3_with_equal_low_and_high_stays_finite() -> None:
+    obj = {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.0}
+    got = np.array(spec(obj).inv_freq)
+    w = np.array(spec({"rope_type": "default"}).inv_freq)
+    turns = BASE.trained_len * w / (2 * np.pi)
+    np.testing.assert_allclose(got, np.where(turns < 2.0, w / 8, w), rtol=1e-12)
+
+
+# --- Llama-2 from 4,096 to 100,000 tokens, the published worked example ----------------------------------------------
+
+LLAMA2 = RotaryBase(1e4, 128, 128, 4096)
+STRETCH = 100_000 / 4096
+
+
+def test_llama2_slow_pairs() -> None:
+    wavelengths = 2 * np.pi / np.array(spec({"rope_type": "default"}, base=LLAMA2).inv_freq)
+    assert int((wavelengths > 4096).sum()) == 18
+    assert int(np.argmax(wavelengths > 4096)) == 46
+    assert wavelengths[-1] == pytest.approx(54_410, abs=1)
+    code_llama = spec({"rope_type": "default", "rope_theta": 1e6}, base=LLAMA2)
+    assert 2 * np.pi / code_llama.inv_freq[-1] == pytest.approx(5.06e6, rel=1e-3)
+
+
+def test_llama2_ntk_base() -> None:
+    stretched = spec({"rope_type": "ntk", "factor": STRETCH}, base=LLAMA2)
+    by_base = spec({"rope_type": "default", "rope_theta": 256_842.0}, base=LLAMA2)
+    np.testing.assert_allclose(stretched.inv_freq, by_base.inv_freq, rtol=1e-5)
+
+
+def test_llama2_yarn_ramp() -> None:
+    yarn = spec({"rope_type": "yarn", "factor": STRETCH}, base=LLAMA2)
+    ratio = np.array(spec({"rope_type": "default"}, base=LLAMA2).inv_freq) / np.array(yarn.inv_freq)
+    assert yarn.rotary_scale == pytest.approx(1.3195, abs=1e-4)
+    np.testing.assert_allclose(ratio[:21], 1.0, rtol=1e-12)
+    np.testing.assert_allclose(ratio[46:], STRETCH, rtol=1e-12)
+    assert (np.diff(ratio[20:47]) > 0).all()
+
+
+# --- length -----------------------------------------------------------------------------------------------------------
+
+
+def test_dynamic_freezes_on_the_grid() -> None:
+    scaling = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    for length, expected in [
+        (1, 4096),
+        (4096, 4096),
+        (4097, 4096 * 2**0.25),
+        (8191, 8192),
+        (8192, 8192),
+        (8193, 8192 * 2**0.25),
+        (4096 * 1024, 4096 * 1024),
+    ]:
+        assert effective_length(scaling, BASE, length) == pytest.approx(expected, rel=1e-15)
+    same = {resolve(scaling, BASE, length).fingerprint for length in (6889, 7000, 8000, 8192)}
+    assert len(same) == 1
+    assert resolve(scaling, BASE, 8193).fingerprint not in same
+    assert resolve(scaling, BASE, 10) == spec({"rope_type": "default"})
+
+
+def test_which_kinds_depend_on_length() -> None:
+    depends = {
+        "default": False,
+        "linear": False,
+        "ntk": False,
+        "yarn": False,
+        "llama3": False,
+        "dynamic": True,
+        "longrope": True,
+    }
+    for obj, _ in CASES:
+        scaling = RopeScaling.from_dict(obj)
+        assert scaling.depends_on_length == (depends[scaling.rope_type] and "alpha" not in obj)
+        fingerprints = {resolve(scaling, BASE, length).fingerprint for length in (1, 100_000)}
+        assert (len(fingerprints) == 2) == scaling.depends_on_length
+
+
+# --- the object -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("obj", "length"), CASES)
+def test_old_names_mean_the_same(obj: dict[str, Any], length: int) -> None:
+    old = {("type" if key == "rope_type" else key): value for key, value in obj.items()}
+    assert RopeScaling.from_dict(old) == RopeScaling.from_dict(obj) == RopeScaling.from_dict({**obj, **old})
+    if obj["rope_type"] == "longrope":
+        assert RopeScaling.from_dict({**old, "type": "su"}) == RopeScaling.from_dict(obj)
+
+
+@pytest.mark.parametrize(("obj", "length"), CASES)
+def test_objects_survive_the_round_trip_hash_and_pickle(obj: dict[str, Any], length: int) -> None:
+    scaling = RopeScaling.from_dict(obj)
+    assert scaling.to_dict() == obj
+    again = RopeScaling.from_dict(scaling.to_dict())
+    assert again == scaling
+    assert hash(again) == hash(scaling)
+    assert pickle.loads(pickle.dumps(scaling)) == scaling
+    resolved = resolve(scaling, BASE, length)
+    assert pickle.loads(pickle.dumps(resolved)).fingerprint == resolved.fingerprint
+
+
+def test_null_means_absent() -> None:
+    obj = {"rope_type": "yarn", "factor": 4.0, "attention_factor": None, "beta_fast": None, "type": None}
+    assert RopeScaling.from_dict(obj).to_dict() == {"rope_type": "yarn", "factor": 4.0}
+
+
+def test_nested_objects() -> None:
+    obj = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    scaling = RopeScaling.from_dict(obj)
+    assert scaling.rope_type == "nested"
+    assert scaling.to_dict() == obj
+    assert pickle.loads(pickle.dumps(scaling)) == scaling
+    assert dict(scaling.groups)["full_attention"] == RopeScaling.from_dict(obj["full_attention"])
+    assert not scaling.depends_on_length
+    assert RopeScaling.from_dict({"sliding_attention": {"type": "dynamic", "factor": 2}}).depends_on_length
+    with pytest.raises(ValueError, match="group by group"):
+        resolve(scaling, BASE, 1)
+
+
+def test_fingerprint_covers_all_three_parts() -> None:
+    specs = [
+        RotarySpec((1.0, 0.5)),
+        RotarySpec((1.0, 0.25)),
+        RotarySpec((1.0, 0.5), rotary_scale=1.1),
+        RotarySpec((1.0, 0.5), softmax_scale=1.1),
+        RotarySpec((1.0,)),
+    ]
+    assert len({one.fingerprint for one in specs}) == len(specs)
+    assert spec({"rope_type": "linear", "factor": 1.0}).fingerprint == spec({"rope_type": "default"}).fingerprint
+    assert len(specs[0].fingerprint) == 64
+
+
+def test_importing_it_loads_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "import windlass.engine.rotary.scaling, windlass.engine.rotary.config_names, windlass.engine.request\n"
+        "print(*[name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("obj", "param", "says"),
+    [
+        ([], "", "must be an object"),
+        ("yarn", "", "must be an object"),
+        ({}, ".rope_type", "missing: give one of default, linear, ntk, dynamic, yarn, llama3, longrope"),
+        ({"factor": 4}, ".rope_type", "missing"),
+        ({"rope_type": "yarm", "factor": 4}, ".rope_type", "'yarm' is not known: use one of default, linear, ntk"),
+        ({"type": "mrope"}, ".type", "not known"),
+        ({"rope_type": 7}, ".rope_type", "not known"),
+        ({"rope_type": ["yarn"]}, ".rope_type", "not known"),
+        ({"rope_type": "yarn", "type": "linear", "factor": 4}, ".type", "keep rope_type only"),
+        ({**YARN, "alpha": 2}, ".alpha", "not a field of rope_type 'yarn': it takes rope_theta, factor, original_max"),
+        ({"rope_type": "linear", "factor": 2, "beta_fast": 1}, ".beta_fast", "it takes rope_theta, factor"),
+        ({"rope_type": "default", "factor": 2}, ".factor", "not a field"),
+        ({"rope_type": "linear"}, ".factor", "missing"),
+        ({"rope_type": "ntk"}, ".factor", "missing"),
+        ({"rope_type": "dynamic"}, ".factor", "alpha"),
+        ({"rope_type": "yarn"}, ".factor", "missing"),
+        ({"rope_type": "llama3", "factor": 8.0}, ".low_freq_factor", "missing"),
+        ({"rope_type": "longrope", "short_factor": SHORT}, ".long_factor", "missing"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, ".factor", "ignored beside alpha"),
+        ({**YARN, "factor": 0}, ".factor", "greater than 0"),
+        ({**YARN, "factor": -1.5}, ".factor", "greater than 0"),
+        ({**YARN, "factor": math.nan}, ".factor", "finite"),
+        ({**YARN, "factor": math.inf}, ".factor", "finite"),
+        ({**YARN, "factor": 10**400}, ".factor", "finite"),
+        ({**YARN, "factor": 10**5000}, ".factor", "finite"),
+        ({**YARN, "factor": True}, ".factor", "must be a number"),
+        ({**YARN, "factor": "4"}, ".factor", "must be a number"),
+        ({**YARN, "factor": [4]}, ".factor", "must be a number"),
+        ({**YARN, "rope_theta": 1.0}, ".rope_theta", "greater than 1"),
+        ({**YARN, "rope_theta": -1e4}, ".rope_theta", "greater than 1"),
+        ({**YARN, "original_max_position_embeddings": 0}, ".original_max_position_embeddings", "at least 2"),
+        ({**YARN, "original_max_position_embeddings": 10.5}, ".original_max_position_embeddings", "whole number"),
+        ({**YARN, "original_max_position_embeddings": True}, ".original_max_position_embeddings", "number"),
+        ({**YARN, "original_max_position_embeddings": 1e300}, ".original_max_position_embeddings", "whole number"),
+        ({**YARN, "truncate": 1}, ".truncate", "true or false"),
+        ({**YARN, "attention_factor": 0.0}, ".attention_factor", "greater than 0"),
+        ({**YARN, "mscale": -1.0}, ".mscale", "negative"),
+        ({**YARN, "beta_fast": 1.0, "beta_slow": 2.0}, ".beta_fast", "smaller than beta_slow"),
+        ({**LLAMA3, "low_freq_factor": 5.0}, ".high_freq_factor", "smaller"),
+        ({**LONGROPE, "long_factor": LONG[:-1]}, ".long_factor", "as many"),
+        ({**LONGROPE, "short_factor": 1.0}, ".short_factor", "list of numbers"),
+        ({**LONGROPE, "short_factor": []}, ".short_factor", "one number per rotated pair"),
+        ({**LONGROPE, "short_factor": [1.0, 0.0]}, ".short_factor[1]", "greater than 0"),
+        ({**LONGROPE, "short_factor": [1.0, math.nan]}, ".short_factor[1]", "finite"),
+        ({**LONGROPE, "short_mscale": 1.1}, ".long_mscale", "together"),
+        (
+            {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.2, "attention_factor": 1.0},
+            ".attention_factor",
+            "leave one out",
+        ),
+        ({**YARN, "partial_rotary_factor": 0.5}, ".partial_rotary_factor", "belongs to the model"),
+        ({"full_attention": YARN, "factor": 4}, ".factor", "beside group names"),
+        ({"full_attention": {"full_attention": YARN}}, ".full_attention", "flat"),
+        ({"full_attention": None}, "", "gives none"),
+        ({"full_attention": 4}, ".full_attention", "must be an object"),
+        ({"sliding_attention": {**YARN, "factor": 0}}, ".sliding_attention.factor", "greater than 0"),
+    ],
+)
+def test_refusals_name_the_field_and_say_what_to_do(obj: Any, param: str, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        RopeScaling.from_dict(obj, param="rope_scaling")
+    assert caught.value.param == f"rope_scaling{param}"
+    assert says in caught.value.message
+    assert caught.value.message.startswith("rope_scaling")
+    assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("obj", "param", "says"),
+    [
+        ({**LONGROPE, "short_factor": [1.0], "long_factor": [1.0]}, ".short_factor", "must hold 32 numbers"),
+        ({"rope_type": "ntk", "factor": 1e308}, "", "moderate"),
+        ({"rope_type": "dynamic", "factor": 1e308}, "", "moderate"),
+        ({"rope_type": "linear", "factor": 1e-300}, "", "moderate"),
+        ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e30}, ".attention_factor", "must lie between"),
+    ],
+)
+def test_check_refuses_what_does_not_fit_the_model(obj: dict[str, Any], param: str, says: str) -> None:
+    scaling = RopeScaling.from_dict(obj)
+    with pytest.raises(RequestError) as caught:
+        check(scaling, BASE, param="rope")
+    assert caught.value.param == f"rope{param}"
+    assert says in caught.value.message
+
+
+def test_check_accepts_every_case() -> None:
+    for obj, _ in CASES:
+        check(RopeScaling.from_dict(obj), BASE)

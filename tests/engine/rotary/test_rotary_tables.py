@@ -1,0 +1,132 @@
+"""Rows and their reference counts; cosines and sines at positions where float32 angles are useless."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, RotarySpec, resolve
+from windlass.engine.rotary.tables import RotaryTables
+
+BASE = RotaryBase(1e6, 128, 128, 4096)
+
+
+def spec(base: RotaryBase = BASE, **obj: object) -> RotarySpec:
+    return resolve(RopeScaling.from_dict(obj or {"rope_type": "default"}), base, 1)
+
+
+def exact_cos_sin(frequency: float, position: int) -> tuple[float, float]:
+    """From the exact rational angle, reduced by a 60-digit 2 pi: no floating-point rounding before the last step."""
+    two_pi = Fraction("6.28318530717958647692528676655900576839433879875021164194989")
+    angle = Fraction(frequency) * position
+    rest = float(angle - (angle // two_pi) * two_pi)
+    return np.cos(rest), np.sin(rest)
+
+
+@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
+def test_angles_are_exact_at_ten_million_tokens(theta: float) -> None:
+    base = RotaryBase(theta, 128, 128, 4096)
+    tables = RotaryTables(4, [base], "cpu")
+    row = tables.acquire([spec(base)])
+    positions = [0, 1, 4095, 131_071, 1_048_575, 9_999_999, 2**24 + 1, 2**31 + 7]
+    out = tables.cos_sin(torch.full((len(positions),), row), torch.tensor(positions))
+    worst = 0.0
+    for t, position in enumerate(positions):
+        for j, frequency in enumerate(spec(base).inv_freq):
+            cos, sin = exact_cos_sin(frequency, position)
+            worst = max(worst, abs(float(out.cos[0, t, j]) - cos), abs(float(out.sin[0, t, j]) - sin))
+    assert worst < 3e-7
+    # The same in float32 throughout is wrong in the first decimal: the test can tell.
+    narrow = np.float32(9_999_999) * np.array(spec(base).inv_freq, dtype=np.float32)
+    assert np.abs(np.cos(narrow) - out.cos[0, 5].numpy()).max() > 0.1
+
+
+def test_shapes_dtypes_and_scales() -> None:
+    tables = RotaryTables(4, [BASE], "cpu")
+    plain = tables.acquire([spec()])
+    yarn = tables.acquire([spec(rope_type="yarn", factor=4.0)])
+    rotation = tables.cos_sin(torch.tensor([yarn, plain, yarn]), torch.tensor([5, 6, 7]))
+    assert rotation.cos.shape == rotation.sin.shape == (1, 3, 64)
+    assert rotation.q_scale.shape == (1, 3)
+    assert rotation.score_scale.tolist() == [1.0, 1.0, 1.0]
+    assert {part.dtype for part in rotation} == {torch.float32}
+    squared = spec(rope_type="yarn", factor=4.0).rotary_scale ** 2
+    assert squared > 1.2
+    np.testing.assert_allclose(rotation.q_scale[0], [squared, 1.0, squared], rtol=1e-6)
+    # Cosines and sines stay at unit scale, whatever the attention factor.
+    np.testing.assert_allclose(rotation.cos**2 + rotation.sin**2, np.ones((1, 3, 64)), rtol=1e-6)
+    empty = tables.cos_sin(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
+    assert empty.cos.shape == (1, 0, 64)
+
+
+def test_a_batch_mixes_rows() -> None:
+    tables = RotaryTables(8, [BASE], "cpu")
+    specs = [spec(rope_type="linear", factor=float(f)) for f in (1, 2, 4)]
+    rows = [tables.acquire([one]) for one in specs]
+    ids, positions = torch.tensor(rows * 3), torch.arange(9) * 1000
+    together = tables.cos_sin(ids, positions)
+    for t in range(9):
+        expected = np.cos(int(positions[t]) * np.array(specs[t % 3].inv_freq))
+        np.testing.assert_allclose(together.cos[0, t], expected, atol=2e-7)
+        alone = tables.cos_sin(ids[t : t + 1], positions[t : t + 1])
+        assert torch.equal(alone.cos[:, 0], together.cos[:, t])
+        assert torch.equal(alone.sin[:, 0], together.sin[:, t])
+
+
+def test_groups_are_padded_with_pairs_that_do_not_turn() -> None:
+    narrow = RotaryBase(1e4, 64, 32, 4096)
+    tables = RotaryTables(4, [BASE, narrow], "cpu")
+    row = tables.acquire([spec(), spec(narrow)])
+    rotation = tables.cos_sin(torch.tensor([row]), torch.tensor([12345]))
+    np.testing.assert_allclose(rotation.cos[1, 0, :16], np.cos(12345 * np.array(spec(narrow).inv_freq)), atol=2e-7)
+    assert torch.equal(rotation.cos[1, 0, 16:], torch.ones(48))
+    assert torch.equal(rotation.sin[1, 0, 16:], torch.zeros(48))
+
+
+def test_equal_specs_share_a_row_until_the_last_release() -> None:
+    tables = RotaryTables(3, [BASE], "cpu")
+    first = tables.acquire([spec()])
+    same = tables.acquire([spec(type="linear", factor=1)])  # another name for the same frequencies
+    other = tables.acquire([spec(rope_type="linear", factor=2.0)])
+    assert first == same != other
+    assert tables.num_live == 2
+    tables.release(first)
+    assert tables.num_live == 2
+    tables.release(first)
+    assert tables.num_live == 1
+    with pytest.raises(ValueError, match="not in use"):
+        tables.release(first)
+    expected = spec(rope_type="linear", factor=2.0).inv_freq
+    np.testing.assert_array_equal(tables.inv_freq[0, other].numpy(), expected)
+
+
+def test_a_freed_row_is_written_anew() -> None:
+    narrow = RotaryBase(1e4, 64, 32, 4096)
+    tables = RotaryTables(1, [BASE, narrow], "cpu")
+    for factor in (2.0, 3.0):
+        specs = [spec(rope_type="yarn", factor=factor), spec(narrow)]
+        row = tables.acquire(specs)
+        np.testing.assert_array_equal(tables.inv_freq[0, row].numpy(), specs[0].inv_freq)
+        scale = tables.cos_sin(torch.tensor([row]), torch.tensor([1])).q_scale[:, 0].tolist()
+        assert scale == pytest.approx([specs[0].rotary_scale ** 2, 1.0])
+        tables.release(row)
+    assert tables.num_live == 0
+
+
+def test_a_full_table_and_wrong_specs_are_errors_that_change_nothing() -> None:
+    tables = RotaryTables(1, [BASE], "cpu")
+    row = tables.acquire([spec()])
+    with pytest.raises(RuntimeError, match="all 1 rotary rows"):
+        tables.acquire([spec(rope_type="linear", factor=2.0)])
+    with pytest.raises(ValueError, match="as many specs"):
+        tables.acquire([spec(), spec()])
+    assert tables.acquire([spec()]) == row
+    wide = RotaryTables(2, [BASE, BASE], "cpu")
+    with pytest.raises(ValueError, match="64 pairs"):
+        wide.acquire([spec(), RotarySpec((1.0,))])
+    with pytest.raises(ValueError, match="softmax scale"):
+        wide.acquire([spec(), RotarySpec(spec().inv_freq, softmax_scale=2.0)])
+    assert (wide.num_live, tables.num_live) == (0, 1)

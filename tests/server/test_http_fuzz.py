@@ -1,0 +1,218 @@
+"""2,000 seeded bodies, mutated from valid ones and from nonsense: never a 5xx, never a hang, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+from helpers.live_server import live_server, parse_events
+from helpers.scripted_engine import ScriptedEngine, model_info
+
+BODIES = 2000
+SEED = 20261121
+
+COMPLETION: dict[str, Any] = {
+    "model": "toy",
+    "prompt": ["hello", "world"],
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "n": 2,
+    "stream": False,
+    "stop": ["x"],
+    "logit_bias": {"5": 1},
+    "logprobs": 2,
+    "echo": True,
+    "seed": 1,
+    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+    "bad_words": ["fox"],
+    "stop_token_ids": [5],
+    "allowed_token_ids": [65, 66],
+    "timeout": 5,
+    "truncate_prompt_tokens": 9,
+    "metadata": {"a": {"b": [1, 2]}},
+}
+CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": "yes"}]},
+    ],
+    "max_completion_tokens": 3,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "chat_template_kwargs": {"prefix": "p"},
+    "continue_final_message": True,
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+}
+TOKENIZE: dict[str, Any] = {"prompt": "hello", "add_special_tokens": True, "return_token_strs": True}
+DETOKENIZE: dict[str, Any] = {"tokens": [5, 6, 7], "skip_special_tokens": False}
+TEMPLATES = [
+    ("/v1/completions", COMPLETION),
+    ("/v1/completions", {"prompt": [5, 6, 7], "max_tokens": 2, "stream": True, "prompt_logprobs": 1}),
+    ("/v1/chat/completions", CHAT),
+    ("/tokenize", TOKENIZE),
+    ("/tokenize", {"messages": CHAT["messages"]}),
+    ("/detokenize", DETOKENIZE),
+    ("/v1/rotary/inspect", {"rope_scaling": COMPLETION["rope_scaling"], "length": 99}),
+]
+# Written into the JSON text as they are, so that they may be things json.dumps would not write.
+RAW = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "9" * 400, "-" + "9" * 30, '"\\ud800"', '"\\u0000"']
+RAW += [
+    '"\\udfff\\ud800x"',
+    "[" * 300 + "]" * 300,
+    '{"a":' * 150 + "1" + "}" * 150,
+    "nul",
+    "+1",
+    "01",
+    "0x1",
+    "'a'",
+    "undefined",
+]
+
+
+class Mutator:
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+
+    def value(self, depth: int = 0) -> Any:
+        """Some JSON value, often of an unlikely kind or size."""
+        rng = self.rng
+        kind = rng.randrange(12 if depth < 3 else 8)
+        match kind:
+            case 0:
+                return rng.choice([None, True, False])
+            case 1:
+                return rng.choice([0, 1, -1, 2, 16, 64, 65, 422, 423, 2**31, 2**53, 2**63, 2**64, -(2**63), 10**30])
+            case 2:
+                return rng.choice([0.0, -0.0, 0.5, 1.5, -2.5, 1e-308, 1e308, 5e-324, 100.0, 3.0])
+            case 3:
+                return rng.choice(
+                    ["", " ", "a", "text", "é日😀", "\u202e", "\\", '"', "null", "5", "toy", "user", "yarn"]
+                )
+            case 4:
+                return "".join(
+                    chr(rng.choice([rng.randrange(1, 128), rng.randrange(0xE000, 0x10FFFF)])) for _ in range(9)
+                )
+            case 5:
+                return "x" * rng.choice([100, 257, 5000, 40000] if depth < 3 else [100])
+            case 6:
+                return f"<<{rng.choice(RAW)}>>"
+            case 7:
+                return rng.choice([[], {}, [[]], [None], "[]"])
+            case 8:
+                return [self.value(depth + 1) for _ in range(rng.randrange(4))]
+            case 9:
+                return {self.key(): self.value(depth + 1) for _ in range(rng.randrange(4))}
+            case 10:
+                return [self.value(3)] * rng.choice([1, 17, 1025])
+            case _:
+                return {str(i): self.value(3) for i in range(rng.choice([1, 30, 1025]))}
+
+    def key(self) -> str:
+        names = [
+            "type",
+            "role",
+            "content",
+            "factor",
+            "rope_type",
+            "a",
+            "",
+            "0",
+            "__proto__",
+            "self",
+            "messages",
+            "\u00e9",
+        ]
+        return self.rng.choice([*names, *COMPLETION, *CHAT])
+
+    def mutate(self, value: Any, depth: int = 0) -> Any:
+        """A copy with a few parts replaced, dropped or added."""
+        rng = self.rng
+        if depth and rng.random() < 0.25:
+            return self.value(depth)
+        if isinstance(value, dict):
+            result = {key: self.mutate(item, depth + 1) if rng.random() < 0.3 else item for key, item in value.items()}
+            if result and rng.random() < 0.2:
+                del result[rng.choice(list(result))]
+            if rng.random() < 0.3:
+                result[self.key()] = self.value(depth)
+            return result
+        if isinstance(value, list):
+            result = [self.mutate(item, depth + 1) if rng.random() < 0.5 else item for item in value]
+            return result * rng.choice([1, 1, 1, 0, 2]) + ([self.value(depth)] if rng.random() < 0.2 else [])
+        return self.value(depth) if rng.random() < 0.5 else value
+
+    def body(self, template: dict[str, Any]) -> bytes:
+        value = self.mutate(template) if self.rng.random() < 0.93 else self.value()
+        text = json.dumps(value, ensure_ascii=self.rng.random() < 0.5)
+        for raw in RAW:  # "<<raw>>" becomes raw
+            text = text.replace(json.dumps(f"<<{raw}>>"), raw).replace(f'"<<{raw}>>"', raw)
+        data = text.encode("utf-8", "surrogatepass")
+        damage = self.rng.random()
+        if damage < 0.05 and data:
+            return data[: self.rng.randrange(len(data))]
+        if damage < 0.10 and data:
+            position = self.rng.randrange(len(data))
+            return data[:position] + bytes([self.rng.randrange(256)]) + data[position + self.rng.randrange(2) :]
+        return data
+
+
+def test_two_thousand_bodies(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4})
+    )
+    mutator = Mutator(random.Random(SEED))
+    statuses: dict[int, int] = {}
+    slowest = 0.0
+    with live_server(ScriptedEngine(info=model_info(path=str(tmp_path)))) as live:
+        for number in range(BODIES):
+            path, template = mutator.rng.choice(TEMPLATES)
+            body = mutator.body(template)
+            begin = time.monotonic()
+            try:
+                response = live.http.post(path, content=body, timeout=10)
+            except httpx.HTTPError as error:
+                raise AssertionError(f"body {number} to {path} got no answer: {error!r}\n{body[:2000]!r}") from error
+            slowest = max(slowest, time.monotonic() - begin)
+            context = f"body {number} to {path}: {response.status_code} {response.text[:500]}\n{body[:2000]!r}"
+            assert response.status_code in (200, 400, 404), context
+            assert response.headers["x-request-id"], context
+            if response.status_code != 200:
+                error = response.json()["error"]
+                assert error["message"] and len(response.content) < 4000, context
+            elif response.headers["content-type"].startswith("text/event-stream"):
+                events = parse_events(response.text)
+                assert events[-1] == "[DONE]", context
+                # No 5xx hides in a stream either.
+                assert not any(isinstance(event, dict) and "error" in event for event in events), context
+            statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+            if number % 250 == 0:
+                assert live.complete("still here", max_tokens=1)["choices"][0]["text"] == "b"
+        assert live.complete("still here", max_tokens=1)["choices"][0]["text"] == "b"
+        assert live.engine.running == 0 and live.state.in_flight == 0
+    # The mutations must neither all fail nor all pass, or they would test little.
+    assert statuses[200] > 200 and statuses[400] > 800, statuses
+    assert slowest < 5
+
+
+def test_random_bytes_on_the_wire() -> None:
+    import socket
+
+    rng = random.Random(SEED)
+    with live_server() as live:
+        url = httpx.URL(live.url)
+        for _ in range(100):
+            head = rng.choice(
+                [b"", b"POST /v1/completions HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nhost: x\r\n", b"\x16\x03\x01"]
+            )
+            with socket.create_connection((url.host, url.port), timeout=5) as connection:
+                connection.sendall(head + rng.randbytes(rng.randrange(200)) + b"\r\n\r\n")
+        live.complete(max_tokens=1)
