@@ -65,7 +65,7 @@ class ChunkReader(Generic[T]):
         return chunk
 
     def _check_complete(self) -> None:
-        missing = max(len(self._begun - self._finished), 0)
+        missing = max(len(self._begun - self._finished), self._expected - len(self._finished))
         if missing > 0:
             raise self._error(
                 f"the stream ended without a finish_reason for {missing} of its choices: the answer is incomplete"

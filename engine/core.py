@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from windlass import kernels
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.storage import KVStorage, plan_blocks
 from windlass.engine.config import EngineConfig
@@ -172,6 +173,7 @@ def _describe(
     per_token = [group.bytes_per_token(element) for group in spec.kv_groups]
     full = next((g for g in spec.rotary_groups if g.name == "full_attention"), spec.rotary_groups[0])
     dtype = str(decoder.dtype).removeprefix("torch.")
+    kernel_notice = () if decoder.device.type != "cpu" or kernels.reads_narrow_weights() else (kernels.explain(),)
     return ModelInfo(
         path=config.model,
         architecture=spec.architecture,
@@ -179,7 +181,7 @@ def _describe(
         max_model_len=max_model_len,
         trained_len=spec.trained_len,
         dtype=dtype,
-        weight_dtype=dtype,
+        weight_dtype=str(decoder.weight_dtype).removeprefix("torch."),
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
         quantization=None,
         device=str(decoder.device),
@@ -200,5 +202,5 @@ def _describe(
         ),
         weight_bytes=decoder.weight_bytes(),
         load_seconds=seconds,
-        notices=model.notices + notices,
+        notices=model.notices + notices + kernel_notice,
     )

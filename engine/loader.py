@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from windlass import kernels
 from windlass.engine.config import EngineConfig, parse_dtype
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.decoder import Decoder
@@ -41,7 +42,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         dtype if parse_dtype(config.kv_cache_dtype) == "auto" else _torch_dtype(parse_dtype(config.kv_cache_dtype))
     )
     try:
-        decoder = Decoder(spec, dtype, device)
+        decoder = Decoder(spec, dtype, device, choose_weight_dtype(config.dtype, hf_config, dtype, device))
         if config.load_format == "dummy":
             randomize_weights(decoder, config.seed, progress)
             digest = f"dummy {config.seed}".encode()
@@ -103,6 +104,14 @@ def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> 
         return torch.float32
     stored = hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"
     return _torch_dtype(parse_dtype(str(stored)))
+
+
+def choose_weight_dtype(name: str, hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """How matrices are stored: under `auto` on a CPU as the checkpoint has them, where the kernels read that."""
+    if parse_dtype(name) != "auto" or device.type != "cpu" or not kernels.reads_narrow_weights():
+        return dtype
+    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+    return _torch_dtype(stored) if stored in ("bfloat16", "float16") else dtype
 
 
 def _torch_dtype(name: str) -> torch.dtype:

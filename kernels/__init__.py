@@ -8,12 +8,23 @@ Layout glossary: T tokens of one step, B sequences, H heads, D head dimension, P
 """
 
 from windlass.kernels.dispatch import (
+    explain,
     gated_activation,
     linear,
     paged_attention,
+    reads_narrow_weights,
     rms_norm,
     rotate_and_append,
 )
 from windlass.kernels.pages import KVPages
 
-__all__ = ["KVPages", "gated_activation", "linear", "paged_attention", "rms_norm", "rotate_and_append"]
+__all__ = [
+    "KVPages",
+    "explain",
+    "gated_activation",
+    "linear",
+    "paged_attention",
+    "reads_narrow_weights",
+    "rms_norm",
+    "rotate_and_append",
+]

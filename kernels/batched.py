@@ -5,12 +5,17 @@ It reads pages by whole-block gathers, so its cost per call is a few tensor oper
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from windlass.kernels.pages import KVPages
 
 _MAX_SCORE_BYTES = 64 << 20
+
+# (q, pages, tables, seq_lens, score_scale, scale, window, soft_cap) -> [B, Hq, Dv]; see decode_attention.
+DecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, Tensor, float, int | None, float | None], Tensor]
 
 
 def paged_attention(
@@ -24,21 +29,29 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    decode: DecodeAttention | None = None,
 ) -> Tensor:
-    """Same contract as `reference.paged_attention`. Decode rows cost memory in B * max(seq_lens), prefill rows 64 MiB."""
+    """Same contract as `reference.paged_attention`. Decode rows cost memory in B * max(seq_lens), prefill rows 64 MiB.
+
+    decode: what runs the single-token rows, `decode_attention` unless a backend has better.
+    """
+    decode = decode or decode_attention
+    if q.shape[0] == seq_lens.shape[0]:  # nothing but single-token rows
+        return decode(q, pages, block_tables, seq_lens, score_scale, scale, window, soft_cap)
     out = q.new_empty(q.shape[0], q.shape[1], pages.value.shape[-1])
-    scaled = q.float() * (scale * score_scale)[:, None, None]  # [T, Hq, D]
-    counts = (query_start[1:] - query_start[:-1]).tolist()
     starts, lengths = query_start.tolist(), seq_lens.tolist()
-    decodes = [b for b, count in enumerate(counts) if count == 1]
-    if decodes:
-        index = torch.tensor(decodes, device=q.device)
-        rows = query_start[index].long()
-        out[rows] = _decode(scaled[rows], pages, block_tables[index], seq_lens[index], window, soft_cap).to(q.dtype)
-    for b, count in enumerate(counts):
-        if count > 1:
-            rows_of = slice(starts[b], starts[b + 1])
-            _prefill(scaled[rows_of], pages, block_tables[b], lengths[b], window, soft_cap, out[rows_of])
+    singles = [b for b in range(len(lengths)) if starts[b + 1] - starts[b] == 1]
+    if singles:
+        index = torch.tensor(singles, device=q.device)
+        rows = query_start[index]
+        out[rows] = decode(
+            q[rows], pages, block_tables[index], seq_lens[index], score_scale[rows], scale, window, soft_cap
+        )
+    for b, length in enumerate(lengths):
+        part = slice(starts[b], starts[b + 1])
+        if part.stop - part.start > 1:
+            query = q[part].float() * (scale * score_scale[part])[:, None, None]
+            _prefill(query, pages, block_tables[b], length, window, soft_cap, out[part])
     return out
 
 
@@ -50,10 +63,18 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, soft_ca
     return scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1) @ values
 
 
-def _decode(
-    query: Tensor, pages: KVPages, tables: Tensor, seq_lens: Tensor, window: int | None, soft_cap: float | None
+def decode_attention(
+    q: Tensor,
+    pages: KVPages,
+    tables: Tensor,
+    seq_lens: Tensor,
+    score_scale: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> Tensor:
-    """query: [B, Hq, D]; tables: [B, max_blocks]; returns float32 [B, Hq, Dv]."""
+    """One query per sequence. q: [B, Hq, D]; tables: [B, max_blocks]; score_scale: [B]. Returns [B, Hq, Dv] in q's dtype."""
+    query = q.float() * (scale * score_scale)[:, None, None]
     batch, num_heads, _ = query.shape
     num_kv_heads, block_size = pages.key.shape[2], pages.block_size
     if window is None:
@@ -76,7 +97,7 @@ def _decode(
     values = values.masked_fill(hidden[:, :, None, None], 0.0)
     grouped = query.view(batch, num_kv_heads, num_heads // num_kv_heads, -1)
     result = _attend(grouped, keys.transpose(1, 2), values.transpose(1, 2), hidden[:, None, None], soft_cap)
-    return result.reshape(batch, num_heads, -1)
+    return result.reshape(batch, num_heads, -1).to(q.dtype)
 
 
 def _prefill(

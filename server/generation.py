@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -110,44 +110,38 @@ class Generation:
 
     async def _run_one(self, prompt_index: int) -> AsyncGenerator[Delta]:
         plan = self.plan
+        request = plan.requests[prompt_index]
         samples: list[_Sample | None] = [None] * plan.samples
         remaining = plan.samples
         cached = 0
-        first_output = True
-        request = plan.requests[prompt_index]
-        # Outputs of later samples wait for sample 0's first, which bears the prompt's log-probabilities.
-        waiting: list[RequestOutput] | None = [] if request.sampling.prompt_logprobs is not None else None
-        async with aclosing(self.engine.generate(request)) as outputs:  # type: ignore[type-var]
+        waiting = True
+        outputs = self.engine.generate(request)
+        if request.sampling.prompt_logprobs is not None:
+            outputs = _prompt_first(outputs)
+        async with aclosing(outputs):  # type: ignore[type-var]
             async for output in outputs:
                 now = time.monotonic()
                 if output.error is not None:
                     raise output.error
-                if first_output:
-                    first_output = False
+                if waiting:
+                    waiting = False
                     self.metrics.time_to_first_token.observe(now - self.arrival)
                 if output.cached_tokens > cached:
                     self.tally.cached_tokens += output.cached_tokens - cached
                     cached = output.cached_tokens
-                ready = [output]
-                if waiting is not None:
-                    waiting.append(output)
-                    if output.prompt_logprobs is None:
-                        continue
-                    ready, waiting = sorted(waiting, key=lambda o: o.prompt_logprobs is None), None
-                for item in ready:
-                    sample = samples[item.index]
-                    if sample is None:
-                        sample = samples[item.index] = self._new_sample(prompt_index)
-                    if sample.finished:
-                        continue  # its stop string matched; the engine cannot end one sample of several
-                    delta = self._push(sample, item, now)
-                    delta.choice = prompt_index * plan.samples + item.index
-                    if delta.finish_reason is not None:
-                        remaining -= 1
-                        self.metrics.finished(delta.finish_reason, now - self.arrival)
-                    yield delta
-                    if not remaining:
-                        return
+                sample = samples[output.index]
+                if sample is None:
+                    sample = samples[output.index] = self._new_sample(prompt_index)
+                if sample.finished:
+                    continue  # its stop string matched; the engine cannot end one sample of several
+                delta = self._push(sample, output, now)
+                delta.choice = prompt_index * plan.samples + output.index
+                if delta.finish_reason is not None:
+                    remaining -= 1
+                    self.metrics.finished(delta.finish_reason, now - self.arrival)
+                yield delta
+                if not remaining:
+                    return
         raise EngineDeadError("the engine ended this request early: send it again")
 
     def _new_sample(self, prompt_index: int) -> _Sample:
@@ -172,9 +166,8 @@ class Generation:
             raise EngineDeadError("the engine aborted this request: send it again")
         if token_ids:
             if sample.last_output is not None:
-                gap = (now - sample.last_output) / len(token_ids)
-                for _ in token_ids:
-                    self.metrics.inter_token_latency.observe(gap)
+                count = len(token_ids)
+                self.metrics.inter_token_latency.observe((now - sample.last_output) / count, count)
             sample.last_output = now
         detokenizer = sample.detokenizer
         before = detokenizer.num_tokens
@@ -226,3 +219,19 @@ class Generation:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def _prompt_first(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+    """The outputs in an order that begins with the one that bears the prompt's log-probabilities."""
+    held: list[RequestOutput] | None = []
+    async with aclosing(outputs):  # type: ignore[type-var]
+        async for output in outputs:
+            if held is None or output.error is not None:
+                yield output
+            elif output.prompt_logprobs is None:
+                held.append(output)
+            else:
+                yield output
+                for earlier in held:
+                    yield earlier
+                held = None

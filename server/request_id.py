@@ -40,6 +40,7 @@ class RequestIdMiddleware:
                 message["headers"] = [*message.get("headers", ()), (_HEADER, request_id(scope).encode())]
             await send(message)
 
+        scope["windlass.send"] = send
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
@@ -52,6 +53,15 @@ class RequestIdMiddleware:
 def request_id(scope: Scope) -> str:
     """The id of the request of this scope."""
     return str(scope["windlass.request_id"])
+
+
+def direct_send(scope: Scope, send: Send) -> Send:
+    """The server's own `send`, for the body of a response whose start went through `send`.
+
+    Every layer between wraps `send` to see the start of the response; a stream would pay for each of them per token.
+    """
+    direct: Send = scope.get("windlass.send", send)
+    return direct
 
 
 def set_request_id(scope: Scope, value: str) -> None:

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from windlass.server.errors import ApiError, from_exception, internal_error
+from windlass.server.request_id import direct_send
 from windlass.server.state import ServerState
 
 DONE = b"data: [DONE]\n\n"
@@ -57,7 +58,8 @@ class Exchange(Response):
         self._state = state
         self._work = work
         self._deadline = deadline
-        self._send: Send
+        self._send: Send  # through all middlewares
+        self._send_direct: Send  # past them, for the bodies of streams
         self._task: asyncio.Task[Any] | None = None
         self._closed = False  # the work is over: no more interruptions
         self._gone = False
@@ -84,7 +86,7 @@ class Exchange(Response):
         self._sending = True
         if not self._streaming:
             await self._start_stream()
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send_direct({"type": "http.response.body", "body": events, "more_body": True})
         self._sending = False
 
     async def finish(self, events: bytes = b"") -> None:
@@ -92,7 +94,7 @@ class Exchange(Response):
         self._stop_keep_alive()
         if not self._streaming:
             await self._start_stream()
-        await self._send({"type": "http.response.body", "body": events + DONE, "more_body": False})
+        await self._send_direct({"type": "http.response.body", "body": events + DONE, "more_body": False})
 
     # ---- for the server ----------------------------------------------------------------------------------------------
     def stop(self, error: ApiError) -> None:
@@ -102,7 +104,9 @@ class Exchange(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         self._send = send
-        self._task = asyncio.current_task()
+        self._send_direct = direct_send(scope, send)
+        # A task of its own: awaiting a token then passes through our few frames and not through the framework's twenty.
+        self._task = loop.create_task(self._run())
         watcher = loop.create_task(_wait_for_disconnect(receive))
         watcher.add_done_callback(self._on_disconnect)
         timer = None
@@ -111,9 +115,10 @@ class Exchange(Response):
             timer = loop.call_at(self._deadline + self._state.settings.deadline_slack, self.stop, error)
         self._state.register(self)
         try:
-            await self._run()
+            await self._task
         finally:
             self._closed = True
+            self._task.cancel()  # without effect unless the server itself is being torn down
             self._state.unregister(self)
             self._stop_keep_alive()
             watcher.cancel()
@@ -128,7 +133,7 @@ class Exchange(Response):
                 if self._reason is None and not self._gone:
                     raise  # the server itself is being torn down
                 assert self._task is not None
-                self._task.uncancel()
+                self._task.uncancel()  # what follows may await
                 if self._gone:
                     self._state.metrics.failed("client_disconnected")
                     return
@@ -195,7 +200,7 @@ class Exchange(Response):
     async def _send_keep_alive(self) -> None:
         if not self._streaming:
             await self._start_stream()
-        await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        await self._send_direct({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
     def _stop_keep_alive(self) -> None:
         if self._keep_alive_timer is not None:

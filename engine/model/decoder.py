@@ -34,11 +34,17 @@ class LayerWeights:
 
 
 class Decoder:
-    """Embedding, layers, final norm and head of one model, in one compute dtype on one device."""
+    """Embedding, layers, final norm and head of one model, in one compute dtype on one device.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    Matrices may be stored narrower than they are computed with (weight_dtype); biases are stored in the compute dtype.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weight_dtype: torch.dtype | None = None
+    ) -> None:
         """Allocate uninitialised weights; `weights.load_weights` or `weights.randomize_weights` fills them."""
         self.spec, self.dtype, self.device = spec, dtype, device
+        self.weight_dtype = weight_dtype or dtype
         hidden = spec.hidden_size
         self.embedding = self._empty(spec.vocab_size, hidden)
         self.head = self.embedding if spec.tied_embeddings else self._empty(spec.vocab_size, hidden)
@@ -46,7 +52,8 @@ class Decoder:
         self.layers = [self._allocate(layer) for layer in spec.layers]
 
     def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        dtype = self.weight_dtype if len(shape) > 1 else self.dtype
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _norm(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.device)
@@ -76,7 +83,7 @@ class Decoder:
     def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden]."""
         eps = self.spec.norm_eps
-        x = self.embedding[batch.input_ids]  # [T, hidden]
+        x = self.embedding[batch.input_ids].to(self.dtype)  # [T, hidden]
         if self.spec.embedding_scale != 1.0:
             # Rounded to the compute dtype first, as the reference implementation does.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)

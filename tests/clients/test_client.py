@@ -460,6 +460,7 @@ BAD_ENDS = {
     "nothing": ((), {}, "without \\[DONE\\]"),
     "no finish_reason": ((chunk("a"), "[DONE]"), {}, "finish_reason"),
     "only done": (("[DONE]",), {}, "finish_reason"),
+    "a choice that nobody asked for": ((chunk("a", "stop"), chunk("b", None, 1), "[DONE]"), {}, "finish_reason"),
     "one of two choices": ((chunk("a", "stop"), "[DONE]"), {"n": 2}, "finish_reason"),
     "one of two prompts": ((chunk("a", "stop"), "[DONE]"), {"prompt": ["x", "y"]}, "finish_reason"),
 }

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from helpers import toy_tokenizers as toys
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from windlass.server.detokenizer import Detokenizer
@@ -170,15 +170,18 @@ def first_to_complete(text: str, stops: list[str]) -> tuple[int, str] | None:
     return None
 
 
-letters = st.text(alphabet="ab 東", min_size=1, max_size=4)
+letters = st.text(alphabet="ab", min_size=1, max_size=5) | st.text(alphabet="b 東", min_size=1, max_size=3)
 
 
 @given(
-    text=st.text(alphabet="ab 東", max_size=40),
+    text=st.text(alphabet="ab", max_size=40) | st.text(alphabet="ab 東", max_size=40),
     stops=st.lists(letters, min_size=1, max_size=4),
     cuts=st.lists(st.integers(0, 60), max_size=10),
     include=st.booleans(),
 )
+@example(text="aaab", stops=["aab"], cuts=[], include=False)
+@example(text="xabababc", stops=["ababc"], cuts=[1, 2, 3, 4, 5], include=False)
+@example(text="xabcd", stops=["abcd", "bc"], cuts=[], include=False)
 @settings(max_examples=400, deadline=None)
 def test_stop_strings_cut_at_the_first_to_complete(text, stops, cuts, include):
     tokenizer = load("byte_level")

@@ -1,0 +1,58 @@
+"""The compiled CPU kernels in every form this machine can run, and tensors that end where memory ends."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from windlass.kernels.cpu import library
+from windlass.kernels.cpu.library import Library
+
+FORMS = ("generic", "avx2", "avx512", "16 lanes")
+
+
+@functools.cache
+def _portable() -> Library:
+    """The 16-lane code of the AVX-512 file, compiled without its instructions so that any processor runs it."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to build the 16-lane kernels with")
+    target = Path(tempfile.mkdtemp()) / "portable.so"
+    source = Path(library.__file__).parent / "isa_avx512.cpp"
+    flags = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
+    subprocess.run([compiler, *flags, str(source), "-o", str(target)], check=True, timeout=120)
+    return library.bind(target, "avx512")
+
+
+@functools.cache
+def kernels(form: str) -> Library:
+    """One of FORMS; skips the calling test where this machine cannot run it."""
+    path = library.find()
+    if path is None:
+        pytest.skip("the CPU kernels were not compiled")
+    if form == "16 lanes":
+        return _portable()
+    if form not in library.runnable(path):
+        pytest.skip(f"this processor has no {form}")
+    return library.bind(path, form)
+
+
+def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy whose last byte is followed by a page that may not be read: an overrun ends the process."""
+    page = mmap.PAGESIZE
+    size = tensor.numel() * tensor.element_size()
+    room = -(-size // page) * page
+    area = mmap.mmap(-1, room + page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(address + room), ctypes.c_size_t(page), 0) == 0
+    copy = torch.frombuffer(area, dtype=tensor.dtype, count=tensor.numel(), offset=room - size).view(tensor.shape)
+    return copy.copy_(tensor)
