@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -14,6 +15,12 @@ from windlass.server.protocol.base import StrictModel
 
 M = TypeVar("M", bound=StrictModel)
 
+LARGE_BODY = 256 * 1024  # bytes from which parsing leaves the event loop
+MAX_STRUCTURE = 200_000  # keys, objects and arrays in a body: far above any real one, and parsed in well under a second
+
+# Strings as a whole (one that never ends goes to the end, so scanning stays linear), and what gives JSON its structure.
+_STRING_OR_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)|[\[{:]', re.DOTALL)
+
 
 async def read_body(request: Request, model: type[M], *, stall_seconds: float) -> M:
     """Read, parse and validate a JSON body; raises ApiError.
@@ -22,11 +29,15 @@ async def read_body(request: Request, model: type[M], *, stall_seconds: float) -
     """
     _check_headers(request)
     raw = await _read(request, stall_seconds)
-    return parse_body(raw, model)
+    if len(raw) < LARGE_BODY:
+        return parse_body(raw, model)
+    return await asyncio.to_thread(parse_body, raw, model)
 
 
 def parse_body(raw: bytes | bytearray, model: type[M]) -> M:
     """Parse JSON bytes into `model`; raises ApiError 400 that names the field where one is at fault."""
+    if len(raw) >= LARGE_BODY:
+        _refuse_structure(raw)
     try:
         # Not json.loads: this parser bounds nesting and the digits of integers, and refuses NaN and lone surrogates.
         data = from_json(raw, allow_inf_nan=False, cache_strings="keys")
@@ -81,6 +92,20 @@ async def _read(request: Request, stall_seconds: float) -> bytearray:
         raise bad_request("the client went away while sending the body", code="client_disconnected") from None
 
 
+def _refuse_structure(raw: bytes | bytearray) -> None:
+    """Refuse millions of tiny objects before they are made: they would take seconds and gigabytes.
+
+    Brackets inside strings are no structure, so a suspicious body is looked at more closely.
+    """
+    if raw.count(b"[") + raw.count(b"{") + raw.count(b":") <= MAX_STRUCTURE:
+        return
+    structure = 0
+    for number, match in enumerate(_STRING_OR_STRUCTURE.finditer(raw)):
+        structure += match[0][0] != ord('"')
+        if structure > MAX_STRUCTURE or number > 2 * MAX_STRUCTURE:
+            raise bad_request(f"the body has more than {MAX_STRUCTURE} keys, objects and arrays", code="invalid_json")
+
+
 def _refuse_null_characters(data: dict[str, Any]) -> None:
     for name, top in data.items():
         stack: list[Any] = [name, top]
@@ -94,7 +119,7 @@ def _refuse_null_characters(data: dict[str, Any]) -> None:
             elif isinstance(item, dict):
                 stack.extend(item)
                 stack.extend(item.values())
-            elif isinstance(item, list):
+            elif isinstance(item, list) and not set(map(type, item)).isdisjoint((str, dict, list)):
                 stack.extend(item)
 
 

@@ -73,8 +73,13 @@ INLINE void score_tile(const float *query, long query_row, const T *const *keys,
             const vf k = load_some(key[j] + d, dim - d);
             for (int i = 0; i < NQ; i++) acc[i][j] = add_product(acc[i][j], k, load(query + i * query_row + d));
         }
-    for (int i = 0; i < NQ; i++)
-        for (int j = 0; j < KEYS; j++) scores[i * CHUNK + j] = sum(acc[i][j]);
+    for (int i = 0; i < NQ; i += 2) {
+        const int next = i + 1 < NQ ? i + 1 : i;
+        float four[4];
+        sum_four(acc[i][0], acc[i][1], acc[next][0], acc[next][1], four);
+        __builtin_memcpy(scores + i * CHUNK, four, 8);
+        __builtin_memcpy(scores + next * CHUNK, four + 2, 8);
+    }
 }
 
 template <class T, int NQ>

@@ -179,8 +179,14 @@ static void multiply_rows(const Linear &p, Tiles tiles, const float *packed, TX 
             const long first = tiles.begin(t), mt = tiles.size(t);
             for (int i = 0; i < NT && n + i < n1; i++) {
                 const float bias = p.bias ? element(p.bias, p.bias_type, n + i) : 0.0f;
-                for (long m = 0; m < mt; m++)
-                    narrow(sum(sum_of[i * mt + m]) + bias, out[(first + m) * p.out_stride + n + i]);
+                for (long m = 0; m < mt; m += 4) {
+                    const vf *of = sum_of + i * mt + m;
+                    const long more = mt - m - 1;
+                    float four[4];
+                    sum_four(of[0], of[min_of(1, more)], of[min_of(2, more)], of[min_of(3, more)], four);
+                    for (long j = 0; j <= min_of(3, more); j++)
+                        narrow(four[j] + bias, out[(first + m + j) * p.out_stride + n + i]);
+                }
             }
             sum_of += mt * NT;
         }

@@ -104,14 +104,39 @@ template <class T> INLINE void store_some(T *p, vf x, long n) {
     for (long i = 0; i < n; i++) narrow(x[i], p[i]);
 }
 
-// ---- reductions: a fixed pairwise tree ----
+// ---- reductions: a fixed tree, the same for every lane of the result ----
 
+#if WINDLASS_LANES == 4
+#define WINDLASS_PAIRS(first, second) {first, first + 2, second, second + 2}
+#elif WINDLASS_LANES == 8
+#define WINDLASS_PAIRS(first, second) {first, first + 2, second, second + 2, first + 4, first + 6, second + 4, second + 6}
+#else
+#define WINDLASS_PAIRS(first, second)                                                                  \
+    {first, first + 2, second, second + 2, first + 4, first + 6, second + 4, second + 6, first + 8,    \
+     first + 10, second + 8, second + 10, first + 12, first + 14, second + 12, second + 14}
+#endif
+
+// Sums of neighbours within each quarter of four lanes: (a0+a1, a2+a3, b0+b1, b2+b3), and so on.
+INLINE vf add_neighbours(vf a, vf b) {
+    const vi even = WINDLASS_PAIRS(0, W), odd = WINDLASS_PAIRS(1, W + 1);
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
+// The four sums of the lanes of a, b, c and d.
+INLINE void sum_four(vf a, vf b, vf c, vf d, float *sums) {
+    vf x = add_neighbours(add_neighbours(a, b), add_neighbours(c, d));
+#if WINDLASS_LANES >= 16
+    x += __builtin_shuffle(x, vi{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+    x += __builtin_shuffle(x, vi{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+#elif WINDLASS_LANES == 8
+    x += __builtin_shuffle(x, vi{4, 5, 6, 7, 0, 1, 2, 3});
+#endif
+    __builtin_memcpy(sums, &x, 16);
+}
 INLINE float sum(vf x) {
-    float lanes[W];
-    store(lanes, x);
-    for (int half = W / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+    float sums[4];
+    sum_four(x, x, x, x, sums);
+    return sums[0];
 }
 INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
 INLINE float largest(vf x) {

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
+MAX_FREE_FORM = 100_000  # values inside free-form JSON
 MAX_NAME = 64  # characters of an unknown field's name that an error repeats
 
 
@@ -58,10 +59,17 @@ def _token_bias(value: Any) -> Any:
 
 
 def check_free_form(value: Any) -> Any:
-    """Refuse numbers in free-form JSON that later arithmetic could trip over: infinities, integers past 64 bits."""
+    """Refuse free-form JSON of too many values, and numbers that later arithmetic could trip over.
+
+    Those are infinities and integers past 64 bits.
+    """
     stack = [value]
+    seen = 0
     while stack:
         item = stack.pop()
+        seen += 1
+        if seen + len(stack) > MAX_FREE_FORM:
+            raise PydanticCustomError("too_many", "holds more than {most} values", {"most": MAX_FREE_FORM})
         if isinstance(item, dict):
             stack.extend(item.values())
         elif isinstance(item, list):

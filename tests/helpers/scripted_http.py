@@ -70,7 +70,11 @@ class ScriptedServer:
             while (request := await _read_request(reader)) is not None:
                 self.requests.append(request)
                 script = self.scripts[min(len(self.requests), len(self.scripts)) - 1]
-                await script(Exchange(request, reader, writer, self))
+                try:
+                    await script(Exchange(request, reader, writer, self))
+                except ConnectionError:  # the client left while the script was still sending
+                    self.disconnects.set()
+                    raise
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:

@@ -50,7 +50,17 @@ def assert_linear(x, weight, bias, got) -> None:
 @pytest.mark.parametrize("weight_type", TYPES)
 @pytest.mark.parametrize("x_type", TYPES[:2])
 def test_shapes_and_types(form: Library, x_type: torch.dtype, weight_type: torch.dtype) -> None:
-    shapes = [(1, 1, 1), (1, 5, 3), (2, 7, 16), (3, 9, 31), (4, 3, 64), (5, 17, 513), (6, 4, 1024), (7, 33, 530), (8, 64, 96)]
+    shapes = [
+        (1, 1, 1),
+        (1, 5, 3),
+        (2, 7, 16),
+        (3, 9, 31),
+        (4, 3, 64),
+        (5, 17, 513),
+        (6, 4, 1024),
+        (7, 33, 530),
+        (8, 64, 96),
+    ]
     for rows, columns, inner in [*shapes, (13, 11, 1041), (32, 6, 200), (49, 10, 40), (100, 3, 17)]:
         x, weight = torch.randn(rows, inner).to(x_type), torch.randn(columns, inner).to(weight_type)
         bias = torch.randn(columns).to(weight_type) if columns % 2 else None

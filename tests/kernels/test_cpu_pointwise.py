@@ -1,0 +1,227 @@
+"""rotate_and_append, rms_norm and gated activations against float64 formulas; and how the library is found."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
+
+from windlass.kernels import cpu
+from windlass.kernels.cpu.library import Library
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Library:
+    return kernels(request.param)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """torch.empty hands out NaN, so an output element that is never written shows."""
+    torch.manual_seed(5)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, slack: float = 1e-6) -> None:
+    allowed = slack + ROUNDING[got.dtype] * 1.01 * want.abs()
+    assert ((got.double() - want).abs() <= allowed).all(), (got.double() - want).abs().max()
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Each pair (j, j + d/2) as one complex number times cos + i sin, in float64."""
+    half = cos.shape[-1]
+    x = x.double()
+    turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.complex(cos, sin)[:, None]
+    return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), dim=-1)
+
+
+def angles(positions: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    turn = positions.double()[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / max(half, 1))
+    return turn.cos(), turn.sin()
+
+
+@pytest.mark.parametrize(("type_", "page_type"), itertools.product(TYPES, TYPES))
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20), (17, 8), (128, 16), (256, 128), (6, 0)])
+def test_rotate_and_append(form: Library, type_: torch.dtype, page_type: torch.dtype, dim: int, half: int) -> None:
+    tokens, q_heads, kv_heads, value_dim, blocks, size = 9, 6, 2, dim // 2 + 1, 4, 8
+    fused = torch.randn(tokens, (q_heads + kv_heads) * dim + kv_heads * value_dim).to(type_)
+    q_part, k_part, v_part = fused.split([q_heads * dim, kv_heads * dim, kv_heads * value_dim], dim=1)
+    q, k = q_part.view(tokens, q_heads, dim), k_part.view(tokens, kv_heads, dim)
+    v = v_part.view(tokens, kv_heads, value_dim)
+    before = fused.clone()
+    cos, sin = angles(torch.tensor([0, 1, 2, 77, 4095, 131071, 10**6, 2**24 + 1, 10**9]), half)
+    q_scale = torch.rand(tokens) + 0.5
+    keys = torch.randn(blocks, size, kv_heads, dim).to(page_type)
+    values = torch.randn(blocks, size, kv_heads, value_dim).to(page_type)
+    keys_before, values_before = keys.clone(), values.clone()
+    slots = torch.randperm(blocks * size)[:tokens]
+    slots[3] = -1
+    old_q = q.clone()
+    cpu.rotate_and_append(q, k, v, cos.float(), sin.float(), q_scale, keys, values, slots, library=form)
+
+    want = rotated(old_q, cos.float().double(), sin.float().double())
+    want[..., : 2 * half] *= q_scale.double()[:, None, None]
+    assert_near(q, want)
+    assert torch.equal(fused[:, q_heads * dim :], before[:, q_heads * dim :])  # k and v are left alone
+    written = slots[slots >= 0]
+    tokens_written = (slots >= 0).nonzero()[:, 0]
+    flat_keys, flat_values = keys.view(-1, kv_heads, dim), values.view(-1, kv_heads, value_dim)
+    assert_near(flat_keys[written], rotated(k, cos.float().double(), sin.float().double())[tokens_written])
+    assert torch.equal(flat_values[written], v[tokens_written].float().to(page_type))
+    others = torch.ones(blocks * size, dtype=torch.bool)
+    others[written] = False
+    assert torch.equal(flat_keys[others], keys_before.view(-1, kv_heads, dim)[others])
+    assert torch.equal(flat_values[others], values_before.view(-1, kv_heads, value_dim)[others])
+
+
+def test_many_tokens_over_threads_and_no_tokens(form: Library) -> None:
+    tokens = 300
+    q, k, v = torch.randn(tokens, 4, 64), torch.randn(tokens, 2, 64), torch.randn(tokens, 2, 64)
+    cos, sin = angles(torch.arange(tokens), 32)
+    pages = torch.zeros(20, 16, 2, 64), torch.zeros(20, 16, 2, 64)
+    want_q, want_k = rotated(q, cos, sin), rotated(k, cos, sin)
+    slots = torch.arange(tokens).flip(0) + 16
+    operands = q, k, v, cos.float(), sin.float(), torch.ones(tokens)
+    cpu.rotate_and_append(*operands, *pages, slots, library=form)
+    assert_near(q, want_q, 3e-6)
+    assert_near(pages[0].view(-1, 2, 64)[slots], want_k, 3e-6)
+    assert torch.equal(pages[1].view(-1, 2, 64)[slots], v)
+    before = pages[0].clone()
+    cpu.rotate_and_append(*(x[:0] for x in operands), *pages, slots[:0], library=form)
+    assert torch.equal(pages[0], before)
+
+
+def test_a_slot_past_the_pages_writes_nothing(form: Library) -> None:
+    q, k = torch.randn(2, 2, 16), torch.randn(2, 1, 16)
+    cos, sin = (x.float() for x in angles(torch.arange(2), 8))
+    pages = torch.zeros(2, 4, 1, 16)
+    before = q.clone()
+    with pytest.raises(IndexError, match="slot"):
+        cpu.rotate_and_append(
+            q, k, k, cos, sin, torch.ones(2), pages, pages.clone(), torch.tensor([0, 8]), library=form
+        )
+    assert torch.equal(q, before)
+    assert not pages.any()
+
+
+def test_rotate_refusals_say_why() -> None:
+    kernels("generic")
+    q, k, pages = torch.randn(2, 2, 16), torch.randn(2, 1, 16), torch.zeros(2, 4, 1, 16)
+    assert cpu.rotate_refusal(q, k, k, pages, pages) is None
+    assert "bfloat16" in (cpu.rotate_refusal(q, k.bfloat16(), k, pages, pages) or "")
+    assert "int8" in (cpu.rotate_refusal(q, k, k, pages.to(torch.int8), pages.to(torch.int8)) or "")
+    assert "fit" in (cpu.rotate_refusal(q, torch.randn(2, 2, 16), k, pages, pages) or "")
+    table = torch.zeros(2, 9)
+    with pytest.raises(ValueError, match="18 rotary dims"):
+        cpu.rotate_and_append(q, k, k, table, table, torch.ones(2), pages, pages, torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match="cos and sin"):
+        cpu.rotate_and_append(q, k, k, table[:, :4], table[:, :5], torch.ones(2), pages, pages, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_rms_norm(form: Library, type_: torch.dtype) -> None:
+    for rows, dim in ((1, 1), (3, 7), (5, 64), (2, 2049), (40, 1000)):
+        x = (torch.randn(rows, dim + 5) * 3).to(type_)[:, :dim]
+        weight = torch.randn(dim)
+        want = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        assert_near(cpu.rms_norm(x, weight, 1e-5, library=form), want, 2e-6)
+
+        residual = torch.randn(rows, dim).to(type_)
+        total = x + residual  # rounded to the type, as the sum that later layers see is
+        want = total.double() / (total.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        got = cpu.rms_norm(x, weight, 1e-5, residual, library=form)
+        assert torch.equal(residual, total)
+        assert_near(got, want, 2e-6)
+    assert cpu.rms_norm(torch.randn(0, 4).to(type_), torch.ones(4), 1e-5, library=form).shape == (0, 4)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_gated_activations(form: Library, type_: torch.dtype) -> None:
+    for rows, dim in ((1, 1), (3, 7), (5, 64), (1, 9001)):
+        gate_up = torch.cat((torch.randn(rows, dim) * 6, torch.randn(rows, dim + 3)), dim=1).to(type_)[:, : 2 * dim]
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        assert_near(cpu.silu_and_mul(gate_up, library=form), F.silu(gate) * up)
+        want = F.gelu(gate, approximate="tanh") * up
+        assert_near(cpu.gated_activation(gate_up, "gelu_tanh", library=form), want, 4e-6)
+
+
+def test_activations_at_the_ends_of_the_range(form: Library) -> None:
+    gate = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0, 89.0, -89.0, 1e4, -1e4, torch.inf, 3e38, torch.nan])
+    gate_up = torch.cat((gate, torch.ones_like(gate)))[None]
+    got = cpu.silu_and_mul(gate_up, library=form)[0]
+    torch.testing.assert_close(got.double(), F.silu(gate.double()), rtol=1e-6, atol=1e-30, equal_nan=True)
+    got = cpu.gated_activation(gate_up, "gelu_tanh", library=form)[0]
+    want = F.gelu(gate.double(), approximate="tanh")
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-30, equal_nan=True)
+
+
+def test_silu_is_close_over_the_whole_range(form: Library) -> None:
+    gate = torch.linspace(-87.0, 88.0, 40001)
+    got = cpu.silu_and_mul(torch.cat((gate, torch.ones_like(gate)))[None], library=form)[0]
+    torch.testing.assert_close(got.double(), F.silu(gate.double()), rtol=1e-6, atol=0)
+
+
+def test_nothing_past_the_rows_is_read_or_written(form: Library) -> None:
+    for type_ in TYPES:
+        x = at_the_end_of_memory(torch.randn(3, 38).to(type_))
+        weight = at_the_end_of_memory(torch.ones(38))
+        residual = at_the_end_of_memory(torch.zeros(3, 38).to(type_))
+        assert torch.isfinite(cpu.rms_norm(x, weight, 1e-5, residual, library=form)).all()
+        assert torch.isfinite(cpu.silu_and_mul(x, library=form)).all()
+
+
+def test_wrong_operands_are_refused() -> None:
+    kernels("generic")
+    x = torch.randn(2, 8)
+    with pytest.raises(ValueError, match="weight"):
+        cpu.rms_norm(x, torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="residual"):
+        cpu.rms_norm(x, torch.ones(8), 1e-5, torch.zeros(3, 8))
+    with pytest.raises(ValueError, match="float64"):
+        cpu.rms_norm(x.double(), torch.ones(8), 1e-5)
+    with pytest.raises(ValueError, match="relu"):
+        cpu.gated_activation(x, "relu")
+    with pytest.raises(ValueError, match="2F"):
+        cpu.gated_activation(x[:, :7], "silu")
+
+
+def run_with(isa: str) -> str:
+    program = (
+        "from windlass.kernels import cpu\n"
+        "reason = cpu.unavailable_reason()\n"
+        "print(reason if reason else cpu.load().isa)\n"
+        "import torch\n"
+        "print(cpu.prefers(torch.ones(1, 4), torch.ones(2, 4)))\n"
+        "try:\n    print(cpu.linear_small(torch.ones(1, 4), torch.ones(2, 4)).tolist())\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "WINDLASS_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_the_environment_forces_a_lower_instruction_set_or_none() -> None:
+    kernels("generic")
+    assert run_with("generic").splitlines() == ["generic", "True", "[[4.0, 4.0]]"]
+    assert run_with("off").splitlines()[1:] == [
+        "False",
+        "linear_small: WINDLASS_CPU_ISA=off turns the compiled CPU kernels off",
+    ]
+    assert "WINDLASS_CPU_ISA=mmx is not one of generic" in run_with("mmx")
