@@ -1,6 +1,6 @@
 """Makes docs/terminal.svg: starts a server on the bundled model, asks it, and records what the terminal showed.
 
-    .venv/bin/python docs/make_terminal_picture.py
+.venv/bin/python docs/make_terminal_picture.py
 """
 
 from __future__ import annotations

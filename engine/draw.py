@@ -113,7 +113,7 @@ def _draw_from_all(scaled: Tensor, u: Tensor) -> Tensor:
     vocab = scaled.shape[1]
     weights = scaled.exp()  # [S, V] float32
     body = vocab // _CHUNK * _CHUNK
-    totals = [weights[:, :body].unflatten(1, (body // _CHUNK, _CHUNK)).sum(-1, dtype=torch.float64)]
+    totals = [weights[:, :body].reshape(weights.shape[0], body // _CHUNK, _CHUNK).sum(-1, dtype=torch.float64)]
     if body < vocab:
         totals.append(weights[:, body:].sum(-1, keepdim=True, dtype=torch.float64))
     cumulative = torch.cat(totals, 1).cumsum_(-1)  # [S, C]

@@ -48,13 +48,6 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def not_supported(param: str, what: str | None = None) -> ApiError:
-    """A 400 for a field that would change the answer and that this server cannot honour."""
-    return bad_request(
-        f"{what or repr(param)} is not supported by this server: leave it out", param, "unsupported_field"
-    )
-
-
 def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: str, at_least: bool = False) -> ApiError:
     """The 400 for a prompt that does not fit, with both numbers.
 

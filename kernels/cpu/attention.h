@@ -9,7 +9,7 @@ constexpr long SPLIT = 256;    // keys per unit
 constexpr long CHUNK = 64;     // keys whose scores are kept; divides SPLIT
 constexpr int QUERIES = 4;     // queries of one kv head handled together
 constexpr int KEYS = 2;        // keys handled together: 8 accumulators hide the latency of the multiply-add
-constexpr long AHEAD = 4;      // keys that are prefetched before their turn
+constexpr long AHEAD = 8;      // keys prefetched before their turn at the start of a unit
 
 struct Attention {
     const void *q; long q_row, q_head; int q_type;
@@ -49,6 +49,13 @@ struct Scratch {
     }
 };
 
+// The keys and values of one chunk, and the keys of the next: while one is worked on, the other is on its way.
+template <class T> struct Chunk {
+    const T *const *keys, *const *values, *const *next_keys;
+    long count, next_count;
+    bool first;  // of its unit: nothing has asked for its keys yet
+};
+
 INLINE void prefetch_row(const void *row, long bytes) {
     for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i, 0, 3);
 }
@@ -59,8 +66,7 @@ INLINE void score_tile(const float *query, long query_row, const T *const *keys,
     vf acc[NQ][KEYS] = {};
     const T *key[KEYS];
     for (int j = 0; j < KEYS; j++) key[j] = keys[j];
-    long d = 0;
-    for (; d + W <= dim; d += W) {
+    for (long d = 0; d + W <= dim; d += W) {
         vf k[KEYS];
         for (int j = 0; j < KEYS; j++) k[j] = load(key[j] + d);
         for (int i = 0; i < NQ; i++) {
@@ -68,11 +74,6 @@ INLINE void score_tile(const float *query, long query_row, const T *const *keys,
             for (int j = 0; j < KEYS; j++) acc[i][j] = add_product(acc[i][j], k[j], x);
         }
     }
-    if (d < dim)
-        for (int j = 0; j < KEYS; j++) {
-            const vf k = load_some(key[j] + d, dim - d);
-            for (int i = 0; i < NQ; i++) acc[i][j] = add_product(acc[i][j], k, load(query + i * query_row + d));
-        }
     for (int i = 0; i < NQ; i += 2) {
         const int next = i + 1 < NQ ? i + 1 : i;
         float four[4];
@@ -82,22 +83,35 @@ INLINE void score_tile(const float *query, long query_row, const T *const *keys,
     }
 }
 
+// The share of the dims past the last whole vector.
+template <class T>
+static NOINLINE void score_tail(const float *query, const T *const *keys, long dim, long count, float *scores) {
+    for (long j = 0; j < count; j++)
+        for (long d = dim / W * W; d < dim; d++) scores[j] += query[d] * widen(keys[j][d]);
+}
+
 template <class T, int NQ>
-static void score_chunk(const Attention &p, const Scratch &s, long i, const T *const *keys, long count) {
-    const long row_bytes = p.dim * (long)sizeof(T);
-    for (long j = 0; j < count; j += KEYS) {
-        // Past the last key the tile repeats it; its score is overwritten by the mask.
+static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
+    const long key_bytes = p.dim * (long)sizeof(T), value_bytes = p.value_dim * (long)sizeof(T), last = chunk.count - 1;
+    for (long j = 0; j <= last; j += KEYS) {
+        // Past the last key the tile repeats it; its score is overwritten.
         const T *tile[KEYS];
         for (int n = 0; n < KEYS; n++) {
-            tile[n] = keys[min_of(j + n, count - 1)];
-            if (i == 0 && j + n + AHEAD < count) prefetch_row(keys[j + n + AHEAD], row_bytes);
+            const long at = min_of(j + n, last);
+            tile[n] = chunk.keys[at];
+            if (i) continue;
+            prefetch_row(chunk.values[at], value_bytes);
+            if (chunk.first) prefetch_row(chunk.keys[min_of(at + AHEAD, last)], key_bytes);
         }
         score_tile<T, NQ>(s.query + i * s.query_row, s.query_row, tile, p.dim, s.scores + i * CHUNK + j);
     }
+    if (p.dim % W)
+        for (int n = 0; n < NQ; n++)
+            score_tail(s.query + (i + n) * s.query_row, chunk.keys, p.dim, chunk.count, s.scores + (i + n) * CHUNK);
 }
 
 // Scores become weights exp(score - top); acc and total are brought to the new top.
-static void soften(const Attention &p, const Scratch &s, long i, long count) {
+static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count) {
     float *scores = s.scores + i * CHUNK;
     const long padded = round_up(count, W);
     for (long j = count; j < padded; j++) scores[j] = -__builtin_inff();
@@ -130,16 +144,18 @@ static void soften(const Attention &p, const Scratch &s, long i, long count) {
 
 // acc[i][:] += sum over keys of weight * value, NQ queries at once.
 template <class T, int NQ>
-static void add_values(const Attention &p, const Scratch &s, long i, const T *const *values, long count) {
+static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
     const float *weights = s.scores + i * CHUNK;
-    const long row_bytes = p.value_dim * (long)sizeof(T);
+    const T *const *values = chunk.values;
+    const long count = chunk.count;
+    if (i == 0)
+        for (long j = 0; j < chunk.next_count; j++) prefetch_row(chunk.next_keys[j], p.dim * (long)sizeof(T));
     long d = 0;
     for (; d + 2 * W <= p.value_dim; d += 2 * W) {
         float *acc = s.acc + i * s.acc_row + d;
         vf sums[NQ][2];
         for (int n = 0; n < NQ; n++) sums[n][0] = load(acc + n * s.acc_row), sums[n][1] = load(acc + n * s.acc_row + W);
         for (long j = 0; j < count; j++) {
-            if (d == 0 && i == 0 && j + AHEAD < count) prefetch_row(values[j + AHEAD], row_bytes);
             const vf first = load(values[j] + d), second = load(values[j] + d + W);
             for (int n = 0; n < NQ; n++) {
                 const vf weight = splat(weights[n * CHUNK + j]);
@@ -163,17 +179,16 @@ static void add_values(const Attention &p, const Scratch &s, long i, const T *co
     }
 }
 
-template <class T> static void attend_chunk(const Attention &p, const Scratch &s, const T *const *keys, const T *const *values, long count) {
+template <class T> static void attend_chunk(const Attention &p, const Scratch &s, const Chunk<T> &chunk) {
     const long group = p.group();
     long i = 0;
-    for (; i + QUERIES <= group; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, keys, count);
-    for (; i + 2 <= group; i += 2) score_chunk<T, 2>(p, s, i, keys, count);
-    for (; i < group; i++) score_chunk<T, 1>(p, s, i, keys, count);
-    prefetch_row(values[0], p.value_dim * (long)sizeof(T));
-    for (i = 0; i < group; i++) soften(p, s, i, count);
-    for (i = 0; i + QUERIES <= group; i += QUERIES) add_values<T, QUERIES>(p, s, i, values, count);
-    for (; i + 2 <= group; i += 2) add_values<T, 2>(p, s, i, values, count);
-    for (; i < group; i++) add_values<T, 1>(p, s, i, values, count);
+    for (; i + QUERIES <= group; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, chunk);
+    for (; i + 2 <= group; i += 2) score_chunk<T, 2>(p, s, i, chunk);
+    for (; i < group; i++) score_chunk<T, 1>(p, s, i, chunk);
+    for (i = 0; i < group; i++) soften(p, s, i, chunk.count);
+    for (i = 0; i + QUERIES <= group; i += QUERIES) add_values<T, QUERIES>(p, s, i, chunk);
+    for (; i + 2 <= group; i += 2) add_values<T, 2>(p, s, i, chunk);
+    for (; i < group; i++) add_values<T, 1>(p, s, i, chunk);
 }
 
 // One unit: fills acc, top and total of the group for the keys of one cut.
@@ -191,16 +206,17 @@ template <class T> static void attend_cut(const Attention &p, const Scratch &s, 
     }
     const long begin = max_of(cut * SPLIT, p.first_key(b)), end = min_of((cut + 1) * SPLIT, p.length(b));
     const int32_t *table = p.tables + b * p.table_row;
-    for (long first = begin; first < end; first += CHUNK) {
-        const long count = min_of(CHUNK, end - first);
-        const T *keys[CHUNK], *values[CHUNK];
-        for (long j = 0; j < count; j++) {
-            const long at = first + j;
-            const long entry = ((long)table[at / p.block_size] * p.block_size + at % p.block_size) * p.kv_heads + head;
+    const T *keys[SPLIT], *values[SPLIT];
+    long block = begin / p.block_size, offset = begin % p.block_size;
+    for (long j = 0; j < end - begin; block++, offset = 0)
+        for (; offset < p.block_size && j < end - begin; offset++, j++) {
+            const long entry = ((long)table[block] * p.block_size + offset) * p.kv_heads + head;
             keys[j] = (const T *)p.keys + entry * p.dim;
             values[j] = (const T *)p.values + entry * p.value_dim;
         }
-        attend_chunk<T>(p, s, keys, values, count);
+    for (long j = 0; j < end - begin; j += CHUNK) {
+        const long next = j + CHUNK, left = max_of(0, end - begin - next);
+        attend_chunk<T>(p, s, {keys + j, values + j, keys + next, min_of(CHUNK, end - begin - j), min_of(CHUNK, left), j == 0});
     }
 }
 

@@ -21,10 +21,13 @@ constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second t
 template <int half> INLINE vf load_half(const float *p) { return load(p + half * W); }
 template <int half> INLINE vf load_half(const f16 *p) { return load(p + half * W); }
 template <int half> INLINE vf load_half(const bf16 *p) {
-    // Seen as another address, so that the second half is loaded again and not kept in registers the tile needs.
+    // The tile needs every register. So the address is hidden, that the second half be loaded again and not kept; and two
+    // shifts clear the lower bits, hidden from each other, that they do not become a mask which is kept.
     if (half) asm("" : "+r"(p));
-    const vu pairs = *(const vu_any *)p;
-    return (vf)(half ? pairs & 0xffff0000u : pairs << 16);
+    vu pairs = *(const vu_any *)p;
+    if (half) pairs >>= 16;
+    hide(pairs);
+    return (vf)(pairs << 16);
 }
 template <class T> struct pairs_interleaved { static constexpr bool value = false; };
 template <> struct pairs_interleaved<bf16> { static constexpr bool value = true; };
@@ -89,7 +92,7 @@ INLINE void multiply_half(const TW *const (&w)[NT], const float *x, vf (&acc)[NT
 }
 
 template <class TW, int NT, int MT>
-static __attribute__((noinline)) void multiply_tile(const TW *const *weights, const float *x, long turns, long tail,
+static NOINLINE void multiply_tile(const TW *const *weights, const float *x, long turns, long tail,
                                                     vf *sums, bool fresh, Ahead ahead) {
     vf acc[NT][MT];
     const TW *w[NT];

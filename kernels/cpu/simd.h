@@ -31,8 +31,17 @@ INLINE vf add_product(vf acc, vf a, vf b) {
 #endif
 }
 
-INLINE vf splat(float x) { return vf{} + x; }
-INLINE vu splat_bits(uint32_t x) { return vu{} + x; }
+// Keeps the compiler from seeing through a value.
+INLINE void hide(vu &x) {
+#if defined(WINDLASS_FMA)
+    asm("" : "+v"(x));
+#else
+    (void)x;
+#endif
+}
+
+INLINE vf splat(float x) { return x - vf{}; }  // not plus: -0 + 0 is an addition that must be made
+INLINE vu splat_bits(uint32_t x) { return x - vu{}; }
 INLINE long min_of(long a, long b) { return a < b ? a : b; }
 INLINE long max_of(long a, long b) { return a > b ? a : b; }
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }

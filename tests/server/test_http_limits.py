@@ -204,9 +204,9 @@ def test_brackets_inside_a_long_text_are_no_structure(live: Live) -> None:
     assert live.engine.requests[-1].prompt_token_ids == live.tokenizer.encode(text)[-4:]
 
 
-def test_messages_by_the_hundred_thousand(live: Live) -> None:
+def test_messages_by_the_ten_thousand(live: Live) -> None:
     for message in ({}, {"role": "user"}, {"role": "user", "content": "x"}, 5):
-        error = live.refuse("/v1/chat/completions", {"messages": [message] * 100_000})
+        error = live.refuse("/v1/chat/completions", {"messages": [message] * 20_000})
         assert error["param"].startswith("messages")
 
 

@@ -113,8 +113,8 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"rope_type": "yarn", "original_max_position_embeddings": 512}, 1),
     ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1e-6, "beta_slow": 1e-7}, 1),
     ({"rope_type": "yarn", "factor": 1.5}, 1),
-    # Both ends of the ramp fall on pair 0, where it becomes a step.
-    ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 2000.0, "beta_slow": 1000.0}, 1),
+    # Both ends of the ramp coincide: a step.
+    ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}, 1),
     (LLAMA3, 1),
     ({**LLAMA3, "original_max_position_embeddings": 1024, "factor": 32.0}, 1),
     (LONGROPE, 4096),
