@@ -1,0 +1,216 @@
+"""The pages tell what the code takes and prints: fields, options, metrics, rotary kinds, and links that lead somewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import httpx
+import pytest
+from helpers.live_server import toy_tokenizer
+from helpers.scripted_engine import ScriptedEngine
+from typer.main import get_command
+
+from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
+from windlass.engine.rotary.fields import KINDS, fields_of
+from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.server import cli
+from windlass.server.app import create_app
+from windlass.server.protocol.chat import ChatMessage, ChatRequest
+from windlass.server.protocol.completions import CompletionRequest
+from windlass.server.protocol.generation import StreamOptions
+from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
+from windlass.server.settings import ServerSettings
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def read(name: str) -> str:
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
+
+
+def section(page: str, heading: str) -> str:
+    """What stands below a heading, until the next one of its level or above."""
+    level = len(heading) - len(heading.lstrip("#"))
+    start = page.index(f"\n{heading}\n") + len(heading) + 2
+    end = re.search(rf"^#{{1,{level}}} ", page[start:], re.MULTILINE)
+    return page[start : start + end.start()] if end else page[start:]
+
+
+def names_in(text: str) -> set[str]:
+    """Every word inside backquotes."""
+    return {word for code in re.findall(r"`([^`\n]+)`", text) for word in re.findall(r"[\w-]+", code)}
+
+
+HTTP, SERVING, ROTARY = read("http.md"), read("serving.md"), read("rotary.md")
+COMMON = section(HTTP, "## Fields of both generation endpoints")
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (CompletionRequest, COMMON + section(HTTP, "## `POST /v1/completions`")),
+        (ChatRequest, COMMON + section(HTTP, "## `POST /v1/chat/completions`")),
+        (ChatMessage, section(HTTP, "## `POST /v1/chat/completions`")),
+        (StreamOptions, COMMON),
+        (TokenizeRequest, section(HTTP, "## Tokens")),
+        (DetokenizeRequest, section(HTTP, "## Tokens")),
+        (RotaryInspectRequest, section(HTTP, "## Rotary")),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_request_field_is_on_the_page(model, text):
+    assert not set(model.model_fields) - names_in(text)
+
+
+def test_the_page_names_no_field_that_is_refused_as_unknown():
+    known = set(CompletionRequest.model_fields) | set(ChatRequest.model_fields) | set(ChatMessage.model_fields)
+    rows = re.findall(r"^\| (`[^|]+) \|", COMMON + section(HTTP, "## `POST /v1/chat/completions`"), re.MULTILINE)
+    named = {word for row in rows for word in re.findall(r"`(\w+)`", row)}
+    assert len(named) > 40
+    assert not named - known
+
+
+def test_every_endpoint_is_on_the_page():
+    paths = create_toy_app().openapi()["paths"]
+    assert len(paths) >= 12
+    table = section(HTTP, "## Endpoints")
+    for path, methods in paths.items():
+        for method in methods:
+            shown = path.replace("{model}", "{id}")
+            assert f"`{method.upper()} {shown}`" in table, f"{method} {path}"
+
+
+def create_toy_app():
+    return create_app(ScriptedEngine(), toy_tokenizer(), None, ServerSettings(served_model_name="toy"))
+
+
+def test_every_metric_is_on_the_page():
+    async def scrape() -> str:
+        transport = httpx.ASGITransport(create_toy_app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return (await client.get("/metrics")).text
+
+    printed = set(re.findall(r"^# TYPE (\S+) ", asyncio.run(scrape()), re.MULTILINE))
+    rows = set(re.findall(r"`(windlass_\w+)`", section(HTTP, "## Metrics")))
+    assert len(printed) > 15
+    assert not printed - rows
+    # A counter that has not counted yet has no creation time yet.
+    assert not {name for name in rows - printed if not name.endswith("_created")}
+
+
+def serve_options() -> dict[str, str | None]:
+    """Every spelling of every option of `windlass serve`, with its environment variable."""
+    command = get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    found = {}
+    for parameter in command.params:
+        for name in (*parameter.opts, *parameter.secondary_opts):
+            if name.startswith("--"):
+                found[name] = parameter.envvar
+    return found
+
+
+def test_every_option_is_on_the_page():
+    options = serve_options()
+    assert len(options) > 25
+    named = set(re.findall(r"`(--[\w-]+)`", SERVING))
+    assert not set(options) - {"--help"} - named
+    assert not named - set(options) - {"--help"}
+
+
+def test_variables_are_spelt_as_the_page_says():
+    for name, variable in serve_options().items():
+        if variable is not None and not name.startswith("--no-"):
+            assert variable == "WINDLASS_" + name.removeprefix("--").replace("-", "_").upper()
+    known = {"WINDLASS_MODEL", "WINDLASS_CPU_ISA", "WINDLASS_", *filter(None, serve_options().values())}
+    assert not set(re.findall(r"\bWINDLASS_[A-Z_]*", SERVING)) - known
+
+
+def test_defaults_on_the_page_are_the_code_s():
+    rows = dict(re.findall(r"^\| `(--[\w-]+)`[^|]*\| ([^|]+) \|", SERVING, re.MULTILINE))
+    checked = 0
+    for parameter in get_command(cli.app).commands["serve"].params:  # type: ignore[attr-defined]
+        default = parameter.default
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            assert float(rows[parameter.opts[0]]) == default, parameter.opts[0]
+            checked += 1
+    assert checked >= 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rotary_kind_has_a_section_with_its_fields(kind):
+    named = names_in(section(ROTARY, f"### `{kind}`")) | {"rope_theta"}
+    assert not set(fields_of(kind)) - named
+
+
+def rotary_examples() -> list[dict]:
+    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", ROTARY, re.DOTALL)]
+    commands = re.findall(r"\{\"rope_type\"[^{}]*\}", ROTARY)
+    return blocks + [json.loads(text) for text in commands]
+
+
+@pytest.mark.parametrize("example", rotary_examples(), ids=json.dumps)
+def test_rotary_examples_are_accepted(example):
+    scaling = RopeScaling.from_dict(example)
+    gemma = {"model_type": "gemma3_text", "num_hidden_layers": 12}
+    if scaling.groups:
+        assert len(apply_scaling(read_rotary_groups(gemma), scaling)) == 2
+        return
+    size = 2 * len(example.get("short_factor", [1] * 32))
+    base = RotaryBase(10_000.0, size, size, 8192)
+    spec = resolve(scaling, base, 8193)
+    assert len(spec.inv_freq) == size // 2
+    assert example["rope_type"] == "default" or spec != resolve(RopeScaling(), base, 8193)
+
+
+def test_every_rotary_kind_has_an_example():
+    assert {example.get("rope_type") for example in rotary_examples()} >= set(KINDS)
+
+
+def test_the_grid_is_the_one_on_the_page():
+    (numbers,) = re.findall(r"that is ([\d, ]+), …", ROTARY)
+    expected = [round(2048 * 2 ** (step / 4)) for step in range(5)]
+    assert [int(number) for number in numbers.split(", ")] == expected
+    dynamic, base = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2}), RotaryBase(1e4, 64, 64, 2048)
+    assert resolve(dynamic, base, 3000) == resolve(dynamic, base, 3444) != resolve(dynamic, base, 3445)
+
+
+LIMITS = {
+    "max_body_bytes": "32 MiB",
+    "max_header_bytes": "64 KiB",
+    "max_prompts": "1,024",
+    "max_tokenize_chars": "4,194,304",
+    "max_in_flight": "4,096",
+}
+
+
+@pytest.mark.parametrize(("setting", "shown"), LIMITS.items())
+def test_limits_on_the_page_are_the_code_s(setting, shown):
+    number, _, unit = shown.replace(",", "").partition(" ")
+    value = int(number) * {"": 1, "KiB": 2**10, "MiB": 2**20}[unit]
+    assert getattr(ServerSettings(served_model_name="x"), setting) == value
+    assert shown in section(HTTP, "## Limits")
+
+
+def slug(heading: str) -> str:
+    """The anchor GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = unquote(target).partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, target
