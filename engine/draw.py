@@ -227,7 +227,8 @@ def _reach_mass(keys: Tensor, weights: Tensor, shares: Sequence[float], mass: Te
     total = cumulative[:, -1:]
     if mass is not None:
         total = torch.where(mass.isnan(), total, mass)
-    target = wanted * total
+    # `mass` is summed in another order: rounding must not put the target beyond what the bins hold, where none is filled.
+    target = torch.minimum(wanted * total, cumulative[:, -1:])
     bin_ = torch.searchsorted(cumulative, target).clamp_max_(_BINS - 1)
     before = torch.where(bin_ > 0, cumulative.gather(1, (bin_ - 1).clamp_min_(0)), 0.0)
 

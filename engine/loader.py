@@ -15,7 +15,7 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.families import read_spec
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.model.weights import Progress, load_weights, randomize_weights, weights_digest
+from windlass.engine.model.weights import Progress, load_weights, matrix_dtypes, randomize_weights, weights_digest
 from windlass.engine.rotary.config_names import apply_scaling
 
 
@@ -42,7 +42,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         dtype if parse_dtype(config.kv_cache_dtype) == "auto" else _torch_dtype(parse_dtype(config.kv_cache_dtype))
     )
     try:
-        decoder = Decoder(spec, dtype, device, choose_weight_dtype(config.dtype, hf_config, dtype, device))
+        decoder = Decoder(spec, dtype, device, choose_weight_dtype(config, hf_config, dtype, device))
         if config.load_format == "dummy":
             randomize_weights(decoder, config.seed, progress)
             digest = f"dummy {config.seed}".encode()
@@ -106,12 +106,20 @@ def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> 
     return _torch_dtype(parse_dtype(str(stored)))
 
 
-def choose_weight_dtype(name: str, hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """How matrices are stored: under `auto` on a CPU as the checkpoint has them, where the kernels read that."""
-    if parse_dtype(name) != "auto" or device.type != "cpu" or not kernels.reads_narrow_weights():
+def choose_weight_dtype(
+    config: EngineConfig, hf_config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """How matrices are stored: under `auto` on a CPU as the checkpoint has them, where the kernels read that.
+
+    What counts is the files, not the config's word for them: a float32 file under a bfloat16 config keeps its digits.
+    """
+    if parse_dtype(config.dtype) != "auto" or device.type != "cpu" or not kernels.reads_narrow_weights():
         return dtype
-    stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
-    return _torch_dtype(stored) if stored in ("bfloat16", "float16") else dtype
+    if config.load_format == "dummy":
+        stored = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+        return _torch_dtype(stored) if stored in ("bfloat16", "float16") else dtype
+    found = matrix_dtypes(Path(config.model))
+    return next(iter(found)) if len(found) == 1 and found <= {torch.bfloat16, torch.float16} else dtype
 
 
 def _torch_dtype(name: str) -> torch.dtype:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.errors import EngineError
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.request import TokenLogprobs
@@ -44,7 +45,11 @@ class Runner:
         self.positions_computed += hidden.shape[0]
         results = {result.seq_id: result for result in self._sample(output.sequences, hidden)}
         for seq_id, logprobs in self._prompt_logprobs(output.sequences, hidden):
-            results[seq_id] = replace(results.get(seq_id, StepResult(seq_id)), prompt_logprobs=logprobs)
+            result = results.get(seq_id, StepResult(seq_id))
+            if isinstance(logprobs, EngineError):
+                results[seq_id] = replace(result, error=logprobs)
+            else:
+                results[seq_id] = replace(result, prompt_logprobs=logprobs)
         return list(results.values())
 
     def build_batch(self, sequences: list[ScheduledSequence]) -> ForwardBatch:
@@ -113,18 +118,26 @@ class Runner:
 
     def _prompt_logprobs(
         self, sequences: list[ScheduledSequence], hidden: torch.Tensor
-    ) -> list[tuple[int, tuple[TokenLogprobs, ...]]]:
-        results, first_row = [], 0
+    ) -> list[tuple[int, tuple[TokenLogprobs, ...] | EngineError]]:
+        """By sequence id; the error, which is that request's alone, where its logits are not finite."""
+        results: list[tuple[int, tuple[TokenLogprobs, ...] | EngineError]] = []
+        first_row = 0
         for s in sequences:
             if s.prompt_logprobs is not None:
-                # Row i of the chunk predicts the token at index start + i + 1, if that is still the prompt's.
-                targets = s.token_ids[s.start + 1 : min(s.start + s.num_tokens + 1, s.num_prompt_tokens)]
-                found: list[TokenLogprobs] = []
-                for begin in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
-                    part = targets[begin : begin + _PROMPT_LOGPROB_ROWS]
-                    row = first_row + begin
-                    logits = self.decoder.logits(hidden[row : row + len(part)])
-                    found += token_logprobs(logits, torch.tensor(part, device=hidden.device), s.prompt_logprobs)
-                results.append((s.seq_id, tuple(found)))
+                try:
+                    found = self._chunk_logprobs(s, hidden[first_row : first_row + s.num_tokens], s.prompt_logprobs)
+                    results.append((s.seq_id, found))
+                except EngineError as error:
+                    results.append((s.seq_id, error))
             first_row += s.num_tokens
         return results
+
+    def _chunk_logprobs(self, s: ScheduledSequence, hidden: torch.Tensor, k: int) -> tuple[TokenLogprobs, ...]:
+        # Row i of the chunk predicts the token at index start + i + 1, if that is still the prompt's.
+        targets = s.token_ids[s.start + 1 : min(s.start + s.num_tokens + 1, s.num_prompt_tokens)]
+        found: list[TokenLogprobs] = []
+        for begin in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+            part = targets[begin : begin + _PROMPT_LOGPROB_ROWS]
+            logits = self.decoder.logits(hidden[begin : begin + len(part)])
+            found += token_logprobs(logits, torch.tensor(part, device=hidden.device), k)
+        return tuple(found)

@@ -123,7 +123,7 @@ class Scheduler:
         self._sequences[seq.seq_id] = seq
         insort(self._waiting, seq, key=rank_of)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.request_id))
+            self._note_deadline(request.deadline, request.request_id)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what its samples hold, at once. Unknown ids are ignored."""
@@ -155,6 +155,13 @@ class Scheduler:
                 error = DeadlineError("the deadline passed before the request finished: allow it more time")
                 outputs.append(RequestOutput(request_id, finish_reason="timeout", cached_tokens=cached, error=error))
         return outputs
+
+    def _note_deadline(self, deadline: float, request_id: str) -> None:
+        heapq.heappush(self._deadlines, (deadline, request_id))
+        if len(self._deadlines) > 2 * len(self._requests) + 64:
+            # Mostly ended requests with deadlines far away: forget them, so that the heap grows with the live ones only.
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
+            heapq.heapify(self._deadlines)
 
     def has_work(self) -> bool:
         """Whether any request is waiting, running or between `schedule` and `update`."""

@@ -50,6 +50,8 @@ class Decoder:
         self.head = self.embedding if spec.tied_embeddings else self._empty(spec.vocab_size, hidden)
         self.final_norm = self._norm(hidden)
         self.layers = [self._allocate(layer) for layer in spec.layers]
+        # The batch's cosines are as wide as the widest group's; a narrower group pairs its dims closer together.
+        self._rotated_pairs = [group.base.rotary_dim // 2 for group in spec.rotary_groups]
 
     def _empty(self, *shape: int) -> Tensor:
         dtype = self.weight_dtype if len(shape) > 1 else self.dtype
@@ -109,11 +111,10 @@ class Decoder:
         if w.q_norm is not None and w.k_norm is not None:
             q = kernels.rms_norm(q, w.q_norm, self.spec.norm_eps)
             k = kernels.rms_norm(k, w.k_norm, self.spec.norm_eps)
-        group = spec.rotary_group
-        pages = cache.pages(index)
-        kernels.rotate_and_append(
-            q, k, v, batch.cos[group], batch.sin[group], batch.q_scale[group], pages, batch.slots[spec.kv_group]
-        )
+        group, pages = spec.rotary_group, cache.pages(index)
+        pairs = self._rotated_pairs[group]
+        cos, sin = batch.cos[group, :, :pairs], batch.sin[group, :, :pairs]
+        kernels.rotate_and_append(q, k, v, cos, sin, batch.q_scale[group], pages, batch.slots[spec.kv_group])
         attended = kernels.paged_attention(
             q,
             pages,

@@ -55,7 +55,8 @@ _HARMLESS = frozenset(
 
 def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
     """The spec of the model that config.json describes; raises LoadError with one line that says what is not supported."""
-    architecture = (config.get("architectures") or [None])[0]
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else named
     family = _FAMILIES.get(str(architecture))
     if family is None:
         raise LoadError(
@@ -95,14 +96,14 @@ def _build(
         )
     dim = _size(config, "head_dim", head_dim or hidden // heads)
     act_name = config.get("hidden_activation" if gemma else "hidden_act") or ("gelu_pytorch_tanh" if gemma else "silu")
-    activation = _ACTIVATIONS.get(act_name)
+    activation = _ACTIVATIONS.get(act_name) if isinstance(act_name, str) else None
     if activation is None:
         raise LoadError(f"config.json: activation {act_name!r} is not supported: use one of {', '.join(_ACTIVATIONS)}")
     rotary_groups = read_rotary_groups(config)
     rotary_index = {group.name: i for i, group in enumerate(rotary_groups)}
     window_of = windows(config, num_layers)
     distinct = list(dict.fromkeys(window_of))
-    scale = float(config.get("query_pre_attn_scalar") or 256) ** -0.5 if gemma else dim**-0.5
+    scale = (_number(config, "query_pre_attn_scalar") or 256.0) ** -0.5 if gemma else dim**-0.5
     layers = tuple(
         LayerSpec(
             attention=AttentionSpec(
@@ -113,7 +114,7 @@ def _build(
                 rotary_group=rotary_index.get("full_attention" if window is None else "sliding_attention", 0),
                 kv_group=distinct.index(window),
                 window=window,
-                soft_cap=config.get("attn_logit_softcapping") if gemma else None,
+                soft_cap=_number(config, "attn_logit_softcapping") if gemma else None,
                 qkv_bias=qkv_bias,
                 out_bias=out_bias,
                 qk_norm=qk_norm,
@@ -141,11 +142,11 @@ def _build(
         rotary_groups=rotary_groups,
         kv_groups=kv_groups,
         trained_len=_size(config, "max_position_embeddings", max_len),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        norm_eps=_number(config, "rms_norm_eps") or 1e-6,
         norm_offset=1.0 if gemma else 0.0,
         embedding_scale=float(hidden) ** 0.5 if gemma else 1.0,
         tied_embeddings=bool(config.get("tie_word_embeddings", gemma)),
-        logit_soft_cap=config.get("final_logit_softcapping") if gemma else None,
+        logit_soft_cap=_number(config, "final_logit_softcapping") if gemma else None,
         eos_token_ids=_eos(config, generation_config),
         notices=notices,
     )
@@ -193,8 +194,8 @@ def _qwen3(architecture: str, config: Config, generation_config: Config) -> Mode
 
 def _gemma3(architecture: str, config: Config, generation_config: Config) -> ModelSpec:
     def windows(config: Config, n: int) -> list[int | None]:
-        pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
-        default = ["sliding_attention" if (i + 1) % int(pattern) else "full_attention" for i in range(n)]
+        pattern = _size(config, "sliding_window_pattern", 6)
+        default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n)]
         return _windows_by_type(config, default, n, 4096)
 
     bias = bool(config.get("attention_bias", False))
@@ -225,7 +226,7 @@ _FAMILIES: dict[str, Callable[[str, Config, Config], ModelSpec]] = {
 def _qwen_windows(config: Config, n: int) -> list[int | None]:
     if not config.get("use_sliding_window", False):
         return [None] * n
-    first = int(config.get("max_window_layers", 28))
+    first = 0 if config.get("max_window_layers") == 0 else _size(config, "max_window_layers", 28)
     return _windows_by_type(
         config, ["sliding_attention" if i >= first else "full_attention" for i in range(n)], n, 4096
     )
@@ -252,7 +253,19 @@ def _size(config: Config, key: str, default: int | None = None) -> int:
     return value
 
 
+def _number(config: Config, key: str) -> float | None:
+    """A positive, finite number, or None where the file says nothing."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        raise LoadError(f"config.json: {key} must be a positive number, got {value!r}")
+    return float(value)
+
+
 def _eos(config: Config, generation_config: Config) -> tuple[int, ...]:
     value = generation_config.get("eos_token_id", config.get("eos_token_id"))
-    ids = value if isinstance(value, list) else [value]
-    return tuple(int(i) for i in ids if i is not None)
+    ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
+    if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
+        raise LoadError(f"config.json or generation_config.json: eos_token_id must be token ids, got {value!r}")
+    return tuple(ids)

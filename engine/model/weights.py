@@ -78,12 +78,15 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
     files = checkpoint_files(directory)
     total = sum(file.stat().st_size for file in files)
     done = 0
+    tied_copy: Tensor | None = None
     for name, tensor, size in _read(files):
         done += size
         target = targets.get(name)
         if target is None:
-            tied_copy = name == "lm_head.weight" and decoder.spec.tied_embeddings
-            if tied_copy or _DERIVED.search(name):
+            if name == "lm_head.weight" and decoder.spec.tied_embeddings:
+                tied_copy = tensor
+                continue
+            if _DERIVED.search(name):
                 continue
             raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
         if name not in remaining:
@@ -106,6 +109,11 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         raise LoadError(
             f"{directory}: {len(remaining)} tensors are missing, for example {first}: the checkpoint is incomplete"
         )
+    if tied_copy is not None and not torch.equal(tied_copy.to(decoder.embedding), decoder.embedding):
+        raise LoadError(
+            f"{directory}: lm_head.weight differs from the embedding although the model ties them: set "
+            '"tie_word_embeddings": false in config.json to use it, or remove the tensor'
+        )
 
 
 def _read(files: list[Path]) -> Iterator[tuple[str, Tensor, int]]:
@@ -117,6 +125,21 @@ def _read(files: list[Path]) -> Iterator[tuple[str, Tensor, int]]:
                     yield name, tensor, tensor.numel() * tensor.element_size()
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
+
+
+def matrix_dtypes(directory: Path) -> set[torch.dtype]:
+    """The types in which a checkpoint stores its matrices, from the files' headers alone."""
+    found: set[torch.dtype] = set()
+    for file in checkpoint_files(directory):
+        try:
+            with safe_open(file, framework="pt") as reader:
+                slices = [reader.get_slice(name) for name in reader.keys()]  # noqa: SIM118 - not a dict
+                names = {part.get_dtype() for part in slices if len(part.get_shape()) > 1}
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
+        # Types unknown here are refused when the tensors are read; float32 stands for "not narrow".
+        found |= {{"BF16": torch.bfloat16, "F16": torch.float16}.get(name, torch.float32) for name in names}
+    return found
 
 
 def checkpoint_files(directory: Path) -> list[Path]:

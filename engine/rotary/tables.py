@@ -111,7 +111,6 @@ class RotaryTables:
         row = self._free.pop()
         for group, spec in enumerate(specs):
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
-            self.inv_freq[group, row].zero_()
             self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
             self._q_scale[group, row] = spec.rotary_scale**2
         self._score_scale[row] = specs[0].softmax_scale

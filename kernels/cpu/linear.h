@@ -1,17 +1,18 @@
 // out[M, N] = x[M, K] * weight[N, K]^T + bias for few rows M, near the speed at which the weight can be read.
 //
 // A tile is NT weight rows by MT rows of x, each of its dot products in one vector accumulator; the weight passes from
-// memory once, in blocks of K that stay in L1 for all tiles of x, while the next block is prefetched. Every output is
-// summed in one order whatever M, N, the thread count and the tile: a row gives the same bits alone and in a batch.
+// memory once, in blocks of K that stay in L1 for all tiles of x. Software prefetch of the next block was measured and
+// costs more than it gives: the hardware follows these streams. Every output is summed in one order whatever M, N, the
+// thread count and the tile: a row gives the same bits alone and in a batch.
 
 #if WINDLASS_REGISTERS >= 32
 constexpr int MAX_MT = 6, WIDE_NT = 4;
 #else
 constexpr int MAX_MT = 4, WIDE_NT = 3;  // 12 accumulators, 3 weights, 1 activation
 #endif
-constexpr int NARROW_NT = 4, NARROW_ROWS = 2;  // more weight rows for so few rows of x
+constexpr int ONE_NT = 6, TWO_NT = 4;  // weight rows against one or two rows of x
 constexpr int STEP = 2 * W;      // elements of K per turn of the inner loop
-constexpr long K_BLOCK = 512;    // elements of K that stay in L1; a multiple of STEP
+constexpr long K_BLOCK = 1024;   // elements of K that stay in L1; a multiple of STEP
 constexpr long MAX_ROWS = 48;    // rows of x per pass over the weight
 constexpr long CHUNK_BYTES = 192 << 10;  // of weight, the unit threads take
 constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second thread costs more than it gives
@@ -65,22 +66,6 @@ static void pack_rows(const TX *x, long x_stride, Tiles tiles, long K, float *pa
     }
 }
 
-// Where the next block of weights lies, and how many of its cache lines one turn of the inner loop asks for.
-struct Ahead {
-    const char *rows;
-    long row_bytes;
-    long lines_log2;      // lines per row, a power of two
-    long next;            // running index over row * lines + line
-    long per_turn, mask;  // lines per turn, on turns whose index & mask is 0
-    INLINE_MEMBER void fetch(long turn) {
-        if (turn & mask) return;
-        for (long i = 0; i < per_turn; i++, next++) {
-            const long row = next >> lines_log2, line = next & ((1L << lines_log2) - 1);
-            __builtin_prefetch(rows + row * row_bytes + line * 64, 0, 3);
-        }
-    }
-};
-
 template <int half, class TW, int NT, int MT>
 INLINE void multiply_half(const TW *const (&w)[NT], const float *x, vf (&acc)[NT][MT]) {
     vf weight[NT];
@@ -93,7 +78,7 @@ INLINE void multiply_half(const TW *const (&w)[NT], const float *x, vf (&acc)[NT
 
 template <class TW, int NT, int MT>
 static NOINLINE void multiply_tile(const TW *const *weights, const float *x, long turns, long tail,
-                                                    vf *sums, bool fresh, Ahead ahead) {
+                                   vf *sums, bool fresh) {
     vf acc[NT][MT];
     const TW *w[NT];
     for (int n = 0; n < NT; n++) {
@@ -101,7 +86,6 @@ static NOINLINE void multiply_tile(const TW *const *weights, const float *x, lon
         for (int m = 0; m < MT; m++) acc[n][m] = fresh ? vf{} : sums[n * MT + m];
     }
     for (long s = 0; s < turns; s++, x += MT * STEP) {
-        ahead.fetch(s);
         multiply_half<0>(w, x, acc);
         multiply_half<1>(w, x, acc);
         for (int n = 0; n < NT; n++) w[n] += STEP;
@@ -120,11 +104,12 @@ static NOINLINE void multiply_tile(const TW *const *weights, const float *x, lon
 }
 
 template <class TW, int NT>
-INLINE void multiply_any(long mt, const TW *const *weights, const float *x, long turns, long tail, vf *sums, bool fresh,
-                         const Ahead &ahead) {
-    const auto call = [&](auto multiply) { multiply(weights, x, turns, tail, sums, fresh, ahead); };
+INLINE void multiply_any(long mt, const TW *const *weights, const float *x, long turns, long tail, vf *sums, bool fresh) {
+    const auto call = [&](auto multiply) { multiply(weights, x, turns, tail, sums, fresh); };
     if (mt == 1) return call(multiply_tile<TW, NT, 1>);
-    if (mt == 2) return call(multiply_tile<TW, NT, 2>);
+    if constexpr (NT != ONE_NT) {
+        if (mt == 2) return call(multiply_tile<TW, NT, 2>);
+    }
     if constexpr (NT == WIDE_NT) {
         if (mt == 3) return call(multiply_tile<TW, NT, 3>);
         if (mt == 4) return call(multiply_tile<TW, NT, 4>);
@@ -152,27 +137,16 @@ template <class TW, class TX, int NT>
 static void multiply_rows(const Linear &p, Tiles tiles, const float *packed, TX *out, long n0, long n1) {
     vf sums[(MAX_ROWS + MAX_MT) * NT];
     const TW *weight = (const TW *)p.weight;
-    Ahead ahead;
-    ahead.row_bytes = p.w_stride * (long)sizeof(TW);
-    ahead.lines_log2 = 63 - __builtin_clzl(K_BLOCK * sizeof(TW) / 64);
-    const long lines = (long)NT << ahead.lines_log2, turns = K_BLOCK / STEP * tiles.count;
-    ahead.per_turn = ceil_div(lines, turns);
-    ahead.mask = 0;
-    while (lines * 2 * (ahead.mask + 1) <= turns * ahead.per_turn) ahead.mask = ahead.mask * 2 + 1;
-    const long lines_per_tile = K_BLOCK / STEP / (ahead.mask + 1) * ahead.per_turn;
     for (long n = n0; n < n1; n += NT) {
         for (long k = 0; k < p.K; k += K_BLOCK) {
             const TW *rows[NT];
             for (int i = 0; i < NT; i++) rows[i] = weight + min_of(n + i, n1 - 1) * p.w_stride + k;
             const long span = min_of(K_BLOCK, p.K - k);
-            const bool last = k + K_BLOCK >= p.K;
-            ahead.rows = (const char *)(last ? weight + (n + NT) * p.w_stride : rows[0] + K_BLOCK);
             const float *x = packed + k * p.M;
             vf *sum = sums;
             for (long t = 0; t < tiles.count; t++) {
                 const long mt = tiles.size(t);
-                ahead.next = t * lines_per_tile;
-                multiply_any<TW, NT>(mt, rows, x, span / STEP, span % STEP, sum, k == 0, ahead);
+                multiply_any<TW, NT>(mt, rows, x, span / STEP, span % STEP, sum, k == 0);
                 x += mt * round_up(span, STEP);
                 sum += mt * NT;
             }
@@ -198,8 +172,10 @@ static void multiply_rows(const Linear &p, Tiles tiles, const float *packed, TX 
 
 template <class TW, class TX> static int linear_pass(const Linear &p) {
     const Tiles tiles = {p.M, ceil_div(p.M, MAX_MT)};
-    const bool narrow_x = p.M <= NARROW_ROWS;
-    const long nt = narrow_x ? NARROW_NT : WIDE_NT;
+    const long nt = p.M == 1 ? ONE_NT : p.M == 2 ? TWO_NT : WIDE_NT;
+    const auto multiply = p.M == 1   ? multiply_rows<TW, TX, ONE_NT>
+                          : p.M == 2 ? multiply_rows<TW, TX, TWO_NT>
+                                     : multiply_rows<TW, TX, WIDE_NT>;
     const long chunk = round_up(max_of(1, CHUNK_BYTES / (p.K * (long)sizeof(TW))), nt);
     const long chunks = ceil_div(p.N, chunk);
     const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
@@ -214,7 +190,6 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
         for (long c = 0; c < chunks; c++) {
             if (failed) continue;
             const long n0 = c * chunk, n1 = min_of(n0 + chunk, p.N);
-            const auto multiply = narrow_x ? multiply_rows<TW, TX, NARROW_NT> : multiply_rows<TW, TX, WIDE_NT>;
             multiply(p, tiles, (const float *)packed, (TX *)p.out, n0, n1);
         }
         free(packed);

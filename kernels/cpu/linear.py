@@ -5,15 +5,15 @@ Knows shapes, types and measured crossovers; knows nothing of models.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load, unavailable_reason
 
-# Measured against F.linear with benchmarks/kernels.py. torch's own bfloat16 and float16 products without AVX-512 BF16 or
-# AMX are several times slower than ours at any row count, so there the limit is where linear_widened overtakes.
-_MAX_ROWS_SAME_TYPE = 48
-_MAX_ROWS_WIDENED = 48
+# Measured with benchmarks/kernels.py on AVX2: at 48 rows ours leads on every layer of a 1B Llama, at 64 no longer on all.
+_MAX_SMALL_ROWS = 48
 _PANEL_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
 
 
@@ -41,8 +41,21 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
 
 def prefers(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear_small` takes these operands and is expected to be the quickest way."""
-    limit = _MAX_ROWS_SAME_TYPE if x.dtype == weight.dtype else _MAX_ROWS_WIDENED
-    return x.shape[0] <= limit and linear_refusal(x, weight) is None
+    return x.shape[0] <= _MAX_SMALL_ROWS and linear_refusal(x, weight) is None
+
+
+@functools.cache
+def _torch_multiplies_bfloat16() -> bool:
+    """Whether torch's own bfloat16 product has instructions to use; without them it is five times slower than float32's."""
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+
+
+def prefers_widened(x: Tensor, weight: Tensor) -> bool:
+    """Whether `linear_widened` suits a weight that is narrower than float32, for more rows than `prefers` takes."""
+    if not (x.is_cpu and weight.is_cpu) or weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return x.dtype != weight.dtype or not _torch_multiplies_bfloat16()
 
 
 def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, library: Library | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 // Vectors of WINDLASS_LANES floats, element conversions and elementary functions.
 //
 // Written with the compiler's vector extensions, so the same text serves every instruction set: each isa_*.cpp defines
-// WINDLASS_LANES and the compiler's target, then includes the kernels inside a namespace of its own. Intrinsics appear
-// only where the extensions have no spelling (float16). No standard library: an inline function of it compiled
+// WINDLASS_LANES and the compiler's target, then includes the kernels inside an anonymous namespace. Intrinsics appear
+// only where the extensions have no spelling (float16) or a poor one. No standard library: an inline function of it compiled
 // here for AVX could be the copy the linker keeps for everyone.
 
 #define INLINE static inline __attribute__((always_inline))
@@ -78,14 +78,23 @@ INLINE void narrow(float x, f16 &y) {
 }
 
 INLINE vf load(const float *p) { return *(const vf_any *)p; }
-INLINE vf load(const bf16 *p) { return (vf)(__builtin_convertvector(*(const vh_any *)p, vu) << 16); }
+INLINE vu load_halves(const void *p) {
+#if defined(WINDLASS_F16C) && WINDLASS_LANES == 8  // GCC 12 makes three instructions of the conversion below
+    return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
+    return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#else
+    return __builtin_convertvector(*(const vh_any *)p, vu);
+#endif
+}
+INLINE vf load(const bf16 *p) { return (vf)(load_halves(p) << 16); }
 INLINE vf load(const f16 *p) {
 #if defined(WINDLASS_F16C) && WINDLASS_LANES == 8
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #else
-    const vu h = __builtin_convertvector(*(const vh_any *)p, vu);
+    const vu h = load_halves(p);
     const vu magnitude = h & 0x7fffu;
     vu u = (vu)((vf)(magnitude << 13) * 0x1p112f);
     u |= (vu)(magnitude >= splat_bits(0x7c00u)) & 0x7f800000u;

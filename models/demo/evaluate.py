@@ -101,17 +101,12 @@ def plot(log: Path, out: Path) -> list[dict[str, float]]:
 
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     training = [line for line in lines if "loss" in line]
-    tokens_at = {line["step"]: line["tokens"] for line in training}
-    heldout = [line for line in lines if "heldout_loss" in line and line["step"] in tokens_at]
+    per_step = training[-1]["tokens"] / training[-1]["step"]
+    heldout = [line for line in lines if "heldout_loss" in line]
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     axis.plot([t["tokens"] / 1e6 for t in training], [t["loss"] for t in training], lw=1, label="training")
-    axis.plot(
-        [tokens_at[h["step"]] / 1e6 for h in heldout],
-        [h["heldout_loss"] for h in heldout],
-        "o-",
-        ms=3,
-        label="held out",
-    )
+    seen = [h["step"] * per_step / 1e6 for h in heldout]
+    axis.plot(seen, [h["heldout_loss"] for h in heldout], "o-", ms=3, label="held out")
     axis.set(xlabel="tokens seen (millions)", ylabel="loss (nats a token)", ylim=(None, 7))
     axis.grid(alpha=0.3)
     axis.legend()

@@ -138,6 +138,21 @@ def test_the_strictest_filter_still_leaves_a_token(filters: Filters) -> None:
         assert [min(ids) for ids in kept] == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("share", [1 - 2**-53, 1 - 1e-12, 0.9999999])
+def test_shares_next_to_one_keep_the_likely_tokens(share: float) -> None:
+    # The mass of a row is summed in two orders; shares this close to 1 show whether rounding may come between them.
+    for seed in range(150):
+        logits = random_logits(3, 2 + 19 * seed, seed=seed, scale=5.0)
+        logits -= logits.amax(-1, keepdim=True)
+        filters = [Filters(top_p=share), Filters(top_p=share, typical_p=share), Filters(top_p=share, top_k=5)]
+        weights = candidates(logits, filters).weights.sum(-1)
+        whole = logits.double().exp()
+        assert float(weights[0]) >= share * float(whole[0].sum()) * (1 - 1e-6)
+        assert float(weights[1]) > 0
+        top = whole[2].topk(min(5, whole.shape[1])).values
+        assert float(weights[2]) >= share * float(top.sum()) * (1 - 1e-6)
+
+
 # --- the draw -------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +286,17 @@ def test_counts_kept_between_steps_equal_counts_from_scratch() -> None:
     assert sampler.num_tracked == 0
 
 
+def test_keep_only_drops_every_other_sequence() -> None:
+    sampler = Sampler(VOCAB, "cpu")
+    slots = [(0, slot(seq_id=i, repetition_penalty=1.2)) for i in range(4)]
+    sampler.sample(random_logits(1), slots)
+    assert sampler.num_tracked == 4
+    sampler.keep_only({1, 9})
+    assert sampler.num_tracked == 1
+    sampler.forget(1)
+    assert sampler.num_tracked == 0
+
+
 def test_a_step_looks_only_at_new_tokens() -> None:
     class Counting(list):  # type: ignore[type-arg]
         reads = 0
@@ -333,6 +359,8 @@ def test_min_tokens_masks_the_stop_ids_until_it_is_met() -> None:
     assert sample_one(logits, slot(token_ids=[1, 2, 3], **settings)).token_id == 41
     assert sample_one(logits, slot(token_ids=[1, 2, 3, 4], **settings)).token_id == 41
     assert sample_one(logits, slot(token_ids=[1, 2, 3, 4, 5], **settings)).token_id == 40
+    # So it is where something else keeps the row's processor at work.
+    assert sample_one(logits, slot(token_ids=[1, 2, 3, 4, 5], logit_bias={1: 0.5}, **settings)).token_id == 40
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

@@ -183,5 +183,15 @@ def test_widened(x_type: torch.dtype, weight_type: torch.dtype, monkeypatch: pyt
     assert cpu.linear_widened(x[:0], weight).shape == (0, 200)
 
 
+def test_widening_is_for_narrow_weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(100, 8), torch.randn(3, 8)
+    assert not cpu.prefers_widened(x, weight)
+    assert not cpu.prefers_widened(x.to("meta"), weight.bfloat16().to("meta"))
+    for fast in (False, True):
+        monkeypatch.setattr("windlass.kernels.cpu.linear._torch_multiplies_bfloat16", lambda fast=fast: fast)
+        assert cpu.prefers_widened(x, weight.bfloat16())  # torch has no product of mixed types
+        assert cpu.prefers_widened(x.bfloat16(), weight.bfloat16()) is not fast
+
+
 def test_type_codes_cover_the_types_tested() -> None:
     assert set(TYPE_CODES) == set(TYPES)

@@ -3,6 +3,7 @@ chance, while the same tokens in a shuffled order are not."""
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,9 @@ def test_held_out_text_is_likelier_than_its_shuffle(model, tokenizer, excerpt, s
     ids = tokenizer(excerpt[source], return_tensors="pt")["input_ids"][:, :512]
     order = torch.randperm(ids.shape[1] - 1, generator=torch.Generator().manual_seed(0)) + 1
     shuffled = torch.cat((ids[:, :1], ids[:, order]), dim=1)
-    # Chance is 4,096, and knowing word frequencies alone gives several hundred.
-    assert perplexity(model, ids) < 150
-    assert perplexity(model, shuffled) > 600
+    # Chance is 4,096, and knowing word frequencies alone gives several hundred; 52 to 78 were measured.
+    assert perplexity(model, ids) < 110
+    assert perplexity(model, shuffled) > 2000
 
 
 @settings(max_examples=200, deadline=None)
@@ -128,7 +129,7 @@ def test_generates_and_ends_a_turn(model, tokenizer):
     out = model.generate(**ids, do_sample=False, temperature=None, top_p=None, max_length=None, max_new_tokens=150)[0]
     assert out[-1] == tokenizer.eos_token_id
     answer = tokenizer.decode(out[start:], skip_special_tokens=True)
-    assert answer.startswith("Boat is a") and "It means" in answer
+    assert re.match(r"[A-Z][a-z' -]+ is an? (noun|verb|adjective|adverb)\. It means ", answer), answer
 
 
 def test_directory_is_small_and_the_card_names_every_source():
