@@ -75,8 +75,7 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
-        info = self.info
-        validate_request(request, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
+        validate_request(request, vocab_size=self.info.vocab_size)
         self.scheduler.add(request, self.resolve_specs(request))
 
     def resolve_specs(self, request: EngineRequest) -> tuple[RotarySpec, ...]:

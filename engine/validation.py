@@ -10,22 +10,15 @@ from windlass.engine.request import EngineRequest, SamplingParams
 MAX_SAMPLES = 64
 
 
-def validate_request(request: EngineRequest, *, vocab_size: int, max_model_len: int) -> None:
-    """Raise RequestError naming the field; a request that passes cannot harm the step it runs in."""
-    sampling = request.sampling
-    if not request.prompt_token_ids:
-        raise RequestError("the prompt is empty: give at least one token", "prompt")
+def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
+    """Raise RequestError naming the field; a request that passes cannot harm the step it runs in.
+
+    Whether it fits the context and the cache is `admission`'s to say.
+    """
     _check_ids("prompt", request.prompt_token_ids, vocab_size)
-    length = len(request.prompt_token_ids)
-    if length + (sampling.max_tokens > 0) > max_model_len:
-        raise RequestError(
-            f"the prompt has {length} tokens, this server's context is {max_model_len} tokens: shorten the prompt",
-            "prompt",
-            "context_length_exceeded",
-        )
     if request.rope_update != "frozen":
         raise RequestError("rope_update: only 'frozen' is supported", "rope_update")
-    _check_sampling(sampling, vocab_size)
+    _check_sampling(request.sampling, vocab_size)
 
 
 def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
