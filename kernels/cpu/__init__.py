@@ -5,7 +5,7 @@ operations only ever run here or raise: choosing between backends is `windlass.k
 """
 
 from windlass.kernels.cpu.library import Library, load, runnable, unavailable_reason
-from windlass.kernels.cpu.linear import linear_refusal, linear_small, linear_widened, prefers, prefers_widened
+from windlass.kernels.cpu.linear import linear_refusal, linear_small, linear_widened, prefers
 from windlass.kernels.cpu.ops import (
     attention_refusal,
     gated_activation,
@@ -26,7 +26,6 @@ __all__ = [
     "load",
     "paged_attention_decode",
     "prefers",
-    "prefers_widened",
     "rms_norm",
     "rotate_and_append",
     "rotate_refusal",

@@ -5,8 +5,6 @@ Knows shapes, types and measured crossovers; knows nothing of models.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -42,20 +40,6 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
 def prefers(x: Tensor, weight: Tensor) -> bool:
     """Whether `linear_small` takes these operands and is expected to be the quickest way."""
     return x.shape[0] <= _MAX_SMALL_ROWS and linear_refusal(x, weight) is None
-
-
-@functools.cache
-def _torch_multiplies_bfloat16() -> bool:
-    """Whether torch's own bfloat16 product has instructions to use; without them it is five times slower than float32's."""
-    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))
-
-
-def prefers_widened(x: Tensor, weight: Tensor) -> bool:
-    """Whether `linear_widened` suits a weight that is narrower than float32, for more rows than `prefers` takes."""
-    if not (x.is_cpu and weight.is_cpu) or weight.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return x.dtype != weight.dtype or not _torch_multiplies_bfloat16()
 
 
 def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, library: Library | None = None) -> Tensor:

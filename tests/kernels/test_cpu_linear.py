@@ -128,6 +128,9 @@ def test_every_float16_and_bfloat16_value_is_widened_exactly(form: Library) -> N
         want = weight.float()[:, 0]
         assert torch.equal(got.nan_to_num(7.0, 8.0, 9.0), want.nan_to_num(7.0, 8.0, 9.0))
         assert torch.equal(got.isnan(), want.isnan())
+        # A bias goes through the conversion of single elements.
+        got = cpu.linear_small(torch.ones(1, 1), torch.zeros(65536, 1), weight[:, 0].contiguous(), library=form)[0]
+        assert torch.equal(got.nan_to_num(7.0, 8.0, 9.0), want.nan_to_num(7.0, 8.0, 9.0))
 
 
 def test_bfloat16_results_round_to_nearest_even(form: Library) -> None:
@@ -181,16 +184,6 @@ def test_widened(x_type: torch.dtype, weight_type: torch.dtype, monkeypatch: pyt
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[x_type]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=2e-4)
     assert cpu.linear_widened(x[:0], weight).shape == (0, 200)
-
-
-def test_widening_is_for_narrow_weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = torch.randn(100, 8), torch.randn(3, 8)
-    assert not cpu.prefers_widened(x, weight)
-    assert not cpu.prefers_widened(x.to("meta"), weight.bfloat16().to("meta"))
-    for fast in (False, True):
-        monkeypatch.setattr("windlass.kernels.cpu.linear._torch_multiplies_bfloat16", lambda fast=fast: fast)
-        assert cpu.prefers_widened(x, weight.bfloat16())  # torch has no product of mixed types
-        assert cpu.prefers_widened(x.bfloat16(), weight.bfloat16()) is not fast
 
 
 def test_type_codes_cover_the_types_tested() -> None:
