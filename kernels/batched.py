@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.kernels.pages import KVPages
 
 _MAX_SCORE_BYTES = 64 << 20
+_QUERY_BLOCK = 256
 
 # (q, pages, tables, seq_lens, score_scale, scale, window, soft_cap) -> [B, Hq, Dv]; see decode_attention.
 DecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, Tensor, float, int | None, float | None], Tensor]
@@ -31,7 +33,8 @@ def paged_attention(
     soft_cap: float | None = None,
     decode: DecodeAttention | None = None,
 ) -> Tensor:
-    """Same contract as `reference.paged_attention`. Decode rows cost memory in B * max(seq_lens), prefill rows 64 MiB.
+    """Same contract as `reference.paged_attention`. Decode rows cost memory in B * max(seq_lens), prefill rows a mask
+    of 256 * seq_len bytes, or 64 MiB of scores under a soft cap.
 
     decode: what runs the single-token rows, `decode_attention` unless a backend has better.
     """
@@ -103,28 +106,36 @@ def decode_attention(
 def _prefill(
     query: Tensor, pages: KVPages, table: Tensor, length: int, window: int | None, soft_cap: float | None, out: Tensor
 ) -> None:
-    """query: [Q, Hq, D] scaled, the last Q of `length` tokens; writes out [Q, Hq, Dv]."""
+    """query: [Q, Hq, D] scaled, the last Q of `length` tokens; writes out [Q, Hq, Dv].
+
+    Queries go in blocks, and a block reads only the keys its last query sees, so about half the work of a long prompt
+    is never done. Without a soft cap torch's fused attention takes a block; it never holds all scores.
+    """
     num_queries, num_heads, _ = query.shape
-    num_kv_heads, block_size = pages.key.shape[2], pages.block_size
-    first_query = length - num_queries
-    step = max(16, _MAX_SCORE_BYTES // (4 * num_heads * length))
+    block_size, first_query = pages.block_size, length - num_queries
+    step = (
+        _QUERY_BLOCK if soft_cap is None else max(16, min(_QUERY_BLOCK, _MAX_SCORE_BYTES // (4 * num_heads * length)))
+    )
     for begin in range(0, num_queries, step):
         end = min(begin + step, num_queries)
-        last_key = first_query + end  # keys past the block's last query are never read
+        last_key = first_query + end
         first_key = 0 if window is None else max(0, first_query + begin - window + 1) // block_size * block_size
         blocks = table[first_key // block_size : -(-last_key // block_size)].long()
         span = last_key - first_key
         keys = pages.key.index_select(0, blocks).flatten(0, 1)[:span].float().transpose(0, 1)  # [Hkv, S, D]
         values = pages.value.index_select(0, blocks).flatten(0, 1)[:span].float().transpose(0, 1)
-        # Heads that share a key head become rows of one matrix product, so each key is read once per block.
-        grouped = query[begin:end].view(end - begin, num_kv_heads, -1, query.shape[-1]).permute(1, 0, 2, 3)
-        grouped = grouped.reshape(num_kv_heads, -1, query.shape[-1])  # [Hkv, Q * g, D]
         query_index = torch.arange(first_query + begin, last_key, device=query.device)[:, None]
         key_index = torch.arange(first_key, last_key, device=query.device)[None]
-        hidden = key_index > query_index
+        visible = key_index <= query_index
         if window is not None:
-            hidden |= key_index <= query_index - window
-        hidden = hidden.repeat_interleave(num_heads // num_kv_heads, dim=0)  # [Q * g, S]
-        result = _attend(grouped, keys, values, hidden, soft_cap)  # [Hkv, Q * g, Dv]
-        result = result.view(num_kv_heads, end - begin, -1, values.shape[-1]).transpose(0, 1)
-        out[begin:end] = result.reshape(end - begin, num_heads, -1).to(out.dtype)
+            visible &= key_index > query_index - window
+        block = query[begin:end].transpose(0, 1)  # [Hq, Q, D]
+        if soft_cap is None:
+            result = F.scaled_dot_product_attention(
+                block[None], keys[None], values[None], attn_mask=visible, scale=1.0, enable_gqa=True
+            )[0]
+        else:
+            group = num_heads // keys.shape[0]
+            grouped = block.view(keys.shape[0], group, end - begin, -1)  # [Hkv, g, Q, D]
+            result = _attend(grouped, keys[:, None], values[:, None], ~visible, soft_cap).flatten(0, 1)
+        out[begin:end] = result.transpose(0, 1).to(out.dtype)

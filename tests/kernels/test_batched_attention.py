@@ -74,3 +74,16 @@ def test_paged_attention(implementation, seed, shapes, heads, dims, window, soft
         scale=0.3, window=window, soft_cap=soft_cap,
     )  # fmt: skip
     assert torch.allclose(actual.double(), torch.cat(expected), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+def test_prompts_longer_than_a_query_block(window, soft_cap):  # type: ignore[no-untyped-def]
+    generator = torch.Generator().manual_seed(3)
+    pages = KVPages(torch.randn(50, 16, 2, 16, generator=generator), torch.randn(50, 16, 2, 16, generator=generator))
+    tables = torch.randperm(50, generator=generator)[None].int()
+    q = torch.randn(600, 4, 16, generator=generator)
+    arguments = (q, pages, tables, torch.tensor([0, 600]), torch.tensor([731]), torch.ones(600))
+    options = {"scale": 0.25, "window": window, "soft_cap": soft_cap}
+    expected = reference.paged_attention(*arguments, **options)
+    assert torch.allclose(batched.paged_attention(*arguments, **options), expected, atol=2e-6, rtol=1e-5)
