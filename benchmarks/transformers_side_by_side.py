@@ -25,6 +25,7 @@ import transformers
 from windlass.engine.config import EngineConfig
 from windlass.engine.core import EngineCore
 from windlass.engine.request import EngineRequest, SamplingParams
+from windlass.engine.step_timer import StepTimer
 
 SHAPE = {
     "hidden_size": 2048,
@@ -52,6 +53,14 @@ class Windlass:
     def __init__(self, directory: Path, dtype: str) -> None:
         self.core = EngineCore(EngineConfig(model=str(directory), dtype=dtype, device="cpu", kv_cache_memory=1 << 30))
         self.count = 0
+
+    def prefill_unbounded(self) -> float:
+        """Prefill as with --target-step-ms 0: the whole prompt in one step."""
+        bounded, self.core.scheduler.timer = self.core.scheduler.timer, StepTimer(0.0, PREFILL)
+        try:
+            return self.prefill()
+        finally:
+            self.core.scheduler.timer = bounded
 
     def prefill(self) -> float:
         start = time.perf_counter()
@@ -146,6 +155,7 @@ def compare(directory: Path, dtype: str, rounds: int) -> dict[str, Any]:
         f"windlass decode, {STREAMS} streams": lambda: ours.decode(STREAMS),
         f"transformers decode, {STREAMS} streams": lambda: theirs.decode(STREAMS),
         f"windlass prefill {PREFILL}": ours.prefill,
+        f"windlass prefill {PREFILL}, one step": ours.prefill_unbounded,
         f"transformers prefill {PREFILL}": theirs.prefill,
     }
     samples: dict[str, list[float]] = {name: [] for name in work}
@@ -164,6 +174,8 @@ def compare(directory: Path, dtype: str, rounds: int) -> dict[str, Any]:
             / median["transformers decode, 1 stream"],
             f"decode, {STREAMS} streams over 1 stream": median[f"windlass decode, {STREAMS} streams"]
             / median["windlass decode, 1 stream"],
+            f"prefill {PREFILL} in one step, over transformers": median[f"windlass prefill {PREFILL}, one step"]
+            / median[f"transformers prefill {PREFILL}"],
             f"prefill {PREFILL}, over transformers": median[f"windlass prefill {PREFILL}"]
             / median[f"transformers prefill {PREFILL}"],
         },

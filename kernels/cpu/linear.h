@@ -198,10 +198,12 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
 }
 
 template <class TW, class TX> static int linear_all(Linear p) {
-    const long rows = p.M;
-    for (long m = 0; m < rows; m += MAX_ROWS) {
+    // Passes of equal size: a last pass of a few rows would read the whole weight for little work.
+    const long rows = p.M, passes = ceil_div(rows, MAX_ROWS);
+    const long step = passes ? round_up(ceil_div(rows, passes), MAX_MT) : 1;
+    for (long m = 0; m < rows; m += step) {
         Linear pass = p;
-        pass.M = min_of(MAX_ROWS, rows - m);
+        pass.M = min_of(step, rows - m);
         pass.x = (const TX *)p.x + m * p.x_stride;
         pass.out = (TX *)p.out + m * p.out_stride;
         if (linear_pass<TW, TX>(pass)) return 1;
