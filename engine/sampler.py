@@ -39,7 +39,7 @@ class Drawn:
 
 
 class Sampler:
-    """Keeps the penalty counts and masks of live sequences between steps; call `forget` when one ends."""
+    """Keeps the penalty counts and masks of live sequences between steps; call `keep_only` (or `forget`) as they end."""
 
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self._vocab_size = vocab_size

@@ -196,6 +196,9 @@ def _gemma3(architecture: str, config: Config, generation_config: Config) -> Mod
     def windows(config: Config, n: int) -> list[int | None]:
         pattern = _size(config, "sliding_window_pattern", 6)
         default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n)]
+        if config.get("sliding_window", 4096) is None:
+            # Local layers would turn by their own theta without a window; nothing here says which layers those are.
+            raise LoadError("config.json: sliding_window is null, and Gemma 3's local layers need one: give its size")
         return _windows_by_type(config, default, n, 4096)
 
     bias = bool(config.get("attention_bias", False))

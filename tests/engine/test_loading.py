@@ -93,6 +93,12 @@ def test_configs_that_are_not_understood(model: Path, changes: dict[str, Any], m
     refused(model, match)
 
 
+def test_gemma_without_a_window_is_refused(tmp_path: Path) -> None:
+    gemma = make_model("gemma3", tmp_path / "gemma")
+    edit_config(gemma, sliding_window=None)
+    refused(gemma, "sliding_window is null")
+
+
 def test_unknown_keys_are_named(model: Path) -> None:
     edit_config(model, attention_swirl=3)
     assert any("attention_swirl" in notice for notice in make_core(model).info.notices)

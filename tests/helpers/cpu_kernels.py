@@ -37,7 +37,8 @@ def kernels(form: str) -> Library:
     """One of FORMS; skips the calling test where this machine cannot run it."""
     path = library.find()
     if path is None:
-        pytest.skip("the CPU kernels were not compiled")
+        assert shutil.which("g++") is None, "g++ is here, yet the CPU kernels were not compiled: reinstall windlass"
+        pytest.skip("the CPU kernels were not compiled, there is no g++")
     if form == "16 lanes":
         return _portable()
     if form not in library.runnable(path):
