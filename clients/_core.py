@@ -37,6 +37,8 @@ from windlass.clients.types import (
     Health,
     Model,
     RetryPolicy,
+    RotaryInspection,
+    RotarySettings,
     Tokenization,
 )
 
@@ -180,6 +182,20 @@ class Core:
 
     def model(self, model_id: str) -> Call[Model]:
         return Call(method="GET", path=f"/v1/models/{quote(model_id, safe='/')}", answer=_plain(Model))
+
+    def rotary(self) -> Call[RotarySettings]:
+        return Call(method="GET", path="/v1/rotary", answer=_plain(RotarySettings))
+
+    def inspect(
+        self,
+        rope_scaling: Mapping[str, Any] | str | None,
+        length: int | None,
+        rope_update: Mapping[str, Any] | str | None,
+        model: str | None,
+    ) -> Call[RotaryInspection]:
+        fixed = {"rope_scaling": rope_scaling, "length": length, "rope_update": rope_update, "model": model}
+        body = build_body(fixed, {}, None)
+        return Call(method="POST", path="/v1/rotary/inspect", body=body, answer=_plain(RotaryInspection))
 
     def probe(self, path: str) -> Call[Health]:
         """/health or /ready: 503 is an answer, and asking again is the caller's business."""

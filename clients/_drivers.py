@@ -12,6 +12,7 @@ import httpx
 from windlass.clients._core import Close, Read, Send, Sleep, Step, Steps, request_id_of, transport_error
 from windlass.clients._stream import ChunkReader
 from windlass.clients.errors import APIError
+from windlass.clients.types import Rotary
 
 T = TypeVar("T")
 
@@ -126,12 +127,18 @@ class Stream(Generic[T]):
 
     def __init__(self, response: httpx.Response, reader: ChunkReader[T]) -> None:
         self._response = response
+        self._reader = reader
         self._chunks = _chunks(response, reader)
 
     @property
     def request_id(self) -> str | None:
         """The `x-request-id` of the answer."""
         return request_id_of(self._response)
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotary scaling the first choice ran under; None until that choice has ended."""
+        return self._reader.rotary
 
     def __iter__(self) -> Self:
         return self
@@ -158,12 +165,18 @@ class AsyncStream(Generic[T]):
 
     def __init__(self, response: httpx.Response, reader: ChunkReader[T]) -> None:
         self._response = response
+        self._reader = reader
         self._chunks = _chunks_async(response, reader)
 
     @property
     def request_id(self) -> str | None:
         """The `x-request-id` of the answer."""
         return request_id_of(self._response)
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotary scaling the first choice ran under; None until that choice has ended."""
+        return self._reader.rotary
 
     def __aiter__(self) -> Self:
         return self

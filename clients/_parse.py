@@ -72,8 +72,9 @@ def _tuple(items: tuple[Any, ...]) -> Callable[[Any, str], Any]:
 
 def _object(cls: type) -> Callable[[Any, str], Any]:
     hints = typing.get_type_hints(cls)
+    absent = dataclasses.MISSING
     fields = [
-        (field.name, _reader(hints[field.name]), field.default is dataclasses.MISSING)
+        (field.name, _reader(hints[field.name]), field.default is absent and field.default_factory is absent)
         for field in dataclasses.fields(cls)
     ]
 

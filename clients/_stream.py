@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from windlass.clients._parse import parse
 from windlass.clients.errors import ResponseError, StreamError
 from windlass.clients.sse import SSEDecoder
+from windlass.clients.types import Rotary
 
 T = TypeVar("T")
 
@@ -22,6 +23,7 @@ class ChunkReader(Generic[T]):
 
     def __init__(self, chunk: type[T], expected: int, request_id: str | None) -> None:
         self.done = False
+        self.rotary: Rotary | None = None  # of the first choice, once it has ended
         self._chunk = chunk
         self._expected = expected
         self._request_id = request_id
@@ -62,7 +64,14 @@ class ChunkReader(Generic[T]):
             self._begun.add(choice["index"])
             if choice.get("finish_reason") is not None:
                 self._finished.add(choice["index"])
+        self._keep_rotary(data, getattr(chunk, "rotary", None))
         return chunk
+
+    def _keep_rotary(self, data: Any, rotary: Rotary | None) -> None:
+        choices = data.get("choices")
+        # A chunk without choices tells the usage and speaks of the first choice.
+        if rotary is not None and (not choices or choices[0]["index"] == 0):
+            self.rotary = rotary
 
     def _check_complete(self) -> None:
         missing = max(len(self._begun - self._finished), self._expected - len(self._finished))

@@ -22,6 +22,8 @@ from windlass.clients.types import (
     Model,
     Prompt,
     RetryPolicy,
+    RotaryInspection,
+    RotarySettings,
     Tokenization,
 )
 
@@ -188,6 +190,25 @@ class Client:
         """One model; raises NotFoundError."""
         return self._run(self._core.model(model_id))
 
+    def rotary(self) -> RotarySettings:
+        """What the model rotates by, the server's default and profiles, and what requests may set."""
+        return self._run(self._core.rotary())
+
+    def inspect(
+        self,
+        rope_scaling: Mapping[str, Any] | str | None = None,
+        *,
+        length: int | None = None,
+        rope_update: str | Mapping[str, Any] | None = None,
+        model: str | None = None,
+    ) -> RotaryInspection:
+        """The frequencies and factors a request would run under, without generating anything.
+
+        rope_scaling: an object, a profile's name, or None for the server's default. length: of the request in tokens,
+        for the kinds that depend on it (default: the server's context).
+        """
+        return self._run(self._core.inspect(rope_scaling, length, rope_update, model))
+
     def health(self) -> Health:
         """Whether server and engine are alive. Never retried; raises APIConnectionError when nothing answers."""
         return self._run(self._core.probe("/health"))
@@ -350,6 +371,21 @@ class AsyncClient:
     async def model(self, model_id: str) -> Model:
         """See `Client.model`."""
         return await self._run(self._core.model(model_id))
+
+    async def rotary(self) -> RotarySettings:
+        """See `Client.rotary`."""
+        return await self._run(self._core.rotary())
+
+    async def inspect(
+        self,
+        rope_scaling: Mapping[str, Any] | str | None = None,
+        *,
+        length: int | None = None,
+        rope_update: str | Mapping[str, Any] | None = None,
+        model: str | None = None,
+    ) -> RotaryInspection:
+        """See `Client.inspect`."""
+        return await self._run(self._core.inspect(rope_scaling, length, rope_update, model))
 
     async def health(self) -> Health:
         """See `Client.health`."""

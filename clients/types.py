@@ -6,7 +6,7 @@ Knows field names; knows nothing of HTTP. Fields a newer server adds are ignored
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 TokenIds = Sequence[int]
@@ -67,7 +67,7 @@ class GenerationOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     stream_options: Mapping[str, bool] | None
     rope_scaling: Mapping[str, Any] | str | None
-    rope_update: str | None
+    rope_update: str | Mapping[str, Any] | None
     context_overflow: str | None
     keep_tokens: int | None
     cache_reuse: int | None
@@ -116,6 +116,24 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """The rotary scaling an answer ran under. parameters: its fields, theta included.
+
+    policy: frozen, recompute or rotate. effective_length: tokens the frequencies were formed for, None for kinds that
+    do not depend on length. fingerprint: equal for equal frequencies and factors. moves: times the cached keys were
+    turned. groups: the same for each group of layers, where a model has several.
+    """
+
+    rope_type: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    policy: str | None = None
+    effective_length: float | None = None
+    fingerprint: str | None = None
+    moves: int = 0
+    groups: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
     """Log-probabilities of a completion: parallel lists, one entry per token."""
 
@@ -153,7 +171,10 @@ class ChatLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionChoice:
-    """One answer, or in a stream what is new of it. stop_reason: the stop string or token id that ended it."""
+    """One answer, or in a stream what is new of it. stop_reason: the stop string or token id that ended it.
+
+    rotary: where the choices of an answer differ in it.
+    """
 
     index: int
     text: str = ""
@@ -163,18 +184,19 @@ class CompletionChoice:
     token_ids: tuple[int, ...] | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
+    rotary: Rotary | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answer of /v1/completions. request_id: the `x-request-id` of the answer."""
+    """The answer of /v1/completions. rotary: the first choice's. request_id: the `x-request-id` of the answer."""
 
     id: str
     choices: tuple[CompletionChoice, ...]
     model: str = ""
     created: int = 0
     usage: Usage | None = None
-    rotary: dict[str, Any] | None = None
+    rotary: Rotary | None = None
     request_id: str | None = None
 
     @property
@@ -185,14 +207,17 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionChunk:
-    """One event of a streamed completion. The usage chunk, where asked for, has no choices."""
+    """One event of a streamed completion. The usage chunk, where asked for, has no choices.
+
+    rotary: of the choice that ends in this chunk.
+    """
 
     id: str
     choices: tuple[CompletionChoice, ...] = ()
     model: str = ""
     created: int = 0
     usage: Usage | None = None
-    rotary: dict[str, Any] | None = None
+    rotary: Rotary | None = None
 
     @property
     def text(self) -> str:
@@ -222,7 +247,7 @@ class ChatDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChoice:
-    """One answer. stop_reason: the stop string or token id that ended it."""
+    """One answer. stop_reason: the stop string or token id that ended it. rotary: where the choices differ in it."""
 
     index: int
     message: ChatMessage
@@ -230,6 +255,7 @@ class ChatChoice:
     stop_reason: str | int | None = None
     logprobs: ChatLogprobs | None = None
     token_ids: tuple[int, ...] | None = None
+    rotary: Rotary | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +272,7 @@ class ChatChunkChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCompletion:
-    """The answer of /v1/chat/completions. request_id: the `x-request-id` of the answer."""
+    """The answer of /v1/chat/completions. rotary: the first choice's. request_id: the `x-request-id` of the answer."""
 
     id: str
     choices: tuple[ChatChoice, ...]
@@ -255,7 +281,7 @@ class ChatCompletion:
     usage: Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
-    rotary: dict[str, Any] | None = None
+    rotary: Rotary | None = None
     request_id: str | None = None
 
     @property
@@ -266,7 +292,10 @@ class ChatCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCompletionChunk:
-    """One event of a streamed chat. The usage chunk, where asked for, has no choices."""
+    """One event of a streamed chat. The usage chunk, where asked for, has no choices.
+
+    rotary: of the choice that ends in this chunk.
+    """
 
     id: str
     choices: tuple[ChatChunkChoice, ...] = ()
@@ -275,7 +304,7 @@ class ChatCompletionChunk:
     usage: Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
-    rotary: dict[str, Any] | None = None
+    rotary: Rotary | None = None
 
     @property
     def text(self) -> str:
@@ -298,6 +327,43 @@ class Model:
     kv_cache_dtype: str | None = None
     quantization: str | None = None
     rotary: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotarySettings:
+    """What /v1/rotary tells. profiles: scalings a request may name. policy: what requests may set: allow, profiles, off.
+
+    rope_update: of requests that set none; None: each kind's own. rope_exact: whether they may ask for it.
+    """
+
+    model: dict[str, Any]
+    default: dict[str, Any]
+    profiles: dict[str, Any] = field(default_factory=dict)
+    policy: str | None = None
+    rope_update: str | None = None
+    rope_exact: bool | None = None
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryInspection:
+    """What a scaling comes to on the served model at some length. inv_freq: radians per token, one per rotated pair.
+
+    wavelengths: tokens per turn, None for a pair that never turns. attention_factor: on cosines and sines.
+    effective_length: tokens the frequencies are formed for, None for kinds that do not depend on length.
+    """
+
+    rope_type: str
+    inv_freq: tuple[float, ...]
+    wavelengths: tuple[float | None, ...] = ()
+    parameters: dict[str, Any] = field(default_factory=dict)
+    attention_factor: float = 1.0
+    softmax_scale: float = 1.0
+    fingerprint: str | None = None
+    policy: str | None = None
+    length: int | None = None
+    effective_length: float | None = None
+    groups: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

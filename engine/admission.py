@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import RequestError
 from windlass.engine.request import EngineRequest
+from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.sequence import Sequence, SequenceStatus
 
 _RETRY_STEPS = 8  # steps after which a sequence that found no room is matched against the prefix cache again
@@ -37,7 +38,7 @@ class Admission:
         self._blocks = blocks
         self._blocked: tuple[int, int, list[int]] | None = None  # who found no room, at which step, with what available
 
-    def validate(self, request: EngineRequest) -> None:
+    def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
         """Raise RequestError unless the request, alone in the engine, can run to its end."""
         prompt, sampling, limit = len(request.prompt_token_ids), request.sampling, self._config.max_model_len
         if prompt == 0:
@@ -53,10 +54,14 @@ class Admission:
             raise RequestError(f"{message}: shorten the prompt", "prompt", "context_length_exceeded")
         # The last output token is never computed, so it needs no slot.
         longest = max(prompt, min(prompt + sampling.max_tokens, limit) - 1)
+        last = rotation.stage(prompt).last_length
+        # Keys that turn stand in the cache twice: as computed and as turned.
+        copies = 2 if rotation.policy == "rotate" and last is not None and longest > last else 1
         for need, pool in zip(self._blocks.min_blocks(longest), self._blocks.pools, strict=True):
-            if need > pool.num_blocks:
+            if need * copies > pool.num_blocks:
                 raise RequestError(
-                    f"{longest} tokens of prompt and output need {need} KV blocks and the cache has {pool.num_blocks}: "
+                    f"{longest} tokens of prompt and output need {need * copies} KV blocks"
+                    f"{' (keys that turn stand there twice)' if copies > 1 else ''} and the cache has {pool.num_blocks}: "
                     "lower max_tokens, shorten the prompt, or give the server more memory for KV pages",
                     "max_tokens",
                     "kv_cache_exceeded",
@@ -123,7 +128,7 @@ class Admission:
         if not self._blocks.enable_prefix_caching or seq.prompt_logprobs is not None or seq.private:
             return False
         size = self._config.block_size
-        usable = (seq.num_tokens - 1) // size
+        usable = min(seq.num_tokens - 1, seq.num_shareable_tokens) // size
         for other in running:
             if other.rank > seq.rank:
                 return False

@@ -102,6 +102,6 @@ def run_engine_benchmark(
             "resolved_device": core.info.device,
             "num_parameters": core.info.num_parameters,
             **{k: v for k, v in asdict(config).items() if k != "rope_scaling"},
-            "rope_scaling": core.info.rope_scaling.to_dict(),
+            "rope_scaling": {g.name: g.scaling.to_dict() for g in core.info.rotary_groups},
         },
     }

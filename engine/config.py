@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from windlass.engine.errors import LoadError
+from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -24,6 +25,8 @@ class EngineConfig:
     max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once.
     max_waiting: requests that may wait before new ones are refused. kv_cache_memory: bytes for KV pages.
     block_size: tokens per KV block, a multiple of 16. threads: torch intra-op threads.
+    rope_update: policy of requests that name none; None: `recompute` for longrope, `frozen` for everything else.
+    deterministic: the bits of a row depend on nothing but its own sequence, at a price in speed.
     target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
     """
 
@@ -40,6 +43,8 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     prefix_caching: bool = True
     rope_scaling: RopeScaling | None = None
+    rope_update: RopeUpdate | None = None
+    deterministic: bool = False
     threads: int | None = None
     target_step_seconds: float = 0.25
     seed: int = 0

@@ -21,11 +21,12 @@ from windlass.engine.config import EngineConfig
 from windlass.engine.errors import LoadError
 from windlass.engine.loader import LoadedModel, load_model
 from windlass.engine.memory import default_kv_budget
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.spec import KVGroupSpec, ModelSpec
 from windlass.engine.model.weights import Progress
 from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
-from windlass.engine.rotary.scaling import RotarySpec, resolve
+from windlass.engine.rotary.policy import RotaryPlan, make_plan
+from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.runner import Runner
 from windlass.engine.sampler import Sampler
@@ -49,13 +50,17 @@ class EngineCore:
         model = load_model(config, progress)
         decoder, spec = model.decoder, model.decoder.spec
         self._groups: tuple[RotaryGroup, ...] = spec.rotary_groups
+        self._rope_update = config.rope_update
         num_blocks = _plan(config, model)
         max_model_len, notices = _context_length(config, spec, num_blocks)
         cache = KVStorage(spec.kv_groups, num_blocks, config.block_size, model.cache_dtype, decoder.device)
         tables = RotaryTables(2 * config.max_num_seqs + 2, [g.base for g in self._groups], decoder.device)
         sampler = Sampler(spec.vocab_size, decoder.device)
         self.runner = Runner(decoder, cache, tables, sampler, config.block_size)
-        layouts = [KVGroupLayout(n, g.window) for n, g in zip(num_blocks, spec.kv_groups, strict=True)]
+        layouts = [
+            KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
+            for n, group in zip(num_blocks, spec.kv_groups, strict=True)
+        ]
         self.blocks = BlockManager(layouts, config.block_size, config.prefix_caching)
         self.scheduler = Scheduler(
             config=SchedulerConfig(
@@ -76,13 +81,17 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
-        self.scheduler.add(request, self.resolve_specs(request))
+        self.scheduler.add(request, self.plan_rotation(request))
 
     def resolve_specs(self, request: EngineRequest) -> tuple[RotarySpec, ...]:
-        """One spec per rotary group, frozen for the longest this request alone can become."""
+        """The specs of the request's prompt, one per rotary group."""
+        return self.plan_rotation(request).stage(len(request.prompt_token_ids)).specs
+
+    def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
+        """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
         longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.info.max_model_len)
         groups = apply_scaling(self._groups, request.rope_scaling)
-        return tuple(resolve(group.scaling, group.base, longest) for group in groups)
+        return make_plan(groups, longest, request.rope_update or self._rope_update, exact=request.rope_exact)
 
     def abort(self, request_id: str) -> None:
         """Drop a request with all its samples and free what it holds at once; unknown ids are ignored."""
@@ -114,6 +123,12 @@ class EngineCore:
         sampler = self.runner.sampler
         if sampler.num_tracked > self.scheduler.num_running + self.scheduler.num_waiting:
             sampler.keep_only({sequence.seq_id for sequence in self.scheduler.live_sequences()})
+
+
+def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
+    """The rotary groups that layers of a KV group belong to; layers without rotation belong to none."""
+    used = {spec.layers[layer].attention.rotary_group for layer in group.layers}
+    return tuple(sorted(index for index in used if index is not None))
 
 
 def _namespace(model: LoadedModel) -> bytes:
@@ -170,7 +185,6 @@ def _describe(
     decoder, spec = model.decoder, model.decoder.spec
     element = model.cache_dtype.itemsize
     per_token = [group.bytes_per_token(element) for group in spec.kv_groups]
-    full = next((g for g in spec.rotary_groups if g.name == "full_attention"), spec.rotary_groups[0])
     dtype = str(decoder.dtype).removeprefix("torch.")
     kernel_notice = () if decoder.device.type != "cpu" or kernels.reads_narrow_weights() else (kernels.explain(),)
     return ModelInfo(
@@ -193,12 +207,8 @@ def _describe(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=spec.eos_token_ids,
-        rope_scaling=full.scaling,
-        rope_theta=full.base.rope_theta,
-        rotary_dim=full.base.rotary_dim,
-        rotary_groups=tuple(
-            f"{g.name}: {g.scaling.rope_type}, theta {g.base.rope_theta:g}" for g in spec.rotary_groups
-        ),
+        rotary_groups=spec.rotary_groups,
+        model_rotary_groups=model.rotary_groups,
         weight_bytes=decoder.weight_bytes(),
         load_seconds=seconds,
         notices=model.notices + notices + kernel_notice,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from windlass.engine.request import EngineStats
+from windlass.engine.sequence import Sequence
+
+_RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update")
 
 
 @dataclass(slots=True)
@@ -17,10 +20,33 @@ class SchedulerCounters:
     prefix_cache_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    recomputed_tokens: dict[str, int] = field(default_factory=lambda: {"preemption": 0, "full_prefix_hit": 0})
+    recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_RECOMPUTE_REASONS, 0))
+    key_moves: int = 0
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
+
+    def count_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        """Book the next `num_tokens` tokens of `seq` as planned."""
+        start = seq.num_computed_tokens
+        end = start + num_tokens
+        seen = min(max(start, seq.num_seen_tokens), end)
+        self.recomputed_tokens[seq.recompute_reason] += seen - start
+        self.recomputed_tokens["full_prefix_hit"] += max(0, min(end, seq.full_hit_end) - seen)
+        # Those that came from the cache are counted here too, now that they are put to use.
+        self.prompt_tokens += max(0, min(end, seq.num_prompt_tokens) - min(seq.num_seen_tokens, seq.num_prompt_tokens))
+
+    def count_hit(self, seq: Sequence, full: bool, *, looked_up: bool) -> None:
+        """Book that the first `num_computed_tokens` tokens of `seq` came from the cache.
+
+        full: the cache held all of them. looked_up: whether the cache was asked at all.
+        """
+        if seq.cached_tokens is None:
+            seq.cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            if looked_up:
+                self.prefix_cache_queries += seq.num_prompt_tokens
+                self.prefix_cache_hits += seq.cached_tokens
+        seq.full_hit_end = seq.num_tokens if full else 0
 
     def snapshot(
         self,
@@ -45,6 +71,7 @@ class SchedulerCounters:
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             recomputed_tokens=dict(self.recomputed_tokens),
+            key_moves=self.key_moves,
             queue_seconds=tuple(self.queue_seconds),
             prefill_seconds=tuple(self.prefill_seconds),
             decode_seconds=tuple(self.decode_seconds),

@@ -16,17 +16,22 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.families import read_spec
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.weights import Progress, load_weights, matrix_dtypes, randomize_weights, weights_digest
-from windlass.engine.rotary.config_names import apply_scaling
+from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.learned import with_learned_frequencies
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages."""
+    """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages.
+
+    rotary_groups: the model's own, before the server's scaling.
+    """
 
     decoder: Decoder
     cache_dtype: torch.dtype
     digest: bytes
     notices: tuple[str, ...]
+    rotary_groups: tuple[RotaryGroup, ...]
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
@@ -35,6 +40,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     hf_config = read_json(directory / "config.json")
     generation_path = directory / "generation_config.json"
     spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
+    spec = replace(spec, rotary_groups=with_learned_frequencies(spec.rotary_groups, directory))
+    own_groups = spec.rotary_groups
     spec = _with_server_scaling(spec, config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, hf_config, device)
@@ -42,7 +49,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         dtype if parse_dtype(config.kv_cache_dtype) == "auto" else _torch_dtype(parse_dtype(config.kv_cache_dtype))
     )
     try:
-        decoder = Decoder(spec, dtype, device, choose_weight_dtype(config, hf_config, dtype, device))
+        weight_dtype = choose_weight_dtype(config, hf_config, dtype, device)
+        decoder = Decoder(spec, dtype, device, weight_dtype, deterministic=config.deterministic)
         if config.load_format == "dummy":
             randomize_weights(decoder, config.seed, progress)
             digest = f"dummy {config.seed}".encode()
@@ -55,7 +63,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         raise LoadError(
             f"the weights do not fit into memory on {device}: use a smaller model or --dtype bfloat16"
         ) from None
-    return LoadedModel(decoder, cache_dtype, digest, spec.notices)
+    return LoadedModel(decoder, cache_dtype, digest, spec.notices, own_groups)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.policy import RopeUpdate, RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling
 
 FinishReason = Literal["stop", "length", "abort", "timeout"]
-RopeUpdate = Literal["frozen", "recompute", "rotate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to complete. `rope_scaling` None means the server's default; `deadline` is `time.monotonic()` seconds."""
+    """One prompt to complete. `deadline` is `time.monotonic()` seconds.
+
+    rope_scaling: None means the server's default. rope_update: when frequencies that depend on length change, None for
+    the server's or the kind's default. rope_exact: under `recompute`, dynamic follows every token rather than its grid.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     rope_scaling: RopeScaling | None = None
-    rope_update: RopeUpdate = "frozen"
+    rope_update: RopeUpdate | None = None
+    rope_exact: bool = False
     cache_salt: str | None = None
     priority: int = 0  # lower runs first, as in vLLM
     deadline: float | None = None
@@ -86,6 +92,7 @@ class RequestOutput:
     finish_reason: set on the last output of this sample. stop_token_id: the eos or stop id that ended it, if one did
     (that id is the last of `token_ids`).
     cached_tokens: prompt tokens that came from the prefix cache.
+    rotary: what the sample ran under, on its last output unless it failed.
     error: set when the request failed; then it is the last output of the request (all samples).
     """
 
@@ -97,6 +104,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     cached_tokens: int = 0
+    rotary: RotaryReport | None = None
     error: Exception | None = None
 
 
@@ -123,10 +131,8 @@ class ModelInfo:
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
-    rope_scaling: RopeScaling  # the default of this server, resolved (of the full-attention group)
-    rope_theta: float
-    rotary_dim: int
-    rotary_groups: tuple[str, ...]  # one description per rotary group
+    rotary_groups: tuple[RotaryGroup, ...]  # under this server's default scaling
+    model_rotary_groups: tuple[RotaryGroup, ...]  # under the model's own
     weight_bytes: int
     load_seconds: float
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
@@ -148,7 +154,10 @@ class EngineStats:
     prefix_cache_hits: int = 0  # prompt tokens found
     prompt_tokens: int = 0  # prompt positions passed through the model or taken from the cache
     generation_tokens: int = 0
-    recomputed_tokens: dict[str, int] = field(default_factory=dict)  # by reason
+    recomputed_tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # by reason: preemption, full_prefix_hit, rope_update
+    key_moves: int = 0  # cached tokens whose keys were turned to other frequencies
     queue_seconds: tuple[float, ...] = ()  # per request since the last snapshot: arrival to first schedule
     prefill_seconds: tuple[float, ...] = ()  # first schedule to first token
     decode_seconds: tuple[float, ...] = ()  # first token to the end

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from windlass.engine.cache.mover import KeyMover
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import EngineError
 from windlass.engine.model.batch import ForwardBatch
@@ -30,14 +31,18 @@ class Runner:
         self, decoder: Decoder, cache: KVStorage, tables: RotaryTables, sampler: Sampler, block_size: int
     ) -> None:
         self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
+        self._mover = KeyMover(decoder.spec, cache, block_size, decoder.device)
         self._block_size = block_size
         self._num_kv_groups = len(decoder.spec.kv_groups)
         self.positions_computed = 0
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
-        """Copies first, then one forward pass over every scheduled token, then sampling."""
+        """Copies and moves first, then one forward pass over every scheduled token, then sampling."""
         self.cache.copy_blocks(output.copies)
+        for moves in (output.keeps, output.moves):
+            for move in moves:
+                self._mover.apply(move)
         if not output.sequences:
             return []
         batch = self.build_batch(output.sequences)

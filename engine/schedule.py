@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from windlass.engine.errors import EngineError
 from windlass.engine.request import SamplingParams, TokenLogprobs
+from windlass.engine.rotary.scaling import RotarySpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,12 @@ class KVGroupLayout:
     """The block pool of one KV group as the scheduler sees it.
 
     window: tokens a query sees back, itself included (None: all). num_blocks: physical blocks, ids 0..num_blocks-1.
+    rotary_groups: the rotary groups of its layers.
     """
 
     num_blocks: int
     window: int | None = None
+    rotary_groups: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,24 @@ class BlockCopy:
     group: int
     source: int
     target: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMove:
+    """Turn the cached keys of tokens start .. end - 1 of a sequence from one spec to another, by one rotation each.
+
+    sources, targets: the block of each logical block from start // block_size on; -1 where a window dropped it. Values go
+    along. from_specs, to_specs: one per rotary group; where they are equal the keys are copied as they are.
+    """
+
+    group: int
+    start: int
+    end: int
+    sources: list[int]
+    targets: list[int]
+    first_position: int
+    from_specs: tuple[RotarySpec, ...]
+    to_specs: tuple[RotarySpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +93,14 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: first the copies, then one forward pass over all sequences in order."""
+    """One step: the copies, then `keeps` (originals put aside), then `moves`, then one forward pass over all sequences.
+
+    No target of one list is a source of the same list.
+    """
 
     copies: list[BlockCopy] = field(default_factory=list)
+    keeps: list[KeyMove] = field(default_factory=list)
+    moves: list[KeyMove] = field(default_factory=list)
     sequences: list[ScheduledSequence] = field(default_factory=list)
 
     @property

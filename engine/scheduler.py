@@ -14,39 +14,37 @@ Every sequence has a rank: (priority, arrival, sample index), lower is better. O
 4. Blocks are taken in order of rank. Whoever finds none preempts the worst-ranked sequence that has not been planned
    yet, or gives up its own place if that is itself. So no planned sequence is ever preempted, the best-ranked one
    never is, and, since `add` refuses what does not fit alone, it always finishes.
+
+Where frequencies depend on the length, a sequence that outgrows its rotary stage starts over in place (`recompute`), or
+its cached keys are turned before its next chunk (`rotate`). Both follow from its own tokens alone, so a preempted
+sequence comes to the same keys again by computing from the start, turns included.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
 from bisect import insort
 from collections import abc
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from windlass.engine.admission import Admission, SchedulerConfig
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.prefix import HashChain, root_digest
 from windlass.engine.counters import SchedulerCounters
+from windlass.engine.deadlines import Deadlines
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.request import EngineRequest, EngineStats, RequestOutput
+from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.schedule import BlockCopy, SampleSlot, ScheduledSequence, SchedulerOutput, StepResult
 from windlass.engine.sequence import Sequence, SequenceStatus, rank_of
+from windlass.engine.stages import StageChanges
 from windlass.engine.step_timer import StepTimer, deal_prefill_tokens
 
 if TYPE_CHECKING:
-    from windlass.engine.rotary.scaling import RotarySpec
+    from windlass.engine.rotary.policy import RotaryPlan
 
-__all__ = ["RotarySlots", "Scheduler", "SchedulerConfig"]
-
-
-class RotarySlots(Protocol):
-    """Rows of the rotary tables, counted by reference. There are enough rows for `max_num_seqs` sequences."""
-
-    def acquire(self, specs: tuple[RotarySpec, ...], /) -> int: ...
-    def release(self, row: int, /) -> None: ...
+__all__ = ["Scheduler", "SchedulerConfig"]
 
 
 class Scheduler:
@@ -74,7 +72,6 @@ class Scheduler:
         self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens)
         self._admission = Admission(config, blocks)
         self._rotary = rotary
-        self._namespace = namespace
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
         self._fresh_seed = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
@@ -82,26 +79,26 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}  # live samples by id
         self._waiting: list[Sequence] = []  # sorted by rank
         self._running: list[Sequence] = []  # sorted by rank
-        self._deadlines: list[tuple[float, str]] = []  # heap; entries of ended requests are skipped when they surface
+        self._deadlines = Deadlines()
         self._next_seq_id = 0
         self._next_arrival = 0
         self.counters = SchedulerCounters()
+        self._stages = StageChanges(blocks, rotary, self.counters, namespace)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest, specs: tuple[RotarySpec, ...]) -> None:
-        """Queue a request under its resolved rotary specs, one per rotary group.
+    def add(self, request: EngineRequest, rotation: RotaryPlan) -> None:
+        """Queue a request under its rotary plan.
 
         Raises QueueFullError when too many wait, RequestError when the request could never run.
         """
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
-        self._admission.validate(request)
+        self._admission.validate(request, rotation)
         if len(self._waiting) >= self.config.max_waiting:
             raise QueueFullError(f"{len(self._waiting)} requests are waiting already: try again later")
         seed = request.sampling.seed if request.sampling.seed is not None else self._fresh_seed()
-        fingerprints = [spec.fingerprint for spec in specs]
-        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt)
+        stage = rotation.stage(len(request.prompt_token_ids))
         stop_ids = frozenset(request.sampling.stop_token_ids)
         if not request.sampling.ignore_eos:
             stop_ids |= self._eos_token_ids
@@ -111,9 +108,10 @@ class Scheduler:
             index=0,
             token_ids=list(request.prompt_token_ids),
             num_prompt_tokens=len(request.prompt_token_ids),
-            specs=specs,
+            rotation=rotation,
+            stage=stage,
             seed=seed,
-            chain=HashChain(root, self.config.block_size),
+            chain=self._stages.new_chain(request, stage),
             stop_ids=stop_ids,
             arrival_number=self._next_arrival,
             arrival_time=self._clock(),
@@ -123,7 +121,7 @@ class Scheduler:
         self._sequences[seq.seq_id] = seq
         insort(self._waiting, seq, key=rank_of)
         if request.deadline is not None:
-            self._note_deadline(request.deadline, request.request_id)
+            self._deadlines.add(request.deadline, request.request_id, self._requests, len(self._requests))
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what its samples hold, at once. Unknown ids are ignored."""
@@ -145,8 +143,7 @@ class Scheduler:
     def expire(self, now: float) -> list[RequestOutput]:
         """End the requests whose deadline lies before `now` (seconds, the scheduler's clock), all samples at once."""
         outputs = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heapq.heappop(self._deadlines)
+        for request_id in self._deadlines.passed(now):
             live = self._requests.get(request_id)
             # The id may have been used again since, with a later deadline or none.
             if live and live[0].request.deadline is not None and live[0].request.deadline <= now:
@@ -155,13 +152,6 @@ class Scheduler:
                 error = DeadlineError("the deadline passed before the request finished: allow it more time")
                 outputs.append(RequestOutput(request_id, finish_reason="timeout", cached_tokens=cached, error=error))
         return outputs
-
-    def _note_deadline(self, deadline: float, request_id: str) -> None:
-        heapq.heappush(self._deadlines, (deadline, request_id))
-        if len(self._deadlines) > 2 * len(self._requests) + 64:
-            # Mostly ended requests with deadlines far away: forget them, so that the heap grows with the live ones only.
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
-            heapq.heapify(self._deadlines)
 
     def has_work(self) -> bool:
         """Whether any request is waiting, running or between `schedule` and `update`."""
@@ -202,7 +192,7 @@ class Scheduler:
         now = self._clock()
         while pending:
             seq = pending.pop(0)
-            num_tokens = self.blocks.capacity(seq, plan[seq])
+            num_tokens = self._stages.capacity(seq, plan[seq])
             while num_tokens == 0:
                 # Both lists are sorted by rank, so the worst of each is its last.
                 worst = max([seq, *pending[-1:], *idle[-1:]], key=rank_of)
@@ -210,8 +200,9 @@ class Scheduler:
                 if worst is seq:
                     break
                 (pending if pending and pending[-1] is worst else idle).pop()
-                num_tokens = self.blocks.capacity(seq, plan[seq])
+                num_tokens = self._stages.capacity(seq, plan[seq])
             if num_tokens > 0:
+                self._stages.turn_if_due(seq, output)
                 output.sequences.append(self._schedule_chunk(seq, num_tokens, output.copies, now))
 
     def _plan(self) -> dict[Sequence, int]:
@@ -220,11 +211,11 @@ class Scheduler:
         if len(self._running) >= budget:
             chosen = sorted(self._running, key=lambda seq: (seq.last_step, seq.rank))[:budget]
             return dict.fromkeys(chosen, 1)
-        plan = {seq: 1 for seq in self._running if seq.num_uncomputed_tokens == 1}
+        plan = {seq: 1 for seq in self._running if seq.num_due_tokens == 1}
         budget = min(budget - len(plan), self.timer.limit(len(plan)))
         self._admit()
         prefills = [seq for seq in self._running if seq not in plan]
-        grants = deal_prefill_tokens([seq.num_uncomputed_tokens for seq in prefills], budget)
+        grants = deal_prefill_tokens([seq.num_due_tokens for seq in prefills], budget)
         plan.update((seq, granted) for seq, granted in zip(prefills, grants, strict=True) if granted)
         return plan
 
@@ -232,15 +223,11 @@ class Scheduler:
         copies += self.blocks.allocate(seq, num_tokens)
         start = seq.num_computed_tokens
         end = start + num_tokens
-        counters = self.counters
-        seq.last_step = counters.num_steps
+        seq.last_step = self.counters.num_steps
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = now
-            counters.queue_seconds.append(now - seq.arrival_time)
-        seen = min(max(start, seq.num_seen_tokens), end)
-        counters.recomputed_tokens["preemption"] += seen - start
-        counters.recomputed_tokens["full_prefix_hit"] += max(0, min(end, seq.full_hit_end) - seen)
-        counters.prompt_tokens += max(0, min(end, seq.num_prompt_tokens) - seen)
+            self.counters.queue_seconds.append(now - seq.arrival_time)
+        self.counters.count_chunk(seq, num_tokens)
         wants_logprobs = seq.wants_prompt_logprobs and end >= len(seq.prompt_logprobs or ())
         return ScheduledSequence(
             seq_id=seq.seq_id,
@@ -271,7 +258,8 @@ class Scheduler:
             index=index,
             token_ids=list(parent.token_ids),
             num_prompt_tokens=parent.num_prompt_tokens,
-            specs=parent.specs,
+            rotation=parent.rotation,
+            stage=parent.stage,
             seed=parent.seed,
             chain=parent.chain,
             stop_ids=parent.stop_ids,
@@ -300,23 +288,12 @@ class Scheduler:
             seq, full = chosen
             self._waiting.remove(seq)
             self._start(seq)
-            self._count_hit(seq, full)
-
-    def _count_hit(self, seq: Sequence, full: bool) -> None:
-        """Book an admission whose first `num_computed_tokens` tokens came from the cache."""
-        hit, prompt, counters = seq.num_computed_tokens, seq.num_prompt_tokens, self.counters
-        if seq.cached_tokens is None:
-            seq.cached_tokens = min(hit, prompt)
-            if self.blocks.enable_prefix_caching and seq.prompt_logprobs is None:
-                counters.prefix_cache_queries += prompt
-                counters.prefix_cache_hits += seq.cached_tokens
-        counters.prompt_tokens += max(0, min(hit, prompt) - min(seq.num_seen_tokens, prompt))
-        seq.num_seen_tokens = max(seq.num_seen_tokens, hit)
-        seq.full_hit_end = seq.num_tokens if full else 0
+            looked_up = self.blocks.enable_prefix_caching and seq.prompt_logprobs is None
+            self.counters.count_hit(seq, full, looked_up=looked_up)
 
     def _start(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.RUNNING
-        seq.rotary_id = self._rotary.acquire(seq.specs)
+        seq.rotary_id = self._rotary.acquire(seq.stage.specs)
         insort(self._running, seq, key=rank_of)
 
     def _preempt(self, seq: Sequence) -> None:
@@ -324,6 +301,7 @@ class Scheduler:
         self._unlink(seq)
         seq.status = SequenceStatus.WAITING
         seq.waits_for = None
+        self._stages.rewind(seq)
         insort(self._waiting, seq, key=rank_of)
         self.counters.num_preemptions += 1
 
@@ -350,7 +328,8 @@ class Scheduler:
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Tell how long a step took, before `update`; the next prefill chunks are sized by it."""
         decodes = sum(1 for item in output.sequences if item.start + 1 == len(item.token_ids))
-        self.timer.observe(output.num_tokens, decodes, seconds)
+        if not output.moves:  # turning keys takes time that no token is to blame for
+            self.timer.observe(output.num_tokens, decodes, seconds)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -395,6 +374,9 @@ class Scheduler:
                 self._start(child)
             else:
                 self._preempt(child)
+        for sample in (seq, *children):
+            if sample.status is not SequenceStatus.FINISHED:
+                self._stages.start_over_if_outgrown(sample)
         return outputs
 
     def _append(self, seq: Sequence, result: StepResult, now: float) -> RequestOutput:
@@ -415,6 +397,7 @@ class Scheduler:
             finish_reason=reason,
             stop_token_id=stop_id,
             cached_tokens=seq.cached_tokens or 0,
+            rotary=None if reason is None else seq.rotation.report(seq.stage, seq.num_turns),
         )
 
     def _finish_scoring(self, seq: Sequence, now: float) -> list[RequestOutput]:
@@ -426,6 +409,7 @@ class Scheduler:
             prompt_logprobs=None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs),
             finish_reason="length",
             cached_tokens=seq.cached_tokens or 0,
+            rotary=seq.rotation.report(seq.stage, seq.num_turns),
         )
         rest = range(1, seq.request.sampling.n)
         return [first, *(replace(first, index=index, prompt_logprobs=None) for index in rest)]

@@ -15,6 +15,7 @@ from windlass.engine.request import EngineRequest, FinishReason, TokenLogprobs
 from windlass.engine.schedule import SampleSlot
 
 if TYPE_CHECKING:
+    from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
     from windlass.engine.rotary.scaling import RotarySpec
 
 
@@ -27,6 +28,23 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True)
+class KeptKeys:
+    """Where the keys of one KV group stand as they were computed, once they have been turned to other frequencies.
+
+    Every turn starts from these, so that a key is rounded once however often the frequencies change.
+    blocks: parallel to the leading entries of the block table. origins: ends of consecutive token spans, and the specs
+    they were computed under.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    origins: list[tuple[int, tuple[RotarySpec, ...]]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.origins[-1][0] if self.origins else 0
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens, computed length and block tables of one sample.
@@ -35,12 +53,15 @@ class Sequence:
     num_computed_tokens: leading tokens whose keys stand in the cache; it chases `num_tokens`.
     block_tables: per KV group the physical block of each logical block; -1 where a window has left it behind.
     num_dropped_blocks: per KV group how many leading entries are -1.
+    rotation, stage: how frequencies depend on the length, and those that the cached keys stand under now.
+    kept: per KV group the keys as computed, empty until the first turn. num_turns: turns of the keys now in the cache.
     first_position: absolute position of token 0.
     chain, num_committed_blocks: digests of the full blocks and how many of them were offered to the prefix cache.
     private: blocks this sequence takes from now on are never hashed, matched or saved.
     rotary_id: row of the rotary tables, -1 while not running.
     arrival_number: order of arrival among requests; (priority, arrival_number, index) ranks sequences, lower is better.
     num_seen_tokens: the largest `num_computed_tokens` so far; what is computed below it is recomputed.
+    recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
     waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
     cached_tokens: prompt tokens taken from the prefix cache at the first admission, None before it.
@@ -55,7 +76,8 @@ class Sequence:
     index: int
     token_ids: list[int]
     num_prompt_tokens: int
-    specs: tuple[RotarySpec, ...]
+    rotation: RotaryPlan
+    stage: RotaryStage
     seed: int
     chain: HashChain
     stop_ids: frozenset[int]
@@ -64,12 +86,15 @@ class Sequence:
     num_computed_tokens: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
     num_dropped_blocks: list[int] = field(default_factory=list)
+    kept: list[KeptKeys] = field(default_factory=list)
+    num_turns: int = 0
     first_position: int = 0
     rotary_id: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
     num_committed_blocks: int = 0
     private: bool = False
     num_seen_tokens: int = 0
+    recompute_reason: str = "preemption"
     full_hit_end: int = 0
     cached_tokens: int | None = None
     waits_for: tuple[Sequence, int] | None = None
@@ -108,6 +133,36 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_due_tokens(self) -> int:
+        """Uncomputed tokens that one chunk may hold: under `rotate` those of one stage."""
+        uncomputed, last = self.num_uncomputed_tokens, self.stage.last_length
+        if last is None or self.rotation.policy != "rotate":
+            return uncomputed
+        if self.num_computed_tokens >= last:
+            last = self.rotation.stage(self.num_computed_tokens + 1).last_length
+        return uncomputed if last is None else min(uncomputed, last - self.num_computed_tokens)
+
+    @property
+    def num_shareable_tokens(self) -> int:
+        """Leading tokens that are computed under `stage` and so may come from the prefix cache."""
+        last = self.stage.last_length
+        return self.num_tokens if last is None else min(self.num_tokens, last)
+
+    def outgrown(self) -> RotaryStage | None:
+        """Under `recompute`, the stage of all tokens known now if it is another one: everything is to be computed anew."""
+        last = self.stage.last_length
+        if last is None or self.rotation.policy != "recompute" or self.num_tokens <= last:
+            return None
+        return self.rotation.stage(self.num_tokens)
+
+    def due_turn(self) -> RotaryStage | None:
+        """Under `rotate`, the stage of the next token to compute if it is another one: the cached keys are to be turned."""
+        last = self.stage.last_length
+        if last is None or self.rotation.policy != "rotate" or self.num_computed_tokens < last:
+            return None
+        return self.rotation.stage(self.num_computed_tokens + 1)
 
     @property
     def wants_prompt_logprobs(self) -> bool:

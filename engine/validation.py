@@ -16,8 +16,8 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
     Whether it fits the context and the cache is `admission`'s to say.
     """
     _check_ids("prompt", request.prompt_token_ids, vocab_size)
-    if request.rope_update != "frozen":
-        raise RequestError("rope_update: only 'frozen' is supported", "rope_update")
+    if request.rope_update not in (None, "frozen", "recompute", "rotate"):
+        raise RequestError("rope_update must be frozen, recompute or rotate", "rope_update")
     _check_sampling(request.sampling, vocab_size)
 
 

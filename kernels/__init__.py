@@ -11,10 +11,13 @@ from windlass.kernels.dispatch import (
     explain,
     gated_activation,
     linear,
+    move_cached_keys,
     paged_attention,
     reads_narrow_weights,
     rms_norm,
+    rotary_angles,
     rotate_and_append,
+    soft_cap,
 )
 from windlass.kernels.pages import KVPages
 
@@ -23,8 +26,11 @@ __all__ = [
     "explain",
     "gated_activation",
     "linear",
+    "move_cached_keys",
     "paged_attention",
     "reads_narrow_weights",
     "rms_norm",
+    "rotary_angles",
     "rotate_and_append",
+    "soft_cap",
 ]

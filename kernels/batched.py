@@ -18,6 +18,9 @@ _QUERY_BLOCK = 256
 
 # (q, pages, tables, seq_lens, score_scale, scale, window, soft_cap) -> [B, Hq, Dv]; see decode_attention.
 DecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, Tensor, float, int | None, float | None], Tensor]
+# (q [Q, Hq, D], pages, table [max_blocks], length, score_scale [Q], scale, window, soft_cap) -> [Q, Hq, Dv]: the last Q
+# tokens of one sequence of `length`; see prefill_attention.
+PrefillAttention = Callable[[Tensor, KVPages, Tensor, int, Tensor, float, int | None, float | None], Tensor]
 
 
 def paged_attention(
@@ -32,13 +35,15 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     decode: DecodeAttention | None = None,
+    prefill: PrefillAttention | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`. Decode rows cost memory in B * max(seq_lens), prefill rows a mask
     of 256 * seq_len bytes, or 64 MiB of scores under a soft cap.
 
-    decode: what runs the single-token rows, `decode_attention` unless a backend has better.
+    decode: what runs the single-token rows, `decode_attention` unless a backend has better. prefill: what runs a longer
+    run of one sequence, `prefill_attention` unless the caller wants another.
     """
-    decode = decode or decode_attention
+    decode, prefill = decode or decode_attention, prefill or prefill_attention
     if q.shape[0] == seq_lens.shape[0]:  # nothing but single-token rows
         return decode(q, pages, block_tables, seq_lens, score_scale, scale, window, soft_cap)
     out = q.new_empty(q.shape[0], q.shape[1], pages.value.shape[-1])
@@ -53,8 +58,7 @@ def paged_attention(
     for b, length in enumerate(lengths):
         part = slice(starts[b], starts[b + 1])
         if part.stop - part.start > 1:
-            query = q[part].float() * (scale * score_scale[part])[:, None, None]
-            _prefill(query, pages, block_tables[b], length, window, soft_cap, out[part])
+            out[part] = prefill(q[part], pages, block_tables[b], length, score_scale[part], scale, window, soft_cap)
     return out
 
 
@@ -103,16 +107,25 @@ def decode_attention(
     return result.reshape(batch, num_heads, -1).to(q.dtype)
 
 
-def _prefill(
-    query: Tensor, pages: KVPages, table: Tensor, length: int, window: int | None, soft_cap: float | None, out: Tensor
-) -> None:
-    """query: [Q, Hq, D] scaled, the last Q of `length` tokens; writes out [Q, Hq, Dv].
+def prefill_attention(
+    q: Tensor,
+    pages: KVPages,
+    table: Tensor,
+    length: int,
+    score_scale: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Tensor:
+    """The last Q of the `length` tokens of one sequence. q: [Q, Hq, D]; score_scale: [Q]. Returns [Q, Hq, Dv] in q's dtype.
 
     Queries go in blocks, and a block reads only the keys its last query sees, so about half the work of a long prompt
     is never done. Without a soft cap torch's fused attention takes a block; it never holds all scores.
     """
+    query = q.float() * (scale * score_scale)[:, None, None]
     num_queries, num_heads, _ = query.shape
     block_size, first_query = pages.block_size, length - num_queries
+    out = q.new_empty(num_queries, num_heads, pages.value.shape[-1])
     step = (
         _QUERY_BLOCK if soft_cap is None else max(16, min(_QUERY_BLOCK, _MAX_SCORE_BYTES // (4 * num_heads * length)))
     )
@@ -139,3 +152,4 @@ def _prefill(
             grouped = block.view(keys.shape[0], group, end - begin, -1)  # [Hkv, g, Q, D]
             result = _attend(grouped, keys[:, None], values[:, None], ~visible, soft_cap).flatten(0, 1)
         out[begin:end] = result.transpose(0, 1).to(out.dtype)
+    return out

@@ -1,6 +1,8 @@
 """Picks a backend for each operation by the operands alone: compiled CPU kernels where they take them, else plain torch.
 
 A backend answers with the reason it refuses (`cpu.linear_refusal`, …), so `explain` can tell a person what runs here.
+Under `deterministic` the bits of a row depend on that row's own sequence only: never on the rows beside it, on how its
+sequence was cut into chunks, or on where its blocks lie. Operations without that argument always have the property.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.kernels import batched, cpu, reference
+from windlass.kernels import batched, cpu, reference, rowwise
 from windlass.kernels.pages import KVPages
 
 
@@ -26,11 +28,13 @@ def reads_narrow_weights() -> bool:
     return cpu.unavailable_reason() is None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
     """x @ weight.T + bias. x: [T, K], weight: [N, K] in x's dtype or a narrower one, bias: [N]. Returns [T, N] in x's dtype.
 
     Sums are float32 on a CPU whatever the storage.
     """
+    if deterministic:
+        return rowwise.linear(x, weight, bias) if cpu.linear_refusal(x, weight) else cpu.linear_small(x, weight, bias)
     if x.is_cpu:
         if cpu.prefers(x, weight):
             return cpu.linear_small(x, weight, bias)
@@ -46,18 +50,35 @@ def _has_narrow_matrix_units() -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, deterministic: bool = False) -> Tensor:
     """See `reference.rms_norm`."""
     if x.is_cpu and cpu.unavailable_reason() is None:
         return cpu.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
-    return reference.rms_norm(x, weight, eps)
+    return rowwise.rms_norm(x, weight, eps) if deterministic else reference.rms_norm(x, weight, eps)
 
 
-def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: str, *, deterministic: bool = False) -> Tensor:
     """See `reference.gated_activation`."""
     if gate_up.is_cpu and cpu.unavailable_reason() is None:
         return cpu.gated_activation(gate_up, activation)
-    return reference.gated_activation(gate_up, activation)
+    plain = rowwise.gated_activation if deterministic else reference.gated_activation
+    return plain(gate_up, activation)
+
+
+def soft_cap(x: Tensor, cap: float, *, deterministic: bool = False) -> Tensor:
+    """See `reference.soft_cap`."""
+    if x.is_cpu and cpu.unavailable_reason() is None:
+        return cpu.soft_cap(x, cap)
+    return rowwise.soft_cap(x, cap) if deterministic else reference.soft_cap(x, cap)
+
+
+def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary_angles`; an element's bits depend on its frequency and position only."""
+    if not inv_freq.is_cpu:
+        return reference.rotary_angles(inv_freq, rows, positions)
+    if cpu.unavailable_reason() is None:
+        return cpu.rotary_angles(inv_freq, rows, positions)
+    return rowwise.rotary_angles(inv_freq, rows, positions)
 
 
 def rotate_and_append(
@@ -68,6 +89,17 @@ def rotate_and_append(
         cpu.rotate_and_append(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots)
     else:
         reference.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
+
+
+def move_cached_keys(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """See `reference.move_cached_keys`."""
+    if cpu.move_refusal(pages.key, pages.value) is None:
+        cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin)
+    else:
+        slots = torch.stack((sources, targets))
+        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.key.shape[0] * pages.block_size:
+            raise IndexError("move_cached_keys: a slot lies outside the pages")
+        reference.move_cached_keys(pages, sources, targets, cos, sin)
 
 
 def paged_attention(
@@ -81,9 +113,22 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    deterministic: bool = False,
 ) -> Tensor:
     """See `reference.paged_attention`."""
     compiled = q.is_cpu and cpu.attention_refusal(q, pages.key, pages.value) is None
+    if deterministic and not compiled:
+        return rowwise.paged_attention(
+            q,
+            pages,
+            block_tables,
+            query_start,
+            seq_lens,
+            score_scale,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+        )
     return batched.paged_attention(
         q,
         pages,
@@ -95,6 +140,7 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         decode=_compiled_decode if compiled else None,
+        prefill=_compiled_prefill if deterministic else None,
     )
 
 
@@ -111,3 +157,20 @@ def _compiled_decode(
     return cpu.paged_attention_decode(
         q, pages.key, pages.value, tables, seq_lens, scale, score_scale, window=window, soft_cap=soft_cap
     )
+
+
+def _compiled_prefill(
+    q: Tensor,
+    pages: KVPages,
+    table: Tensor,
+    length: int,
+    score_scale: Tensor,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Tensor:
+    """Each query as the last token of a sequence of its own length: the bits that decoding gives."""
+    count = q.shape[0]
+    lengths = torch.arange(length - count + 1, length + 1)
+    tables = table.expand(count, -1)
+    return _compiled_decode(q, pages, tables, lengths, score_scale, scale, window, soft_cap)

@@ -37,6 +37,29 @@ def rotate_and_append(
     pages.value.view(-1, *pages.value.shape[2:]).index_copy_(0, slots, v.to(pages.value.dtype))
 
 
+def move_cached_keys(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn cached keys by one rotation each, from source slots to target slots, and take their values along.
+
+    sources, targets: [N] int64 slots; an entry may name one slot twice, to turn a key in place, but no slot may be the
+    source of one entry and the target of another. cos, sin: [N, d/2] float32 of the angle at the target minus that at
+    the source. Rotation runs in float32, so a key is rounded to the cache's dtype once.
+    """
+    keys = pages.key.view(-1, *pages.key.shape[2:])  # [slots, Hkv, D]
+    values = pages.value.view(-1, *pages.value.shape[2:])
+    keys.index_copy_(0, targets, rotate_half_split(keys[sources], cos, sin).to(keys.dtype))
+    values.index_copy_(0, targets, values[sources])
+
+
+def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of inv_freq[:, rows] * positions, formed in float64.
+
+    inv_freq: [G, R, d/2] float64. rows, positions: [T] int64, positions exact to 2^53. Returns two float32 [G, T, d/2],
+    right to rounding at any position.
+    """
+    angles = inv_freq.index_select(1, rows) * positions.unsqueeze(-1)
+    return angles.cos().float(), angles.sin().float()
+
+
 def paged_attention(
     q: Tensor,
     pages: KVPages,
@@ -94,6 +117,11 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     if activation == "gelu_tanh":
         return F.gelu(gate, approximate="tanh") * up
     raise ValueError(f"unknown activation {activation!r}")
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of [T, N] float32."""
+    return cap * torch.tanh(x / cap)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.protocol.base import StrictModel
+from windlass.server.protocol.base import MAX_NAME, StrictModel
 
 M = TypeVar("M", bound=StrictModel)
 
@@ -42,6 +43,11 @@ def parse_body(raw: bytes | bytearray, model: type[M]) -> M:
         # Not json.loads: this parser bounds nesting and the digits of integers, and refuses NaN and lone surrogates.
         data = from_json(raw, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
+        where = _not_a_number(raw)
+        if where is not None:
+            raise bad_request(
+                f"{where} must be a finite number: JSON has no NaN and no Infinity", where, "invalid_json"
+            ) from None
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(data, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
@@ -104,6 +110,28 @@ def _refuse_structure(raw: bytes | bytearray) -> None:
         structure += match[0][0] != ord('"')
         if structure > MAX_STRUCTURE or number > 2 * MAX_STRUCTURE:
             raise bad_request(f"the body has more than {MAX_STRUCTURE} keys, objects and arrays", code="invalid_json")
+
+
+def _not_a_number(raw: bytes | bytearray) -> str | None:
+    """Where a body that is JSON but for NaN and Infinity has the first of them: Python's json module writes them."""
+    if b"NaN" not in raw and b"Infinity" not in raw:
+        return None
+    try:
+        data = from_json(raw, allow_inf_nan=True, cache_strings="keys")
+    except ValueError:
+        return None
+    stack: list[tuple[str, Any]] = [("", data)]
+    while stack:
+        path, item = stack.pop()
+        for key, part in item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ():
+            if not isinstance(part, dict | list | float):
+                continue
+            where = f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key[:MAX_NAME]}" if path else key[:MAX_NAME]
+            if isinstance(part, dict | list):
+                stack.append((where[:200], part))
+            elif not math.isfinite(part):
+                return where[:200]
+    return None
 
 
 def _refuse_null_characters(data: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from windlass.server.options import (
     expands_options,
     option,
 )
+from windlass.server.rope.commands import app as rope
 
 app = typer.Typer(
     name="windlass",
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(rope, name="rope")
 
 # Older typers use click's exceptions, newer ones their own copy of them.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -65,7 +67,8 @@ def generate(
         option(
             "--url",
             help="Ask a running server, such as http://127.0.0.1:8000, rather than load a model. Then "
-            "--model names a model of that server, and of the engine's options only --rope-scaling counts.",
+            "--model names a model of that server, and of the engine's options only --rope-scaling (JSON, or a profile "
+            "of that server) and --rope-update count.",
         ),
     ] = None,
     api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,

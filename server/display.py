@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from windlass import __version__
@@ -58,8 +59,8 @@ class LoadingDisplay:
             self._progress = None
 
 
-def summary(info: ModelInfo, name: str, url: str) -> list[str]:
-    """The lines shown when a server is ready."""
+def summary(info: ModelInfo, name: str, url: str, profiles: Sequence[str] = ()) -> list[str]:
+    """The lines shown when a server is ready. profiles: names of the declared rotary scalings."""
     weights = info.dtype if info.weight_dtype == info.dtype else f"{info.dtype}, weights {info.weight_dtype}"
     if info.quantization:
         weights += f" ({info.quantization})"
@@ -73,7 +74,13 @@ def summary(info: ModelInfo, name: str, url: str) -> list[str]:
         f"  kv cache  {' + '.join(f'{blocks:,}' for blocks in info.num_kv_blocks)} blocks of {info.block_size} tokens, "
         f"{size(info.kv_cache_bytes)} {info.kv_cache_dtype}",
     ]
-    lines += [f"  rotary    {group}" for group in info.rotary_groups]
+    lines += [
+        f"  rotary    {group.name}: {group.scaling.rope_type}, theta {group.parameters()['rope_theta']:g}, "
+        f"{group.base.rotary_dim} of {group.base.head_dim} dimensions"
+        for group in info.rotary_groups
+    ]
+    if profiles:
+        lines.append(f"  profiles  {', '.join(profiles)}")
     lines += [f"  note: {notice}" for notice in info.notices]
     return lines
 

@@ -123,7 +123,12 @@ def generate_remote(
     wanted: Generation, model: str | None, options: EngineOptions, url: str, api_key: str | None
 ) -> None:
     """Ask the server at `url` (with or without /v1), write its stream. Raises EngineError, one line."""
-    scaling = options.parse_rope_scaling()
+    declared = options.profiles()
+    if options.names_profile() and options.rope_scaling not in declared:
+        scaling: Any = options.rope_scaling  # a profile of that server
+    else:
+        parsed = options.parse_rope_scaling()
+        scaling = parsed.to_dict() if parsed else None
     settings: dict[str, Any] = {
         "model": model,
         "max_tokens": wanted.max_tokens,
@@ -131,7 +136,8 @@ def generate_remote(
         "top_p": wanted.top_p,
         "seed": wanted.seed,
         "stop": list(wanted.stop) or None,
-        "rope_scaling": scaling.to_dict() if scaling else None,
+        "rope_scaling": scaling,
+        "rope_update": options.parse_rope_update(),
     }
     settings = {name: value for name, value in settings.items() if value is not None}
     start, reason = time.monotonic(), None

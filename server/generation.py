@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import DeadlineError, EngineDeadError
 from windlass.engine.request import EngineRequest, RequestOutput, TokenLogprobs
+from windlass.engine.rotary.policy import RotaryPlan, RotaryReport
 from windlass.server.detokenizer import Detokenizer
 from windlass.server.metrics import ServerMetrics
+from windlass.server.rotary import report_at
 from windlass.server.text_worker import Prompt
 
 if TYPE_CHECKING:
@@ -39,11 +41,13 @@ class TextOptions:
 class Plan:
     """A request ready to run: one engine request per prompt, `samples` outputs each.
 
+    rotary_plans: how each of the requests rotates, for samples that end before the engine tells.
     window: prompts that are on the engine at once; the others wait here and do not fill the engine's queue.
     """
 
     prompts: list[Prompt]
     requests: list[EngineRequest]
+    rotary_plans: list[RotaryPlan]
     samples: int
     text: TextOptions
     window: int = 64
@@ -53,7 +57,8 @@ class Plan:
 class Delta:
     """What one engine output adds to one choice (choice = prompt index * samples + sample).
 
-    prompt_logprobs comes once per prompt, on its first delta. finish_reason marks the choice's last delta.
+    prompt_logprobs comes once per prompt, on its first delta. finish_reason marks the choice's last delta, which also has
+    the rotary report.
     """
 
     choice: int
@@ -63,6 +68,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    rotary: RotaryReport | None = None
 
 
 @dataclass(slots=True)
@@ -85,6 +91,7 @@ class Tally:
 
 @dataclass(slots=True)
 class _Sample:
+    prompt_index: int
     detokenizer: Detokenizer
     last_output: float | None = None
     finished: bool = False
@@ -147,6 +154,7 @@ class Generation:
     def _new_sample(self, prompt_index: int) -> _Sample:
         options = self.plan.text
         return _Sample(
+            prompt_index,
             Detokenizer(
                 self.tokenizer,
                 self.plan.prompts[prompt_index].token_ids,
@@ -154,12 +162,12 @@ class Generation:
                 stop=options.stop,
                 include_stop=options.include_stop,
                 min_tokens=options.min_tokens,
-            )
+            ),
         )
 
     def _push(self, sample: _Sample, output: RequestOutput, now: float) -> Delta:
         token_ids = output.token_ids
-        reason = output.finish_reason
+        reason, rotary = output.finish_reason, output.rotary
         if reason == "timeout":
             raise DeadlineError("the request's deadline passed before it finished")
         if reason == "abort":
@@ -182,11 +190,15 @@ class Generation:
             taken = detokenizer.num_tokens - before  # tokens past the stop string are not part of the answer
             token_ids, logprobs = token_ids[:taken], logprobs[:taken]
             reason, stop_reason = "stop", detokenizer.stopped
+            if rotary is None:  # the engine does not know of stop strings and would go on
+                plan = self.plan.rotary_plans[sample.prompt_index]
+                prompt = self.plan.prompts[sample.prompt_index].token_ids
+                rotary = report_at(plan, len(prompt), detokenizer.num_tokens)
         elif output.stop_token_id is not None:
             stop_reason = output.stop_token_id
         self.tally.completion_tokens += len(token_ids)
         sample.finished = reason is not None
-        return Delta(0, text, token_ids, logprobs, reason, stop_reason, output.prompt_logprobs)
+        return Delta(0, text, token_ids, logprobs, reason, stop_reason, output.prompt_logprobs, rotary)
 
     async def _run_many(self) -> AsyncGenerator[Delta]:
         """Merge the streams of several prompts; the first failure, or being closed, ends all of them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -20,9 +21,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.errors import LoadError
+from windlass.engine.rotary.config_names import read_rotary_groups
 from windlass.server.display import LoadingDisplay, say, summary
 from windlass.server.hub import resolve_model
 from windlass.server.options import EngineOptions, ServerOptions, check_log_level
+from windlass.server.rotary import check_profiles
 from windlass.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -49,10 +52,11 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
     )
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
-    server.to_settings("model")  # options at fault are reported before anything is looked up or downloaded
+    server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
     engine.to_config(Path())
     path = resolve_model(model)
-    settings = server.to_settings(model_name(model, path))
+    settings = server.to_settings(model_name(model, path), engine)
+    _check_profiles_early(settings, path)
     client = make_client(engine, path, level)
     with contextlib.closing(listen(server.host, server.port)) as listener, exit_on_signal():
         client.spawn()
@@ -62,6 +66,19 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
             return asyncio.run(_run(app, client, listener, server, settings))
         finally:
             client.kill()
+
+
+def _check_profiles_early(settings: ServerSettings, path: Path) -> None:
+    """Refuse profiles that do not suit the model before it is loaded; a config at fault is the engine's to report."""
+    if not settings.rope_profiles:
+        return
+    try:
+        groups = read_rotary_groups(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, AttributeError, LoadError):
+        return
+    if any(group.base.inv_freq == () for group in groups):
+        return  # learned frequencies, known once the weights are read
+    check_profiles(settings.rope_profiles, groups)
 
 
 def make_client(engine: EngineOptions, path: Path, log_level: str) -> ProcessClient:
@@ -183,7 +200,8 @@ async def _follow(client: ProcessClient, loading: LoadingDisplay, settings: Serv
     """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
     info = await client.wait_ready()
     loading.stop()
-    for line in summary(info, settings.served_model_name, url):
+    check_profiles(settings.rope_profiles, info.rotary_groups)
+    for line in summary(info, settings.served_model_name, url, tuple(settings.rope_profiles)):
         say(line)
     await client.wait_state("failed")
     say(f"error: {client.failure}")

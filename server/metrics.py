@@ -28,7 +28,7 @@ _GAUGES = {
     "num_requests_running": ("num_running", "Sequences the engine is working on."),
     "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
     "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
-    "rotary_specs_live": ("rotary_specs_live", "Rotary table rows in use."),
+    "rotary_specs_live": ("rotary_specs_live", "Distinct rotary scalings in use."),
 }
 _COUNTERS = {
     "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
@@ -37,10 +37,12 @@ _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
     "generation_tokens": ("generation_tokens", "Tokens generated."),
     "engine_steps": ("num_steps", "Steps of the engine."),
-    # Fields of later engines: reported as soon as EngineStats has them.
-    "key_moves": ("key_moves", "Cached keys moved to another position or scaling."),
+    "key_moves": ("key_moves", "Cached tokens whose keys were turned to other frequencies."),
+    # A field of later engines: reported as soon as EngineStats has it.
     "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
 }
+
+_RECOMPUTE_REASONS = ("full_prefix_hit", "preemption", "rope_update")
 
 
 class _EngineCollector(Collector):
@@ -66,7 +68,8 @@ class _EngineCollector(Collector):
         recomputed = CounterMetricFamily(
             "windlass_recomputed_tokens", "Positions passed through the model again, by reason.", labels=["reason"]
         )
-        for reason, count in sorted(self.stats.recomputed_tokens.items()):
+        counts = dict.fromkeys(_RECOMPUTE_REASONS, 0) | self.stats.recomputed_tokens
+        for reason, count in sorted(counts.items()):
             recomputed.add_metric([reason], count)
         yield recomputed
 

@@ -18,10 +18,13 @@ import typer
 
 from windlass.engine.config import EngineConfig, parse_dtype, parse_size
 from windlass.engine.errors import LoadError
+from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.settings import ServerSettings
+from windlass.server.profiles import is_profile_name, parse_profiles
+from windlass.server.settings import RopePolicy, ServerSettings
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
+_ROPE_POLICIES = ("allow", "profiles", "off")
 
 _engine = "Engine options"
 _server = "Server options"
@@ -79,8 +82,26 @@ class EngineOptions:
     rope_scaling: Annotated[
         str | None,
         option("--rope-scaling", panel=_engine, metavar="JSON",
-               help='Rotary scaling in Hugging Face\'s names: \'{"rope_type": "yarn", "factor": 4}\'.'),
+               help='Rotary scaling in Hugging Face\'s names: \'{"rope_type": "yarn", "factor": 4}\'; or the name of '
+               "a profile."),
     ] = None  # fmt: skip
+    rope_profile: Annotated[
+        list[str],
+        option("--rope-profile", panel=_engine, metavar="NAME=JSON",
+               help="A scaling that requests may use by its name; repeatable. The variable may hold an object of "
+               'several: \'{"long": {"rope_type": "yarn", "factor": 4}}\'.'),
+    ] = field(default_factory=list)  # fmt: skip
+    rope_update: Annotated[
+        str | None,
+        option("--rope-update", panel=_engine, help="When frequencies that depend on length change, for requests that "
+               "do not say: frozen (never), recompute (with the cache), rotate (cached keys are turned). Default: "
+               "recompute for longrope, else frozen."),
+    ] = None  # fmt: skip
+    deterministic: Annotated[
+        bool,
+        option("--deterministic/--no-deterministic", panel=_engine, help="The same greedy tokens whatever else runs "
+               "and however prompts are cut. Costs speed, mostly with long prompts and many requests at once."),
+    ] = False  # fmt: skip
     threads: Annotated[int | None, option("--threads", panel=_engine, help="CPU threads for the model.")] = None
     target_step_ms: Annotated[
         float,
@@ -89,16 +110,37 @@ class EngineOptions:
     ] = 250.0  # fmt: skip
 
     def parse_rope_scaling(self) -> RopeScaling | None:
-        """Raises LoadError or RequestError that names the field at fault."""
+        """From JSON or a profile's name; raises LoadError or RequestError that names the field at fault."""
         if self.rope_scaling is None:
             return None
+        profiles = self.profiles()
+        if self.rope_scaling in profiles:
+            return profiles[self.rope_scaling]
+        if self.names_profile():
+            raise LoadError(
+                f"--rope-scaling {self.rope_scaling}: no --rope-profile has that name: write {_ROPE_EXAMPLE}"
+            )
         try:
             parsed = json.loads(self.rope_scaling)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise LoadError(f"--rope-scaling is not valid JSON ({error}): write {_ROPE_EXAMPLE}") from error
         if not isinstance(parsed, dict):
             raise LoadError(f"--rope-scaling must be a JSON object: write {_ROPE_EXAMPLE}")
         return RopeScaling.from_dict(parsed, param="--rope-scaling")
+
+    def names_profile(self) -> bool:
+        """Whether --rope-scaling is a name rather than JSON."""
+        return self.rope_scaling is not None and is_profile_name(self.rope_scaling)
+
+    def profiles(self) -> dict[str, RopeScaling]:
+        """The declared profiles; raises LoadError or RequestError that names the one at fault."""
+        return parse_profiles(self.rope_profile)
+
+    def parse_rope_update(self) -> RopeUpdate | None:
+        """Raises LoadError for an unknown policy."""
+        if self.rope_update is not None and self.rope_update not in ROPE_UPDATES:
+            raise LoadError(f"--rope-update must be one of {', '.join(ROPE_UPDATES)}, got {self.rope_update!r}")
+        return self.rope_update
 
     def to_config(self, model: Path) -> EngineConfig:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
@@ -106,6 +148,7 @@ class EngineOptions:
             raise LoadError(f"--load-format must be safetensors or dummy, got {self.load_format!r}")
         if self.target_step_ms < 0:
             raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
+        self.profiles()
         try:
             memory = parse_size(self.kv_cache_memory) if self.kv_cache_memory is not None else None
         except LoadError as error:
@@ -124,6 +167,8 @@ class EngineOptions:
             kv_cache_memory=memory,
             prefix_caching=self.prefix_caching,
             rope_scaling=self.parse_rope_scaling(),
+            rope_update=self.parse_rope_update(),
+            deterministic=self.deterministic,
             threads=self.threads,
             target_step_seconds=self.target_step_ms / 1000,
         )
@@ -166,12 +211,28 @@ class ServerOptions:
         float,
         option("--grace-period", panel=_server, help="Seconds running streams may go on after SIGTERM or ctrl-C."),
     ] = 30.0
+    rope_policy: Annotated[
+        str,
+        option("--rope-policy", panel=_server, help="What requests may set of rotary scaling: allow (anything), profiles "
+               "(names of --rope-profile only) or off (nothing)."),
+    ] = "allow"  # fmt: skip
+    rope_exact: Annotated[
+        bool,
+        option("--rope-exact/--no-rope-exact", panel=_server, help="Let requests ask for exact recomputing: their whole "
+               "context is computed again for every token past the model's length, which takes much work."),
+    ] = False  # fmt: skip
     access_log: Annotated[
         bool, option("--access-log/--no-access-log", panel=_server, help="Log a line per HTTP request.")
     ] = False
 
-    def to_settings(self, model_name: str) -> ServerSettings:
-        """The HTTP side's settings; raises LoadError that names the option at fault."""
+    def to_settings(self, model_name: str, engine: EngineOptions | None = None) -> ServerSettings:
+        """The HTTP side's settings; raises LoadError or RequestError that names the option at fault.
+
+        engine: options the two sides share, None for their defaults.
+        """
+        engine = engine or EngineOptions()
+        if self.rope_policy not in _ROPE_POLICIES:
+            raise LoadError(f"--rope-policy must be one of {', '.join(_ROPE_POLICIES)}, got {self.rope_policy!r}")
         if not 0 <= self.port <= 65535:
             raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
         if self.default_max_tokens < 1:
@@ -187,6 +248,10 @@ class ServerOptions:
             default_max_tokens=self.default_max_tokens,
             default_timeout=self.request_timeout,
             grace_seconds=self.grace_period,
+            rope_profiles=engine.profiles(),
+            rope_policy=cast(RopePolicy, self.rope_policy),
+            rope_update=engine.parse_rope_update(),
+            rope_exact=self.rope_exact,
         )
 
     def _api_keys(self) -> tuple[str, ...]:

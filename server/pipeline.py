@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.request import EngineRequest, ModelInfo, SamplingParams
-from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.answers.base import AnswerOptions, AnswerWriter
 from windlass.server.errors import bad_request
 from windlass.server.generation import Generation, Plan, Tally, TextOptions
 from windlass.server.protocol.generation import GenerationRequest
+from windlass.server.rotary import Rotation, rotation_of
 from windlass.server.sampling import (
     build_sampling,
     fit_to_context,
     resolve_max_tokens,
-    rope_scaling_of,
     samples_per_prompt,
     tokenize_bad_words,
 )
@@ -44,7 +43,7 @@ class Job:
     arrival: float  # time.monotonic() seconds
     deadline: float | None
     sampling: SamplingParams
-    rope_scaling: RopeScaling | None
+    rotation: Rotation
     options: AnswerOptions
 
 
@@ -86,7 +85,7 @@ def check(
         arrival=arrival,
         deadline=None if seconds is None else arrival + seconds,
         sampling=sampling,
-        rope_scaling=rope_scaling_of(body.rope_scaling),
+        rotation=rotation_of(body.rope_scaling, body.rope_update, state.settings, info),
         options=AnswerOptions(
             n=n,
             samples=samples,
@@ -135,7 +134,8 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
     if body.bad_words:
         words = await state.text.run(tokenize_bad_words, body.bad_words, state.tokenizer)
         sampling = replace(sampling, bad_words=words)
-    requests = []
+    rotation = job.rotation
+    requests, rotary_plans = [], []
     for prompt in prompts:
         if not prompt.token_ids:
             raise bad_request("the prompt is empty: give at least one token", param)
@@ -145,15 +145,19 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
                 request_id=state.unique_id(job.request_id),
                 prompt_token_ids=prompt.token_ids,
                 sampling=replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens)),
-                rope_scaling=job.rope_scaling,
+                rope_scaling=rotation.scaling,
+                rope_update=rotation.update,
+                rope_exact=rotation.exact,
                 cache_salt=body.cache_salt,
                 priority=body.priority or 0,
                 deadline=job.deadline,
             )
         )
+        rotary_plans.append(rotation.plan(len(prompt.token_ids) + max_tokens))
     return Plan(
         prompts=prompts,
         requests=requests,
+        rotary_plans=rotary_plans,
         samples=sampling.n,
         text=TextOptions(
             stop=tuple(body.stop or ()),

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from windlass.engine.request import ModelInfo, SamplingParams
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.errors import ApiError, bad_request, context_length_exceeded
+from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.protocol.generation import GenerationRequest
 
 if TYPE_CHECKING:
@@ -116,18 +115,3 @@ def tokenize_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tupl
             if ids:
                 found[ids] = None
     return tuple(found)
-
-
-def rope_scaling_of(value: object) -> RopeScaling | None:
-    """The request's scaling, None for the server's default; raises ApiError or RequestError naming the field."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        raise ApiError(
-            400,
-            f"there is no rotary profile {value[:64]!r} on this server: give rope_scaling as an object",
-            param="rope_scaling",
-            code="unknown_profile",
-        )
-    assert isinstance(value, dict)
-    return RopeScaling.from_dict(value)

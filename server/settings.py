@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
+from windlass.engine.rotary.policy import RopeUpdate
+from windlass.engine.rotary.scaling import RopeScaling
+
+RopePolicy = Literal["allow", "profiles", "off"]
 MIB = 2**20
 
 
@@ -22,6 +28,9 @@ class ServerSettings:
     tokenizer_threads: threads that tokenize and detokenize long texts beside the event loop.
     template_seconds, max_concurrent_templates: bounds on rendering chat templates.
     deadline_slack: how long the engine is trusted to end a request past its deadline before the server does it.
+    rope_profiles: scalings that requests may name. rope_policy: whether requests may bring scalings of their own
+    ("allow"), name profiles ("profiles") or neither ("off"). rope_update: the engine's default, to describe requests by.
+    rope_exact: whether a request may ask for recomputing at every token.
     """
 
     served_model_name: str
@@ -43,6 +52,10 @@ class ServerSettings:
     template_seconds: float = 5.0
     max_concurrent_templates: int = 8
     deadline_slack: float = 0.5
+    rope_profiles: Mapping[str, RopeScaling] = field(default_factory=dict)
+    rope_policy: RopePolicy = "allow"
+    rope_update: RopeUpdate | None = None
+    rope_exact: bool = False
 
     def __post_init__(self) -> None:
         if not self.served_model_name:

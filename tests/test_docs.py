@@ -161,10 +161,11 @@ def test_rotary_examples_are_accepted(example):
         assert len(apply_scaling(read_rotary_groups(gemma), scaling)) == 2
         return
     size = 2 * len(example.get("short_factor", [1] * 32))
-    base = RotaryBase(10_000.0, size, size, 8192)
+    learned = tuple(0.9**j for j in range(size // 2)) if example["rope_type"] == "learned" else None
+    base = RotaryBase(10_000.0, size, size, 8192, inv_freq=learned)
     spec = resolve(scaling, base, 8193)
     assert len(spec.inv_freq) == size // 2
-    assert example["rope_type"] == "default" or spec != resolve(RopeScaling(), base, 8193)
+    assert example["rope_type"] in ("default", "learned") or spec != resolve(RopeScaling(), base, 8193)
 
 
 def test_every_rotary_kind_has_an_example():

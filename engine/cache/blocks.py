@@ -23,11 +23,22 @@ from windlass.engine.sequence import Sequence
 class BlockPool:
     """The blocks of one KV group. `cached` maps the digest of every hashed block, held or idle, to its id."""
 
-    __slots__ = ("_free", "_idle", "cached", "digests", "num_blocks", "private", "ref_counts", "window")
+    __slots__ = (
+        "_free",
+        "_idle",
+        "cached",
+        "digests",
+        "num_blocks",
+        "private",
+        "ref_counts",
+        "rotary_groups",
+        "window",
+    )
 
     def __init__(self, layout: KVGroupLayout) -> None:
         self.num_blocks = layout.num_blocks
         self.window = layout.window
+        self.rotary_groups = layout.rotary_groups
         self.ref_counts = [0] * layout.num_blocks
         self.digests: list[bytes | None] = [None] * layout.num_blocks
         self.private = bytearray(layout.num_blocks)
@@ -132,6 +143,7 @@ class BlockManager:
     def blocks_to_come(self, seq: Sequence, chunk: int) -> list[int]:
         """Per group the blocks `seq` still takes until all tokens it has are computed, in chunks of up to `chunk`."""
         total = -(-seq.num_tokens // self.block_size)
+        turns = seq.rotation.policy == "rotate" and seq.num_shareable_tokens < seq.num_tokens
         need = []
         for group, pool in enumerate(self.pools):
             table = seq.block_tables[group] if seq.block_tables else []
@@ -140,6 +152,8 @@ class BlockManager:
                 # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
                 held = len(table) - (seq.num_dropped_blocks[group] if table else 0)
                 count = min(count, (pool.window + chunk + self.block_size - 2) // self.block_size + 1 - held)
+            if turns:
+                count += total - len(seq.kept[group].blocks if seq.kept else ())
             need.append(max(0, count))
         return need
 
@@ -171,11 +185,11 @@ class BlockManager:
         """
         if not self.enable_prefix_caching or seq.private:
             return 0, False
-        size, num_tokens = self.block_size, seq.num_tokens
+        size, num_tokens = self.block_size, seq.num_shareable_tokens
         seq.chain.extend(seq.token_ids, num_tokens)
         groups = [(pool.cached, pool.window) for pool in self.pools]
         hit = longest_hit(seq.chain.digests, num_tokens // size, groups, size)
-        if hit * size < num_tokens:
+        if hit * size < seq.num_tokens:
             return hit, False
         return longest_hit(seq.chain.digests, hit - 1, groups, size), True
 
@@ -209,20 +223,6 @@ class BlockManager:
                     pool.register(table[i], seq.chain.digests[i])
         seq.num_committed_blocks = full
 
-    def make_private(self, seq: Sequence, first_block: int) -> None:
-        """From logical block `first_block` on, and for every block still to come, never hash, match or save.
-
-        Raises ValueError, before changing anything, if one of them is shared or hashed: it must be copied first.
-        """
-        for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            if any(block >= 0 and not pool.is_writable(block) for block in table[first_block:]):
-                raise ValueError("a shared or cached block cannot become private: copy it first")
-        for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            for block in table[first_block:]:
-                if block >= 0:
-                    pool.private[block] = True
-        seq.private = True
-
     # -- tables --------------------------------------------------------------------------------------------------
 
     def _needs_copy(self, seq: Sequence, group: int) -> bool:
@@ -232,15 +232,19 @@ class BlockManager:
             return False
         return not self.pools[group].is_writable(seq.block_tables[group][index])
 
-    def capacity(self, seq: Sequence, num_tokens: int) -> int:
-        """How many of the next `num_tokens` tokens of `seq` the pools have room for now."""
+    def capacity(self, seq: Sequence, num_tokens: int, reserved: abc.Sequence[int] | None = None) -> int:
+        """How many of the next `num_tokens` tokens of `seq` the pools have room for now.
+
+        reserved: per group the blocks that are taken for something else first.
+        """
         start = seq.num_computed_tokens
         for group, pool in enumerate(self.pools):
             table = seq.block_tables[group]
             copy = self._needs_copy(seq, group)
-            if not copy and start + num_tokens <= len(table) * self.block_size:
+            extra = reserved[group] if reserved else 0
+            if not copy and not extra and start + num_tokens <= len(table) * self.block_size:
                 continue
-            spare = pool.num_available - copy
+            spare = pool.num_available - copy - extra
             if spare < 0:
                 return 0
             num_tokens = min(num_tokens, (len(table) + spare) * self.block_size - start)
@@ -277,8 +281,8 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child`, which holds nothing, hold every block of `parent`; whoever writes first copies."""
-        if child.block_tables:
-            raise RuntimeError(f"sequence {child.seq_id} already holds blocks")
+        if child.block_tables or parent.kept:
+            raise RuntimeError(f"sequence {child.seq_id} already holds blocks, or its parent has turned keys")
         for pool, table in zip(self.pools, parent.block_tables, strict=True):
             for block in table:
                 if block >= 0:
@@ -297,19 +301,24 @@ class BlockManager:
                 continue
             table, first = seq.block_tables[group], seq.num_dropped_blocks[group]
             visible = first_visible_block(seq.num_computed_tokens, pool.window, self.block_size)
+            kept = seq.kept[group].blocks if seq.kept else []
             for i in range(min(visible, len(table)) - 1, first - 1, -1):
-                pool.release(table[i])
-                table[i] = -1
+                for blocks in (table, kept):
+                    if i < len(blocks):
+                        pool.release(blocks[i])
+                        blocks[i] = -1
             seq.num_dropped_blocks[group] = max(first, min(visible, len(table)))
 
     def free(self, seq: Sequence) -> None:
         """Release everything `seq` holds, tail first. Freeing twice does nothing the second time."""
         for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=False)):
-            for i in range(len(table) - 1, seq.num_dropped_blocks[group] - 1, -1):
-                pool.release(table[i])
+            for blocks in (table, seq.kept[group].blocks if seq.kept else []):
+                for i in range(len(blocks) - 1, seq.num_dropped_blocks[group] - 1, -1):
+                    pool.release(blocks[i])
         # New lists: a plan made before an abort may still refer to the old ones.
         seq.block_tables = []
         seq.num_dropped_blocks = []
+        seq.kept = []
         seq.num_computed_tokens = 0
         seq.num_committed_blocks = 0
 
@@ -320,10 +329,11 @@ class BlockManager:
         counts = [[0] * pool.num_blocks for pool in self.pools]
         for seq in sequences:
             for group, table in enumerate(seq.block_tables):
-                for i, block in enumerate(table):
-                    assert (block < 0) == (i < seq.num_dropped_blocks[group]), "only a leading part may be dropped"
-                    if block >= 0:
-                        counts[group][block] += 1
+                for blocks in (table, seq.kept[group].blocks if seq.kept else []):
+                    for i, block in enumerate(blocks):
+                        assert (block < 0) == (i < seq.num_dropped_blocks[group]), "only a leading part may be dropped"
+                        if block >= 0:
+                            counts[group][block] += 1
         for pool, count in zip(self.pools, counts, strict=True):
             pool.check()
             assert count == pool.ref_counts, "reference counts differ from the block tables"

@@ -152,6 +152,7 @@ def _to_tuple(output: RequestOutput) -> tuple[Any, ...]:
         output.finish_reason,
         output.stop_token_id,
         output.cached_tokens,
+        output.rotary,
         portable_error(output.error) if output.error is not None else None,
     )
 

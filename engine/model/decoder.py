@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,18 +41,28 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weight_dtype: torch.dtype | None = None
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight_dtype: torch.dtype | None = None,
+        *,
+        deterministic: bool = False,
     ) -> None:
-        """Allocate uninitialised weights; `weights.load_weights` or `weights.randomize_weights` fills them."""
+        """Allocate uninitialised weights; `weights.load_weights` or `weights.randomize_weights` fills them.
+
+        deterministic: the bits of a row of `forward` and `logits` depend on its own sequence only.
+        """
         self.spec, self.dtype, self.device = spec, dtype, device
         self.weight_dtype = weight_dtype or dtype
+        self.deterministic = deterministic
         hidden = spec.hidden_size
         self.embedding = self._empty(spec.vocab_size, hidden)
         self.head = self.embedding if spec.tied_embeddings else self._empty(spec.vocab_size, hidden)
         self.final_norm = self._norm(hidden)
         self.layers = [self._allocate(layer) for layer in spec.layers]
-        # The batch's cosines are as wide as the widest group's; a narrower group pairs its dims closer together.
         self._rotated_pairs = [group.base.rotary_dim // 2 for group in spec.rotary_groups]
+        self._unit_norm = torch.ones(spec.layers[0].attention.head_dim, dtype=torch.float32, device=device)
 
     def _empty(self, *shape: int) -> Tensor:
         dtype = self.weight_dtype if len(shape) > 1 else self.dtype
@@ -89,32 +100,45 @@ class Decoder:
         if self.spec.embedding_scale != 1.0:
             # Rounded to the compute dtype first, as the reference implementation does.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
+        if self.spec.temperature is not None:
+            beta, length = self.spec.temperature
+            growth = 1 + beta * self._log1p(batch.positions // length)  # [T]
+            batch = replace(batch, score_scale=batch.score_scale * growth)
         for index, (layer, w) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
-            y = self._attention(kernels.rms_norm(x, w.input_norm, eps), layer, w, batch, cache, index)
+            y = self._attention(self._rms_norm(x, w.input_norm, eps), layer, w, batch, cache, index)
             if w.post_attention_norm is not None:
-                y = kernels.rms_norm(y, w.post_attention_norm, eps)
+                y = self._rms_norm(y, w.post_attention_norm, eps)
             x = x + y
-            y = kernels.linear(kernels.rms_norm(x, w.mlp_norm, eps), w.gate_up, w.gate_up_bias)
-            y = kernels.linear(kernels.gated_activation(y, layer.activation), w.down, w.down_bias)
+            y = self._linear(self._rms_norm(x, w.mlp_norm, eps), w.gate_up, w.gate_up_bias)
+            y = self._linear(
+                kernels.gated_activation(y, layer.activation, deterministic=self.deterministic), w.down, w.down_bias
+            )
             if w.post_mlp_norm is not None:
-                y = kernels.rms_norm(y, w.post_mlp_norm, eps)
+                y = self._rms_norm(y, w.post_mlp_norm, eps)
             x = x + y
-        return kernels.rms_norm(x, self.final_norm, eps)
+        return self._rms_norm(x, self.final_norm, eps)
 
     def _attention(
         self, x: Tensor, layer: LayerSpec, w: LayerWeights, batch: ForwardBatch, cache: KVStorage, index: int
     ) -> Tensor:
         spec = layer.attention
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = kernels.linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
+        qkv = self._linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)  # [T, H, D] views
+        after = spec.qk_norm == "after"
         if w.q_norm is not None and w.k_norm is not None:
-            q = kernels.rms_norm(q, w.q_norm, self.spec.norm_eps)
-            k = kernels.rms_norm(k, w.k_norm, self.spec.norm_eps)
-        group, pages = spec.rotary_group, cache.pages(index)
-        pairs = self._rotated_pairs[group]
+            # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
+            q = self._rms_norm(q, self._unit_norm if after else w.q_norm, self.spec.norm_eps)
+            k = self._rms_norm(k, self._unit_norm if after else w.k_norm, self.spec.norm_eps)
+        # The batch's cosines are as wide as the widest group's; a layer that does not rotate takes none of them.
+        group, pages = spec.rotary_group or 0, cache.pages(index)
+        pairs = 0 if spec.rotary_group is None else self._rotated_pairs[group]
         cos, sin = batch.cos[group, :, :pairs], batch.sin[group, :, :pairs]
-        kernels.rotate_and_append(q, k, v, cos, sin, batch.q_scale[group], pages, batch.slots[spec.kv_group])
+        # A norm after the rotation takes an attention factor out again.
+        q_scale = torch.ones_like(batch.q_scale[group]) if after else batch.q_scale[group]
+        kernels.rotate_and_append(q, k, v, cos, sin, q_scale, pages, batch.slots[spec.kv_group])
+        if after and w.q_norm is not None and w.k_norm is not None:
+            q.mul_(w.q_norm * w.k_norm)
         attended = kernels.paged_attention(
             q,
             pages,
@@ -125,15 +149,28 @@ class Decoder:
             scale=spec.scale,
             window=spec.window,
             soft_cap=spec.soft_cap,
+            deterministic=self.deterministic,
         )  # [T, Hq, D]
-        return kernels.linear(attended.flatten(1), w.out, w.out_bias)
+        return self._linear(attended.flatten(1), w.out, w.out_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]."""
-        logits = kernels.linear(hidden, self.head).float()
+        logits = self._linear(hidden, self.head).float()
         if self.spec.logit_soft_cap is not None:
-            logits = self.spec.logit_soft_cap * torch.tanh(logits / self.spec.logit_soft_cap)
+            logits = kernels.soft_cap(logits, self.spec.logit_soft_cap, deterministic=self.deterministic)
         return logits
+
+    def _log1p(self, counts: Tensor) -> Tensor:
+        """ln(1 + n) of int64 counts, float32. Torch's own differs between a vector's body and its tail."""
+        if not self.deterministic:
+            return counts.float().log1p()
+        return torch.tensor([math.log1p(n) for n in counts.tolist()], dtype=torch.float32, device=counts.device)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return kernels.linear(x, weight, bias, deterministic=self.deterministic)
+
+    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return kernels.rms_norm(x, weight, eps, deterministic=self.deterministic)
 
     def num_parameters(self) -> int:
         return sum(t.numel() for t in self.tensors())

@@ -18,19 +18,52 @@ from torch import Tensor
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.spec import LayerSpec, ModelSpec
 
 Progress = Callable[[str, int, int], None]
 
-# Buffers some exporters save; they follow from the config.
-_DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.inv_freq$|\.attention\.(masked_bias|bias)$")
+# Buffers some exporters save. They follow from the config; learned frequencies are read by `rotary.learned`.
+_DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.attention\.(masked_bias|bias)$")
+
+
+# Our names of a layer's norms -> those of each `CheckpointLayout.norms`; a name whose tensor the model lacks is skipped.
+_QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_PRE_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_NORM_NAMES = {
+    "llama": {**_PRE_NORMS, **_QK_NORMS},
+    "gemma": {
+        "input_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "post_mlp_norm": "post_feedforward_layernorm",
+        **_QK_NORMS,
+    },
+    "glm4": {**_PRE_NORMS, "post_attention_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"},
+    "hunyuan": {**_PRE_NORMS, "q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a checkpoint tensor goes: a view of a decoder tensor. offset is added once it is there (Gemma's 1 + w)."""
+    """Where a checkpoint tensor goes: a view of a decoder tensor. offset is added once it is there (Gemma's 1 + w).
+
+    rows: which row of the checkpoint's tensor becomes each row of the view; None: in order.
+    """
 
     view: Tensor
     offset: float = 0.0
+    rows: Tensor | None = None
+
+
+def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Rows that turn interleaved pairs (2j, 2j+1) into half-split ones (j, j + d/2), head by head: [num_heads * head_dim].
+
+    With x' = x[order], half-split rotation of x' is interleaved rotation of x in that order, bit for bit. Rows past the
+    first rotary_dim of a head stay.
+    """
+    head = torch.arange(head_dim)
+    head[:rotary_dim] = torch.cat((torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2)))
+    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
 
 
 def _targets(decoder: Decoder) -> dict[str, _Target]:
@@ -44,31 +77,55 @@ def _targets(decoder: Decoder) -> dict[str, _Target]:
     if not spec.tied_embeddings:
         result["lm_head.weight"] = _Target(decoder.head)
     for i, (layer, w) in enumerate(zip(spec.layers, decoder.layers, strict=True)):
-        prefix, attention = f"model.layers.{i}.", layer.attention
-        sizes = [n * attention.head_dim for n in (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)]
+        prefix = f"model.layers.{i}."
         for suffix, qkv, gate_up, out, down in (
             ("weight", w.qkv, w.gate_up, w.out, w.down),
             ("bias", w.qkv_bias, w.gate_up_bias, w.out_bias, w.down_bias),
         ):
-            parts: dict[str, Tensor | None] = {"self_attn.o_proj": out, "mlp.down_proj": down}
+            parts: dict[str, _Target] = {}
             if qkv is not None:
-                parts |= zip(
-                    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), torch.split(qkv, sizes), strict=True
-                )
-            if gate_up is not None:
-                parts |= zip(("mlp.gate_proj", "mlp.up_proj"), gate_up.chunk(2), strict=True)
-            result |= {f"{prefix}{name}.{suffix}": _Target(t) for name, t in parts.items() if t is not None}
-        sandwich = layer.norms == "sandwich"
-        norms = {
-            "input_layernorm": w.input_norm,
-            "post_attention_layernorm": w.post_attention_norm if sandwich else w.mlp_norm,
-            "pre_feedforward_layernorm": w.mlp_norm if sandwich else None,
-            "post_feedforward_layernorm": w.post_mlp_norm,
-            "self_attn.q_norm": w.q_norm,
-            "self_attn.k_norm": w.k_norm,
+                parts |= _qkv_targets(spec, layer, qkv)
+            if gate_up is not None and spec.checkpoint.fused_gate_up:
+                parts["mlp.gate_up_proj"] = _Target(gate_up)
+            elif gate_up is not None:
+                gate, up = gate_up.chunk(2)
+                parts |= {"mlp.gate_proj": _Target(gate), "mlp.up_proj": _Target(up)}
+            if out is not None:
+                parts["self_attn.o_proj"] = _Target(out)
+            if down is not None:
+                parts["mlp.down_proj"] = _Target(down)
+            result |= {f"{prefix}{name}.{suffix}": target for name, target in parts.items()}
+        norms = {name: getattr(w, ours) for ours, name in _NORM_NAMES[spec.checkpoint.norms].items()}
+        # A norm's weights apply to rotated dims as the checkpoint numbers them.
+        rows = {f"self_attn.{x}_norm": _order(spec, layer, 1) for x in "qk"}
+        result |= {
+            f"{prefix}{name}.weight": _Target(tensor, offset, rows.get(name))
+            for name, tensor in norms.items()
+            if tensor is not None
         }
-        result |= {f"{prefix}{name}.weight": _Target(t, offset) for name, t in norms.items() if t is not None}
     return result
+
+
+def _order(spec: ModelSpec, layer: LayerSpec, num_heads: int) -> Tensor | None:
+    group = layer.attention.rotary_group
+    if not spec.checkpoint.interleaved or group is None:
+        return None
+    return half_split_order(num_heads, layer.attention.head_dim, spec.rotary_groups[group].base.rotary_dim)
+
+
+def _qkv_targets(spec: ModelSpec, layer: LayerSpec, qkv: Tensor) -> dict[str, _Target]:
+    """Query, key and value projections (or their biases) inside the decoder's fused tensor [(Hq + 2 Hkv) * D, …]."""
+    attention = layer.attention
+    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    orders = _order(spec, layer, heads), _order(spec, layer, kv_heads), None
+    if not spec.checkpoint.fused_qkv:
+        views = torch.split(qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
+        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        return {n: _Target(view, rows=rows) for n, view, rows in zip(names, views, orders, strict=True)}
+    rows = _order(spec, layer, heads + kv_heads)  # the heads of q, then those of k
+    if rows is not None:
+        rows = torch.cat((rows, torch.arange(len(rows), qkv.shape[0])))
+    return {"self_attn.qkv_proj": _Target(qkv, rows=rows)}
 
 
 def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = None) -> None:
@@ -98,7 +155,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
             )
         if not tensor.dtype.is_floating_point:
             raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
-        target.view.copy_(tensor)
+        target.view.copy_(tensor if target.rows is None else tensor[target.rows])
         if target.offset:
             target.view.add_(target.offset)
         remaining.discard(name)

@@ -11,6 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.rotary.config_values import read_list, read_number, read_object, read_size
+from windlass.engine.rotary.family_defaults import FAMILY_DEFAULTS, FamilyDefaults
+from windlass.engine.rotary.fields import ALIASES
+from windlass.engine.rotary.layer_pattern import LayerPattern, read_layer_pattern
+from windlass.engine.rotary.older_names import with_current_names
 from windlass.engine.rotary.scaling import (
     FULL_ATTENTION,
     GROUP_NAMES,
@@ -33,52 +38,58 @@ class RotaryGroup:
     base: RotaryBase
     scaling: RopeScaling
 
+    def parameters(self) -> dict[str, Any]:
+        """The scaling's fields as a JSON object without `rope_type`, theta included."""
+        given = self.scaling.to_dict()
+        given.pop("rope_type")
+        # Learned frequencies follow from no base.
+        return given if self.base.inv_freq is not None else {"rope_theta": self.base.rope_theta, **given}
+
 
 @dataclass(frozen=True, slots=True)
-class _Defaults:
-    """What a transformers config class fills in where config.json says nothing (read in transformers 5.23)."""
+class RotaryLayout:
+    """The rotation of a whole model, and what else depends on the pattern of its layers.
 
-    max_position_embeddings: int
-    head_dim: int | None = None  # None: hidden_size / num_attention_heads
-    hidden_size: int = 4096
-    num_attention_heads: int = 32
-    rope_theta: float = 10_000.0
-    local_theta: float | None = None  # set: sliding layers always have a theta of their own
+    groups: the full-attention group first; one where all layers rotate alike. layers: per layer its window and group
+    name as config.json has them. layer_groups: per layer an index into groups, None where it does not rotate.
+    temperature: (beta, length) where queries grow with their position (Ministral 3), else None.
+    """
+
+    groups: tuple[RotaryGroup, ...]
+    layers: tuple[LayerPattern, ...]
+    layer_groups: tuple[int | None, ...]
+    temperature: tuple[float, int] | None = None
 
 
-_DEFAULTS = {
-    "llama": _Defaults(max_position_embeddings=2048),
-    "mistral": _Defaults(max_position_embeddings=131_072),
-    "qwen2": _Defaults(max_position_embeddings=32_768),
-    "qwen3": _Defaults(max_position_embeddings=32_768, head_dim=128),
-    "gemma3_text": _Defaults(
-        max_position_embeddings=131_072,
-        head_dim=256,
-        hidden_size=2304,
-        num_attention_heads=8,
-        rope_theta=1_000_000.0,
-        local_theta=10_000.0,
-    ),
-}
+def read_rotary_layout(config: Mapping[str, Any]) -> RotaryLayout:
+    """The rotary groups of a model and the group of each layer.
+
+    Learned frequencies are left empty: `learned.with_learned_frequencies` reads them. Raises LoadError for anything
+    that is not understood: an unknown model_type, rope_type or field, a layer type without parameters, a wrong value.
+    """
+    family = config.get("model_type")
+    defaults = FAMILY_DEFAULTS.get(family) if isinstance(family, str) else None
+    if defaults is None:
+        raise LoadError(f"config.json: model_type {family!r} is not supported: known are {', '.join(FAMILY_DEFAULTS)}")
+    config = with_current_names(config, _head_dim(config, defaults))
+    layers = read_layer_pattern(config, defaults)
+    # A model none of whose layers rotates keeps one group, which nothing uses.
+    names = [name for name in GROUP_NAMES if any(layer.group == name for layer in layers)] or [FULL_ATTENTION]
+    given = _given_by_layer_type(config, names, layers, defaults)
+    temperature = _temperature(given[names[0]], config, defaults)
+    groups = tuple(_read_group(config, defaults, name, given[name]) for name in names)
+    if all((group.base, group.scaling) == (groups[0].base, groups[0].scaling) for group in groups):
+        groups, names = groups[:1], [names[0]] * len(names)
+        index = dict.fromkeys(GROUP_NAMES, 0)
+    else:
+        index = {name: i for i, name in enumerate(names)}
+    chosen = tuple(None if layer.group is None else index[layer.group] for layer in layers)
+    return RotaryLayout(groups, layers, chosen, temperature)
 
 
 def read_rotary_groups(config: Mapping[str, Any]) -> tuple[RotaryGroup, ...]:
-    """The rotary groups of a model, the full-attention group first; one group where all layers rotate alike.
-
-    Raises LoadError for anything that is not understood: an unknown model_type, rope_type or field, a layer type
-    without parameters, a wrong value.
-    """
-    family = config.get("model_type")
-    defaults = _DEFAULTS.get(family) if isinstance(family, str) else None
-    if defaults is None:
-        raise LoadError(f"config.json: model_type {family!r} is not supported: known are {', '.join(_DEFAULTS)}")
-    kinds = _layer_kinds(config, defaults)
-    given = _given_by_layer_type(config, kinds, defaults)
-    groups = tuple(_read_group(config, defaults, name, given[name]) for name in GROUP_NAMES if name in kinds)
-    first = groups[0]
-    if all((group.base, group.scaling) == (first.base, first.scaling) for group in groups):
-        return (first,)
-    return groups
+    """The groups of `read_rotary_layout`."""
+    return read_rotary_layout(config).groups
 
 
 def apply_scaling(
@@ -109,36 +120,19 @@ def apply_scaling(
     return tuple(replace(group, scaling=chosen.get(group.name, group.scaling)) for group in groups)
 
 
-def _layer_kinds(config: Mapping[str, Any], defaults: _Defaults) -> set[str]:
-    """Which of the group names occur among the layers."""
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        if not isinstance(layer_types, list) or not layer_types:
-            raise LoadError("config.json: layer_types must be a list with one name per layer")
-        unknown = sorted({str(kind) for kind in layer_types} - set(GROUP_NAMES))
-        if unknown:
-            raise LoadError(f"config.json: layer_types has {unknown[0]!r}: known are {', '.join(GROUP_NAMES)}")
-        return set(layer_types)
-    if defaults.local_theta is None:
-        # Whatever windows the layers have, only `rope_parameters` nested by layer type could tell them apart.
-        nested = set(GROUP_NAMES) & set(_mapping(config, "rope_parameters") or ())
-        return nested or {FULL_ATTENTION}
-    # Gemma 3 without layer_types: every sixth layer is global.
-    pattern = _integer(config, "sliding_window_pattern", 6)
-    layers = _integer(config, "num_hidden_layers", 26)
-    kinds = {FULL_ATTENTION} if layers >= pattern else set()
-    return kinds | ({SLIDING_ATTENTION} if pattern > 1 else set())
-
-
-def _given_by_layer_type(config: Mapping[str, Any], kinds: set[str], defaults: _Defaults) -> dict[str, dict[str, Any]]:
+def _given_by_layer_type(
+    config: Mapping[str, Any], names: list[str], layers: tuple[LayerPattern, ...], defaults: FamilyDefaults
+) -> dict[str, dict[str, Any]]:
     """The rope object of each layer type as written, theta included where it is known."""
-    new = _mapping(config, "rope_parameters")
-    old = _mapping(config, "rope_scaling")
+    new = read_object(config, "rope_parameters")
+    old = read_object(config, "rope_scaling")
     if old is not None and any(isinstance(value, Mapping) for value in old.values()):
         if new is not None:
             raise LoadError("config.json: rope_parameters and rope_scaling are both given: keep one")
         new, old = old, None
-    own_local = defaults.local_theta is not None
+    if new is None and old is None:
+        new = defaults.rope_parameters or None
+    own_local = defaults.local_theta is not None or config.get("rope_local_base_freq") is not None
     if new is not None and any(isinstance(value, Mapping) for value in new.values()):
         unknown = sorted(set(map(str, new)) - set(GROUP_NAMES))
         if unknown:
@@ -154,7 +148,7 @@ def _given_by_layer_type(config: Mapping[str, Any], kinds: set[str], defaults: _
     if own_local:
         given.setdefault(FULL_ATTENTION, {})
         given.setdefault(SLIDING_ATTENTION, {})
-    for name in kinds:
+    for name in names:
         if name not in given:
             raise LoadError(f"config.json: rope_parameters says nothing about the {name} layers")
     if old:
@@ -165,7 +159,35 @@ def _given_by_layer_type(config: Mapping[str, Any], kinds: set[str], defaults: _
     for name, value in ((FULL_ATTENTION, theta), (SLIDING_ATTENTION, local)):
         if name in given and given[name].get("rope_theta") is None and value is not None:
             given[name]["rope_theta"] = value
+    for name, value in _thetas_by_layer(config, layers).items():
+        given[name]["rope_theta"] = value
     return given
+
+
+def _thetas_by_layer(config: Mapping[str, Any], layers: tuple[LayerPattern, ...]) -> dict[str, Any]:
+    """`layer_rope_theta` by group; 0 marks a layer that does not rotate."""
+    thetas = read_list(config, "layer_rope_theta", len(layers))
+    found: dict[str, Any] = {}
+    for layer, theta in zip(layers, thetas or (), strict=False):
+        if layer.group is not None and found.setdefault(layer.group, theta) != theta:
+            raise LoadError(
+                f"config.json: layer_rope_theta gives the {layer.group} layers both {found[layer.group]!r} and "
+                f"{theta!r}: layers of one kind must share a theta"
+            )
+    return found
+
+
+def _temperature(
+    given: dict[str, Any], config: Mapping[str, Any], defaults: FamilyDefaults
+) -> tuple[float, int] | None:
+    """Ministral 3: queries times 1 + beta ln(1 + floor(position / length)), named in the rope object."""
+    beta = read_number(given, "llama_4_scaling_beta")
+    if beta is None:
+        return None
+    if defaults is not FAMILY_DEFAULTS["ministral3"]:
+        raise LoadError("config.json: llama_4_scaling_beta is not supported for this model_type")
+    trained_len = read_size(config, "max_position_embeddings", defaults.max_position_embeddings)
+    return beta, read_size(given, "original_max_position_embeddings", trained_len)
 
 
 def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
@@ -178,24 +200,30 @@ def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     return {**kept, **old}
 
 
-def _read_group(config: Mapping[str, Any], defaults: _Defaults, name: str, given: dict[str, Any]) -> RotaryGroup:
+def _read_group(config: Mapping[str, Any], defaults: FamilyDefaults, name: str, given: dict[str, Any]) -> RotaryGroup:
     given = {key: value for key, value in given.items() if value is not None}
     partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     kind = given.get("rope_type", given.get("type"))
     if kind is None:
         kind = given["rope_type"] = "default"
+    if kind in defaults.longrope_names:
+        given.pop("type", None)
+        kind = given["rope_type"] = "longrope"
+    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     _drop_without_effect(given, kind)
-    top_level = config.get("original_max_position_embeddings")
-    if top_level is not None and kind in (*_WITH_ORIGINAL_LENGTH, "su"):
-        given["original_max_position_embeddings"] = top_level
-    fallback = defaults.rope_theta if name == FULL_ATTENTION or defaults.local_theta is None else defaults.local_theta
-    given.setdefault("rope_theta", fallback)
-    base = _read_base(config, defaults, partial)
+    original = config.get("original_max_position_embeddings", defaults.original_len)
+    if original is not None and kind in _WITH_ORIGINAL_LENGTH:
+        given["original_max_position_embeddings"] = original
+    fallback = defaults.rope_theta if name == FULL_ATTENTION else defaults.local_theta or defaults.rope_theta
+    theta = given.pop("rope_theta", fallback) if kind == "learned" else given.setdefault("rope_theta", fallback)
+    base = _read_base(config, defaults, partial, kind)
     label = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     label = f"{label}.{name}" if name in (config.get(label) or ()) else label
     try:
         scaling = RopeScaling.from_dict(given, param=label)
-        base = replace(base, rope_theta=float(scaling.get("rope_theta")))
+        if kind == "learned":
+            return RotaryGroup(name, replace(base, inv_freq=()), scaling)
+        base = replace(base, rope_theta=float(scaling.get("rope_theta") or theta))
         scaling = scaling.without("rope_theta")
         check(scaling, base, param=label)
     except RequestError as error:
@@ -205,44 +233,40 @@ def _read_group(config: Mapping[str, Any], defaults: _Defaults, name: str, given
 
 def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
     """Remove what published configs carry and no implementation reads for this kind."""
-    if kind in ("default", "linear", "dynamic", "ntk"):
+    given.pop("llama_4_scaling_beta", None)  # not the rotation's: see _temperature
+    given.pop("max_position_embeddings", None)  # Ministral 3 repeats the top-level value
+    if kind in ("default", "linear", "dynamic", "ntk", "proportional", "learned"):
         given.pop("original_max_position_embeddings", None)
     if kind == "default" and given.get("factor") == 1:
         given.pop("factor")
     if kind == "yarn" and isinstance(given.get("finetuned"), bool):
         given.pop("finetuned")  # a note about the weights
+    if kind == "dynamic" and given.get("alpha") is not None:
+        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):  # HunYuan writes YaRN's fields as well
+            given.pop(key, None)
 
 
-def _read_base(config: Mapping[str, Any], defaults: _Defaults, partial: Any) -> RotaryBase:
+def _head_dim(config: Mapping[str, Any], defaults: FamilyDefaults) -> int:
+    heads = read_size(config, "num_attention_heads", defaults.num_attention_heads)
+    hidden = read_size(config, "hidden_size", defaults.hidden_size)
+    return read_size(config, "head_dim", defaults.head_dim or hidden // heads)
+
+
+def _read_base(config: Mapping[str, Any], defaults: FamilyDefaults, partial: Any, kind: Any) -> RotaryBase:
     """Dimensions and trained length; theta is filled in by the caller."""
-    heads = _integer(config, "num_attention_heads", defaults.num_attention_heads)
-    hidden = _integer(config, "hidden_size", defaults.hidden_size)
-    head_dim = _integer(config, "head_dim", defaults.head_dim or hidden // heads)
-    rotary_dim = head_dim
-    if partial is not None:
-        if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
-            raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {partial!r}")
-        rotary_dim = int(head_dim * partial)
+    head_dim = _head_dim(config, defaults)
+    partial = defaults.partial_rotary_factor if partial is None else partial
+    if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
+        raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {partial!r}")
+    proportional = kind == "proportional"
+    rotary_dim = head_dim if proportional else int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:
         raise LoadError(
             f"config.json: {rotary_dim} rotated dimensions (of a head_dim of {head_dim}) cannot form pairs: "
             "an even number is needed"
         )
-    trained_len = _integer(config, "max_position_embeddings", defaults.max_position_embeddings)
-    return RotaryBase(defaults.rope_theta, head_dim, rotary_dim, trained_len)
-
-
-def _integer(config: Mapping[str, Any], key: str, default: int) -> int:
-    value = config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LoadError(f"config.json: {key} must be a positive integer, got {value!r}")
-    return value
-
-
-def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any] | None:
-    value = config.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise LoadError(f"config.json: {key} must be an object, got {value!r}")
-    return value or None
+    turning = int(partial * head_dim // 2) if proportional and partial < 1 else None
+    if turning == 0:
+        raise LoadError(f"config.json: partial_rotary_factor {partial!r} of a head_dim of {head_dim} leaves no pair")
+    trained_len = read_size(config, "max_position_embeddings", defaults.max_position_embeddings)
+    return RotaryBase(defaults.rope_theta, head_dim, rotary_dim, trained_len, turning)

@@ -39,8 +39,14 @@ KINDS: dict[str, tuple[str, ...]] = {
         "short_mscale",
         "long_mscale",
     ),
+    "proportional": ("factor",),
+    "learned": (),
 }
-ALIASES = {"su": "longrope"}
+ALIASES = {"su": "longrope", "mrope": "default"}
+# Three-part positions of models that also see images. On text the parts are equal, which leaves the plain rotation, so
+# every kind takes these fields and only their sum is checked.
+SECTION_FIELDS = ("mrope_section", "mrope_interleaved")
+KNOWN = (*KINDS, *ALIASES)
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -52,22 +58,22 @@ _MAX_LIST = 4096
 
 
 def fields_of(rope_type: str) -> tuple[str, ...]:
-    """Every key an object of this kind may carry beside `rope_type`, in canonical order."""
-    return ("rope_theta", *KINDS[rope_type])
+    """Every key an object of this kind may carry beside `rope_type` and SECTION_FIELDS, in canonical order."""
+    return KINDS[rope_type] if rope_type == "learned" else ("rope_theta", *KINDS[rope_type])
 
 
 def read_rope_type(obj: dict[str, Any], param: str) -> str:
     """The canonical kind of a flat object, from `rope_type` or the older `type`; raises RequestError."""
     names = [key for key in ("rope_type", "type") if obj.get(key) is not None]
     if not names:
-        raise RequestError(f"{param}.rope_type is missing: give one of {_listed(KINDS)}", f"{param}.rope_type")
+        raise RequestError(f"{param}.rope_type is missing: give one of {_listed(KNOWN)}", f"{param}.rope_type")
     kinds = []
     for key in names:
         kind = obj[key]
         canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
         if canonical not in KINDS:
             raise RequestError(
-                f"{param}.{key} {_shown(kind)} is not known: use one of {_listed(KINDS)}", f"{param}.{key}"
+                f"{param}.{key} {_shown(kind)} is not known: use one of {_listed(KNOWN)}", f"{param}.{key}"
             )
         kinds.append(canonical)
     if len(set(kinds)) > 1:
@@ -82,7 +88,7 @@ def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[
 
     Raises RequestError naming the field for an unknown key, a wrong type or value, or a missing one.
     """
-    known = fields_of(rope_type)
+    known = (*fields_of(rope_type), *SECTION_FIELDS)
     for key in obj:
         if key in ("rope_type", "type"):
             continue
@@ -173,6 +179,15 @@ def _length(value: Any, param: str) -> int:
     return int(number)
 
 
+def _sections(value: Any, param: str) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_LIST:
+        raise RequestError(f"{param} must be a list of pair counts, got {_shown(value)}", param)
+    counts = tuple(_number(entry, f"{param}[{i}]") for i, entry in enumerate(value))
+    if any(count != int(count) or count < 0 for count in counts):
+        raise RequestError(f"{param} must hold whole numbers of pairs, not negative", param)
+    return tuple(int(count) for count in counts)
+
+
 def _flag(value: Any, param: str) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"{param} must be true or false, got {_shown(value)}", param)
@@ -204,6 +219,8 @@ _READERS: dict[str, Callable[[Any, str], Value]] = {
     "long_factor": _positives,
     "short_mscale": _positive,
     "long_mscale": _positive,
+    "mrope_section": _sections,
+    "mrope_interleaved": _flag,
 }
 
 

@@ -2,7 +2,8 @@
 
 Responsible for nothing but arithmetic on checked numbers. It knows no JSON, no model and no request, and it imports
 neither torch nor numpy, so the API process can run it. Symbols, used throughout: `d` the rotary dimension, `b` the base
-(theta), `j` the pair index 0 .. d/2 - 1, `w_j = b^(-2j/d)` the unscaled frequency in radians per token.
+(theta), `j` the pair index 0 .. d/2 - 1, `w_j` the model's unscaled frequency in radians per token: `b^(-2j/d)`, or what
+the checkpoint learned. Formulas that only look at frequencies take w; those that need a base take it too.
 """
 
 from __future__ import annotations
@@ -13,24 +14,28 @@ from collections.abc import Sequence
 Frequencies = tuple[float, ...]
 
 
-def default(theta: float, dim: int) -> Frequencies:
-    """w_j = theta^(-2j/dim), the frequencies of RoFormer (arXiv 2104.09864), shape [dim/2]."""
-    return tuple(theta ** (-2 * j / dim) for j in range(dim // 2))
+def default(theta: float, dim: int, turning: int | None = None) -> Frequencies:
+    """w_j = theta^(-2j/dim), the frequencies of RoFormer (arXiv 2104.09864), shape [dim/2].
+
+    turning: only the first so many pairs turn and the rest have frequency 0 (p-RoPE, arXiv 2410.06205; "proportional"
+    in Gemma 4), with exponents over the whole of dim all the same.
+    """
+    pairs = dim // 2
+    turning = pairs if turning is None else turning
+    return tuple(theta ** (-2 * j / dim) for j in range(turning)) + (0.0,) * (pairs - turning)
 
 
-def linear(theta: float, dim: int, factor: float) -> Frequencies:
+def linear(w: Sequence[float], factor: float) -> Frequencies:
     """w / factor: position interpolation (arXiv 2306.15595)."""
-    return tuple(w / factor for w in default(theta, dim))
+    return tuple(one / factor for one in w)
 
 
-def ntk(theta: float, dim: int, stretch: float) -> Frequencies:
-    """The base becomes theta * stretch^(dim/(dim-2)), so that the slowest pair slows by exactly `stretch`.
+def stretched_base(theta: float, dim: int, stretch: float) -> float:
+    """NTK-aware scaling's base, theta * stretch^(dim/(dim-2)): the slowest pair slows by exactly `stretch`.
 
     A single pair (dim 2) has frequency 1 under any base. Raises OverflowError when the base leaves float64.
     """
-    if dim == 2:
-        return (1.0,)
-    return default(theta * stretch ** (dim / (dim - 2)), dim)
+    return theta if dim == 2 else theta * stretch ** (dim / (dim - 2))
 
 
 def dynamic_stretch(factor: float, length_ratio: float) -> float:
@@ -53,6 +58,7 @@ def grid_ratio(trained_len: int, length: int) -> float:
 
 
 def yarn(
+    w: Sequence[float],
     theta: float,
     dim: int,
     factor: float,
@@ -63,8 +69,8 @@ def yarn(
 ) -> Frequencies:
     """YaRN's ramp from w (pairs that turn often within `original_len`) to w / factor (arXiv 2309.00071, section 3.2).
 
-    beta_fast, beta_slow: turns within `original_len` at which the ramp starts and ends. truncate: round the ramp's
-    ends outwards to whole pairs.
+    w: [dim/2], the unscaled frequencies of base theta. beta_fast, beta_slow: turns within `original_len` at which the
+    ramp starts and ends. truncate: round the ramp's ends outwards to whole pairs.
     """
 
     def pair_that_turns(times: float) -> float:
@@ -78,9 +84,9 @@ def yarn(
         high += 0.001  # a step, as everybody writes it, instead of a division by zero
 
     frequencies = []
-    for j, w in enumerate(default(theta, dim)):
+    for j, one in enumerate(w):
         ramp = min(max((j - low) / (high - low), 0.0), 1.0)
-        frequencies.append(w * (1 - ramp) + w / factor * ramp)
+        frequencies.append(one * (1 - ramp) + one / factor * ramp)
     return tuple(frequencies)
 
 
@@ -96,28 +102,28 @@ def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all
 
 
 def llama3(
-    theta: float, dim: int, factor: float, low_freq_factor: float, high_freq_factor: float, original_len: int
+    w: Sequence[float], factor: float, low_freq_factor: float, high_freq_factor: float, original_len: int
 ) -> Frequencies:
     """Llama 3.1: short wavelengths stay, long ones are divided by `factor`, those between are blended.
 
     With low_freq_factor == high_freq_factor there is nothing between and the result stays finite.
     """
     frequencies = []
-    for w in default(theta, dim):
-        turns = original_len * w / (2 * math.pi)  # within the original length
+    for one in w:
+        turns = original_len * one / (2 * math.pi)  # within the original length
         if turns < low_freq_factor:
-            frequencies.append(w / factor)
+            frequencies.append(one / factor)
         elif turns > high_freq_factor or low_freq_factor == high_freq_factor:
-            frequencies.append(w)
+            frequencies.append(one)
         else:
             smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
-            frequencies.append((1 - smooth) * w / factor + smooth * w)
+            frequencies.append((1 - smooth) * one / factor + smooth * one)
     return tuple(frequencies)
 
 
-def longrope(theta: float, dim: int, divisors: Sequence[float]) -> Frequencies:
-    """w_j / divisors_j: LongRoPE (arXiv 2402.13753); the caller picks the short or the long list, each [dim/2]."""
-    return tuple(w / divisor for w, divisor in zip(default(theta, dim), divisors, strict=True))
+def longrope(w: Sequence[float], divisors: Sequence[float]) -> Frequencies:
+    """w_j / divisors_j: LongRoPE (arXiv 2402.13753); the caller picks the short or the long list, each as long as w."""
+    return tuple(one / divisor for one, divisor in zip(w, divisors, strict=True))
 
 
 def longrope_attention_factor(factor: float, original_len: int) -> float:

@@ -15,12 +15,15 @@ from typing import Any, cast
 
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary import frequencies
-from windlass.engine.rotary.fields import Value, read_fields, read_rope_type
+from windlass.engine.rotary.fields import KINDS, Value, read_fields, read_rope_type
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 GROUP_NAMES = (FULL_ATTENTION, SLIDING_ATTENTION)
 NESTED = "nested"  # `rope_type` of an object that names groups
+
+# Kinds that change the base, which learned frequencies do not have.
+_NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")
 
 # Beyond these a request could only produce infinities or noise, never text.
 _MAX_FREQUENCY = 1e6
@@ -31,7 +34,7 @@ _MAX_ATTENTION_FACTOR = 1e4
 class RopeScaling:
     """One `rope_scaling` object, checked and in canonical form; hashable, picklable, compared by value.
 
-    rope_type: default, linear, ntk, dynamic, yarn, llama3 or longrope; "nested" when the object names groups.
+    rope_type: one of `fields.KINDS`; "nested" when the object names groups.
     parameters: the given fields in canonical order, numbers as float (`original_max_position_embeddings` as int).
     groups: for a nested object, the flat scaling of each named group; then `parameters` is empty.
     """
@@ -102,12 +105,34 @@ class RotaryBase:
     """What the model brings to a rotary group.
 
     rotary_dim: how many of head_dim elements are rotated, even. trained_len: the model's own context length M.
+    turning_pairs: on a proportional model, how many of the rotary_dim/2 pairs turn at all; None: all of them.
+    inv_freq: frequencies learned with the weights, rotary_dim/2 of them, in place of rope_theta; empty until they have
+    been read from the checkpoint (see `learned`).
     """
 
     rope_theta: float
     head_dim: int
     rotary_dim: int
     trained_len: int
+    turning_pairs: int | None = None
+    inv_freq: tuple[float, ...] | None = None
+
+    def unscaled(self, theta: float | None = None) -> tuple[float, ...]:
+        """The model's own frequencies, radians per token, under another base if one is given; [rotary_dim/2]."""
+        if self.inv_freq is None:
+            return frequencies.default(self.rope_theta if theta is None else theta, self.rotary_dim, self.turning_pairs)
+        if not self.inv_freq:
+            raise ValueError("this model's frequencies are learned and have not been read: see engine.rotary.learned")
+        return self.inv_freq
+
+
+def runnable_kinds(base: RotaryBase) -> tuple[str, ...]:
+    """The kinds of scaling this group of a model can run, in canonical order."""
+    if base.inv_freq is not None:
+        return tuple(kind for kind in KINDS if kind not in _NEED_A_BASE)
+    # Where only some dimensions rotate, the zeros that proportional fills up with would pair other dimensions.
+    refused = ("learned",) if base.rotary_dim == base.head_dim else ("learned", "proportional")
+    return tuple(kind for kind in KINDS if kind not in refused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,28 +160,47 @@ def original_len(scaling: RopeScaling, base: RotaryBase) -> int:
     return base.trained_len if given is None else int(given)
 
 
-def effective_length(scaling: RopeScaling, base: RotaryBase, length: int) -> float:
-    """The length at which frequencies frozen for `length` tokens are formed.
+def effective_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False) -> float | None:
+    """The length for which the frequencies of a request of `length` tokens are formed; None for kinds without one.
 
-    For dynamic the grid point M * 2^(k/4) at or above `length` (M itself below M). Every other kind has no grid:
-    `length` itself.
+    dynamic: the grid point M * 2^(k/4) at or above `length`, M itself below M; with `exact`, `length` itself past M.
+    longrope: the original length under the short list, the model's (or `factor` times the original) under the long one.
     """
-    if scaling.rope_type == "dynamic" and scaling.get("alpha") is None:
-        return base.trained_len * frequencies.grid_ratio(base.trained_len, length)
-    return float(length)
+    if not scaling.depends_on_length:
+        return None
+    if scaling.rope_type == "longrope":
+        original = original_len(scaling, base)
+        if length <= original:
+            return float(original)
+        return max(float(base.trained_len), original * cast(float, scaling.get("factor") or 1.0))
+    ratio = length / base.trained_len if exact else frequencies.grid_ratio(base.trained_len, length)
+    return base.trained_len * max(ratio, 1.0)
 
 
-def resolve(scaling: RopeScaling, base: RotaryBase, length: int, *, param: str = "rope_scaling") -> RotarySpec:
+def last_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False) -> int | None:
+    """The longest request that runs under the same frequencies as one of `length` tokens; None: any longer one does."""
+    if scaling.rope_type == "longrope":
+        original = original_len(scaling, base)
+        return original if length <= original else None
+    reach = effective_length(scaling, base, length, exact=exact)
+    return None if reach is None else math.floor(reach)
+
+
+def resolve(
+    scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False, param: str = "rope_scaling"
+) -> RotarySpec:
     """Frequencies and factors of a flat scaling on one group of a model.
 
-    length: the longest the request can become, in tokens; kinds that depend on length are frozen for it.
-    Raises RequestError where the object does not fit the model; ValueError for a nested object (pick its groups first).
+    length: the request's, in tokens, for the kinds that depend on it. exact: dynamic at that length rather than on its
+    grid. Raises RequestError where the object does not fit the model; ValueError for a nested object (pick its groups
+    first).
     """
     if scaling.groups:
         raise ValueError("a nested scaling is resolved group by group: see config_names.apply_scaling")
+    _check_kind(scaling, base, param)
     _check_lists(scaling, base, param)
     try:
-        inv_freq, rotary_scale = _formulas(scaling, base, length)
+        inv_freq, rotary_scale = _formulas(scaling, base, length, exact)
     except (OverflowError, ZeroDivisionError):
         inv_freq, rotary_scale = (math.inf,), 1.0
     if not all(0 <= w <= _MAX_FREQUENCY for w in inv_freq):
@@ -183,7 +227,28 @@ def check(scaling: RopeScaling, base: RotaryBase, *, param: str = "rope_scaling"
         resolve(scaling, base, length, param=param)
 
 
+def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
+    kinds = runnable_kinds(base)
+    if scaling.rope_type not in kinds:
+        raise RequestError(
+            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}",
+            f"{param}.rope_type",
+        )
+    if base.inv_freq is not None and scaling.get("rope_theta") is not None:
+        raise RequestError(
+            f"{param}.rope_theta has nothing to change: this model's frequencies are learned: leave it out",
+            f"{param}.rope_theta",
+        )
+
+
 def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
+    sections = scaling.get("mrope_section")
+    if sections is not None and sum(sections) != base.rotary_dim // 2:
+        raise RequestError(
+            f"{param}.mrope_section must add up to the {base.rotary_dim // 2} rotated pairs of this model, "
+            f"got {sum(sections)}",
+            f"{param}.mrope_section",
+        )
     for name in ("short_factor", "long_factor"):
         given = scaling.get(name)
         if given is not None and len(given) != base.rotary_dim // 2:
@@ -194,28 +259,32 @@ def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
             )
 
 
-def _formulas(scaling: RopeScaling, base: RotaryBase, length: int) -> tuple[tuple[float, ...], float]:
+def _formulas(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) -> tuple[tuple[float, ...], float]:
     """(inv_freq, attention factor) of a flat scaling whose fields fit the model."""
     given = dict(scaling.parameters)
     theta = cast(float, given.get("rope_theta", base.rope_theta))
-    dim = base.rotary_dim
+    w, dim = base.unscaled(theta), base.rotary_dim
     original = original_len(scaling, base)
     # Absent factors follow from the two lengths, as in transformers.
     factor = cast(float, given.get("factor", base.trained_len / original))
     match scaling.rope_type:
-        case "default":
-            return frequencies.default(theta, dim), 1.0
+        case "default" | "learned":
+            return w, 1.0
         case "linear":
-            return frequencies.linear(theta, dim, factor), 1.0
+            return frequencies.linear(w, factor), 1.0
+        case "proportional":
+            return frequencies.linear(w, cast(float, given.get("factor", 1.0))), 1.0
         case "ntk":
-            return frequencies.ntk(theta, dim, factor), 1.0
+            return base.unscaled(frequencies.stretched_base(theta, dim, factor)), 1.0
         case "dynamic":
             alpha = cast("float | None", given.get("alpha"))
             if alpha is None:
-                alpha = frequencies.dynamic_stretch(factor, frequencies.grid_ratio(base.trained_len, length))
-            return frequencies.ntk(theta, dim, alpha), 1.0
+                reach = cast(float, effective_length(scaling, base, length, exact=exact))
+                alpha = frequencies.dynamic_stretch(factor, reach / base.trained_len)
+            return base.unscaled(frequencies.stretched_base(theta, dim, alpha)), 1.0
         case "yarn":
             inv_freq = frequencies.yarn(
+                w,
                 theta,
                 dim,
                 factor,
@@ -231,10 +300,10 @@ def _formulas(scaling: RopeScaling, base: RotaryBase, length: int) -> tuple[tupl
             return inv_freq, cast(float, attention)
         case "llama3":
             low, high = cast(float, given["low_freq_factor"]), cast(float, given["high_freq_factor"])
-            return frequencies.llama3(theta, dim, factor, low, high, original), 1.0
+            return frequencies.llama3(w, factor, low, high, original), 1.0
         case "longrope":
             side = "short" if length <= original else "long"
-            inv_freq = frequencies.longrope(theta, dim, cast("tuple[float, ...]", given[f"{side}_factor"]))
+            inv_freq = frequencies.longrope(w, cast("tuple[float, ...]", given[f"{side}_factor"]))
             attention = given.get(f"{side}_mscale", given.get("attention_factor"))
             if attention is None:
                 attention = frequencies.longrope_attention_factor(factor, original)

@@ -6,13 +6,13 @@ scaling means: it is given resolved specs. Nothing here grows with the context l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from windlass import kernels
 from windlass.engine.rotary.scaling import RotaryBase, RotarySpec
 
 
@@ -85,17 +85,13 @@ class RotaryTables:
         """Cosines, sines and scales of T tokens.
 
         rotary_ids: [T] int64 rows. positions: [T] int64 absolute positions, exact to 2^53. The angle is formed and
-        reduced in float64, so the float32 results are right to rounding at any position.
+        reduced in float64, so the float32 results are right to rounding at any position; a token's bits do not depend
+        on the tokens beside it.
         """
-        angles = self.inv_freq.index_select(1, rotary_ids)  # [G, T, D/2], a fresh tensor
-        angles.mul_(positions.unsqueeze(-1))
-        # Take off whole turns while still in float64: at ten million tokens this costs 1e-9 rad, and rounding the rest to
-        # float32 costs 2e-7. From there float32 trigonometry does as well as float64, faster.
-        turns = (angles * (0.5 / math.pi)).round_()
-        reduced = angles.sub_(turns, alpha=2 * math.pi).float()
+        cos, sin = kernels.rotary_angles(self.inv_freq, rotary_ids, positions)
         return Rotation(
-            reduced.cos(),
-            reduced.sin_(),
+            cos,
+            sin,
             self._q_scale.index_select(1, rotary_ids),
             self._score_scale.index_select(0, rotary_ids),
         )
@@ -115,3 +111,13 @@ class RotaryTables:
             self._q_scale[group, row] = spec.rotary_scale**2
         self._score_scale[row] = specs[0].softmax_scale
         return row
+
+
+def turn_angles(old: Sequence[float], new: Sequence[float], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, float32 [T, d/2], of the rotations that take keys from frequencies `old` to `new` in place.
+
+    old, new: d/2 radians per token. positions: [T] int64. The angle is formed and reduced in float64.
+    """
+    step = torch.tensor(new, dtype=torch.float64) - torch.tensor(old, dtype=torch.float64)
+    cos, sin = kernels.rotary_angles(step.to(positions.device).view(1, 1, -1), torch.zeros_like(positions), positions)
+    return cos[0], sin[0]

@@ -1,7 +1,7 @@
-"""C++ SIMD kernels for CPUs: few-row linear, decode attention, rotation with append, norm and gated activations.
+"""C++ SIMD kernels for CPUs: few-row linear, attention, rotation and moves of keys, norm and gated activations.
 
-`library` finds and binds the compiled library and says why it cannot be used; `ops` are the operations on tensors. The
-operations only ever run here or raise: choosing between backends is `windlass.kernels.dispatch`'s business.
+`library` finds and binds the compiled library and says why it cannot be used; `linear`, `ops` and `rotary` are the
+operations on tensors. They only ever run here or raise: choosing between backends is `windlass.kernels.dispatch`'s business.
 """
 
 from windlass.kernels.cpu.library import Library, load, runnable, unavailable_reason
@@ -11,9 +11,15 @@ from windlass.kernels.cpu.ops import (
     gated_activation,
     paged_attention_decode,
     rms_norm,
+    silu_and_mul,
+    soft_cap,
+)
+from windlass.kernels.cpu.rotary import (
+    move_cached_keys,
+    move_refusal,
+    rotary_angles,
     rotate_and_append,
     rotate_refusal,
-    silu_and_mul,
 )
 
 __all__ = [
@@ -24,12 +30,16 @@ __all__ = [
     "linear_small",
     "linear_widened",
     "load",
+    "move_cached_keys",
+    "move_refusal",
     "paged_attention_decode",
     "prefers",
     "rms_norm",
+    "rotary_angles",
     "rotate_and_append",
     "rotate_refusal",
     "runnable",
     "silu_and_mul",
+    "soft_cap",
     "unavailable_reason",
 ]

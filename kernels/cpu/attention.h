@@ -4,12 +4,16 @@
 // may take, with a running maximum and sum over CHUNK keys at a time. Cuts are merged in order by their log-sum-exp, so
 // a sequence's result depends on its own length only, never on its neighbours or the number of threads. The queries
 // that share a kv head share its loads. Only keys a query sees are ever read, nor any table entry before them.
+//
+// Rows that share one table are the queries of one prompt. They go in packs, which share the loads of the chunks that all
+// of a pack see; every row still passes through the same cuts and chunks as it would alone, so its bits are the same.
 
 constexpr long SPLIT = 256;    // keys per unit
 constexpr long CHUNK = 64;     // keys whose scores are kept; divides SPLIT
 constexpr int QUERIES = 4;     // queries of one kv head handled together
 constexpr int KEYS = 2;        // keys handled together: 8 accumulators hide the latency of the multiply-add
 constexpr long AHEAD = 8;      // keys prefetched before their turn at the start of a unit
+constexpr long PACK = 16;      // queries of one kv head, over all rows of a pack
 
 struct Attention {
     const void *q; long q_row, q_head; int q_type;
@@ -30,22 +34,26 @@ struct Attention {
     INLINE_MEMBER long first_cut(long b) const { return first_key(b) / SPLIT; }
     INLINE_MEMBER long cuts(long b) const { return length(b) <= 0 ? 0 : ceil_div(length(b), SPLIT) - first_cut(b); }
     INLINE_MEMBER long group() const { return heads / kv_heads; }
+    INLINE_MEMBER long begin_of(long b, long cut) const { return max_of(cut * SPLIT, first_key(b)); }
+    INLINE_MEMBER long end_of(long b, long cut) const { return min_of((cut + 1) * SPLIT, length(b)); }
+    INLINE_MEMBER bool has(long b, long cut) const { return begin_of(b, cut) < end_of(b, cut); }
 };
 
 // Per-thread working memory: scaled queries, scores of a chunk, weighted values, running maximum and sum.
 struct Scratch {
     float *query, *scores, *acc, *top, *total;
     long query_row, acc_row;
-    static long floats(const Attention &p) {
-        return p.group() * (round_up(p.dim, W) + CHUNK + round_up(p.value_dim, W) + 2) + 4 * W;
+    static long floats(const Attention &p, long rows) {
+        return rows * p.group() * (round_up(p.dim, W) + CHUNK + round_up(p.value_dim, W) + 2) + 4 * W;
     }
-    void place(const Attention &p, float *memory) {
+    void place(const Attention &p, long rows, float *memory) {
+        const long queries = rows * p.group();
         query_row = round_up(p.dim, W), acc_row = round_up(p.value_dim, W);
         query = memory;
-        acc = query + p.group() * query_row;
-        scores = acc + p.group() * acc_row;
-        top = scores + p.group() * CHUNK;
-        total = top + p.group();
+        acc = query + queries * query_row;
+        scores = acc + queries * acc_row;
+        top = scores + queries * CHUNK;
+        total = top + queries;
     }
 };
 
@@ -179,49 +187,69 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
     }
 }
 
-template <class T> static void attend_chunk(const Attention &p, const Scratch &s, const Chunk<T> &chunk) {
-    const long group = p.group();
-    long i = 0;
-    for (; i + QUERIES <= group; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, chunk);
-    for (; i + 2 <= group; i += 2) score_chunk<T, 2>(p, s, i, chunk);
-    for (; i < group; i++) score_chunk<T, 1>(p, s, i, chunk);
-    for (i = 0; i < group; i++) soften(p, s, i, chunk.count);
-    for (i = 0; i + QUERIES <= group; i += QUERIES) add_values<T, QUERIES>(p, s, i, chunk);
-    for (; i + 2 <= group; i += 2) add_values<T, 2>(p, s, i, chunk);
-    for (; i < group; i++) add_values<T, 1>(p, s, i, chunk);
+// Queries [first, last) of the scratch against one chunk.
+template <class T>
+static void attend_chunk(const Attention &p, const Scratch &s, long first, long last, const Chunk<T> &chunk) {
+    long i = first;
+    for (; i + QUERIES <= last; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, chunk);
+    for (; i + 2 <= last; i += 2) score_chunk<T, 2>(p, s, i, chunk);
+    for (; i < last; i++) score_chunk<T, 1>(p, s, i, chunk);
+    for (i = first; i < last; i++) soften(p, s, i, chunk.count);
+    for (i = first; i + QUERIES <= last; i += QUERIES) add_values<T, QUERIES>(p, s, i, chunk);
+    for (; i + 2 <= last; i += 2) add_values<T, 2>(p, s, i, chunk);
+    for (; i < last; i++) add_values<T, 1>(p, s, i, chunk);
 }
 
-// One unit: fills acc, top and total of the group for the keys of one cut.
-template <class T> static void attend_cut(const Attention &p, const Scratch &s, long b, long head, long cut) {
-    const long group = p.group();
-    for (long i = 0; i < group; i++) {
-        const long source = b * p.q_row + (head * group + i) * p.q_head;
-        for (long d = 0; d < s.query_row; d++) {
-            const float x = d < p.dim ? element(p.q, p.q_type, source + d) : 0.0f;
-            s.query[i * s.query_row + d] = x * (p.scale * p.score_scale[b]);
+// One cut of `rows` rows from row b on, which share a table and see this cut from the same key on: fills acc, top and
+// total of their queries.
+template <class T> static void attend_cut(const Attention &p, const Scratch &s, long b, long rows, long head, long cut) {
+    const long group = p.group(), begin = p.begin_of(b, cut);
+    long shortest = SPLIT, longest = 0;
+    for (long r = 0; r < rows; r++) {
+        const float scale = p.scale * p.score_scale[b + r];
+        for (long i = 0; i < group; i++) {
+            const long source = (b + r) * p.q_row + (head * group + i) * p.q_head, query = r * group + i;
+            for (long d = 0; d < s.query_row; d++)
+                s.query[query * s.query_row + d] = d < p.dim ? element(p.q, p.q_type, source + d) * scale : 0.0f;
+            for (long d = 0; d < s.acc_row; d++) s.acc[query * s.acc_row + d] = 0.0f;
+            s.top[query] = -__builtin_inff();
+            s.total[query] = 0.0f;
         }
-        for (long d = 0; d < s.acc_row; d++) s.acc[i * s.acc_row + d] = 0.0f;
-        s.top[i] = -__builtin_inff();
-        s.total[i] = 0.0f;
+        shortest = min_of(shortest, p.end_of(b + r, cut) - begin);
+        longest = max_of(longest, p.end_of(b + r, cut) - begin);
     }
-    const long begin = max_of(cut * SPLIT, p.first_key(b)), end = min_of((cut + 1) * SPLIT, p.length(b));
     const int32_t *table = p.tables + b * p.table_row;
     const T *keys[SPLIT], *values[SPLIT];
     long block = begin / p.block_size, offset = begin % p.block_size;
-    for (long j = 0; j < end - begin; block++, offset = 0)
-        for (; offset < p.block_size && j < end - begin; offset++, j++) {
+    for (long j = 0; j < longest; block++, offset = 0)
+        for (; offset < p.block_size && j < longest; offset++, j++) {
             const long entry = ((long)table[block] * p.block_size + offset) * p.kv_heads + head;
             keys[j] = (const T *)p.keys + entry * p.dim;
             values[j] = (const T *)p.values + entry * p.value_dim;
         }
-    for (long j = 0; j < end - begin; j += CHUNK) {
-        const long next = j + CHUNK, left = max_of(0, end - begin - next);
-        attend_chunk<T>(p, s, {keys + j, values + j, keys + next, min_of(CHUNK, end - begin - j), min_of(CHUNK, left), j == 0});
+    for (long j = 0; j < longest; j += CHUNK) {
+        const long next = j + CHUNK, left = max_of(0, longest - next);
+        Chunk<T> chunk = {keys + j, values + j, keys + next, min_of(CHUNK, longest - j), min_of(CHUNK, left), j == 0};
+        if (shortest >= min_of(next, longest)) {
+            attend_chunk<T>(p, s, 0, rows * group, chunk);
+            continue;
+        }
+        for (long r = 0; r < rows; r++) {
+            chunk.count = min_of(CHUNK, p.end_of(b + r, cut) - begin - j);
+            if (chunk.count > 0) attend_chunk<T>(p, s, r * group, (r + 1) * group, chunk);
+        }
     }
 }
 
+// A query's state after a cut, for the merge.
+INLINE void keep_part(const Attention &p, const Scratch &s, long query, float *part) {
+    __builtin_memcpy(part, s.acc + query * s.acc_row, p.value_dim * sizeof(float));
+    part[p.value_dim] = s.top[query];
+    part[p.value_dim + 1] = s.total[query];
+}
+
 // Result of one head from its cuts, each [value_dim weighted sums, top, total].
-static void merge(const Attention &p, const float *parts, long count, long part_row, long b, long head) {
+static NOINLINE void merge(const Attention &p, const float *parts, long count, long part_row, long b, long head) {
     const long at = (b * p.heads + head) * p.value_dim;
     float top = p.sinks ? p.sinks[head] : -__builtin_inff();
     for (long c = 0; c < count; c++) top = parts[c * part_row + p.value_dim] > top ? parts[c * part_row + p.value_dim] : top;
@@ -240,71 +268,4 @@ static void merge(const Attention &p, const float *parts, long count, long part_
         if (count) sums /= total;
         with_type(p.q_type, [&](auto *type) { store_some((decltype(type))p.out + at + d, sums, n); });
     }
-}
-
-template <class T> static int attend(const Attention &p) {
-    const long group = p.group(), part_row = p.value_dim + 2;
-    long *first = (long *)malloc((p.batch + 1) * sizeof(long));  // cuts before each sequence
-    if (!first) return 1;
-    first[0] = 0;
-    long keys = 0;
-    for (long b = 0; b < p.batch; b++) {
-        first[b + 1] = first[b] + p.cuts(b);
-        keys += max_of(0, p.length(b) - p.first_key(b));
-    }
-    const long units = first[p.batch] * p.kv_heads;
-    long *owner = (long *)malloc(max_of(1, first[p.batch]) * sizeof(long));
-    // [cut][head][part_row]
-    float *parts = (float *)malloc(max_of(1, first[p.batch] * p.heads * part_row) * sizeof(float));
-    const long threads = keys * p.kv_heads * p.dim < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
-    int failed = !owner || !parts;
-    if (!failed) {
-        for (long b = 0; b < p.batch; b++)
-            for (long c = first[b]; c < first[b + 1]; c++) owner[c] = b;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-        {
-            float *memory = (float *)malloc(Scratch::floats(p) * sizeof(float));
-            failed |= !memory;
-            Scratch s;
-            s.place(p, memory);
-#pragma omp for schedule(dynamic, 1)
-            for (long unit = 0; unit < units; unit++) {
-                if (!memory) continue;
-                const long cut = unit / p.kv_heads, head = unit % p.kv_heads, b = owner[cut];
-                attend_cut<T>(p, s, b, head, p.first_cut(b) + cut - first[b]);
-                for (long i = 0; i < group; i++) {
-                    float *part = parts + (cut * p.heads + head * group + i) * part_row;
-                    __builtin_memcpy(part, s.acc + i * s.acc_row, p.value_dim * sizeof(float));
-                    part[p.value_dim] = s.top[i];
-                    part[p.value_dim + 1] = s.total[i];
-                }
-            }
-            free(memory);
-#pragma omp for schedule(static)
-            for (long i = 0; i < p.batch * p.heads; i++) {
-                const long b = i / p.heads, head = i % p.heads;
-                merge(p, parts + (first[b] * p.heads + head) * part_row, first[b + 1] - first[b], p.heads * part_row, b, head);
-            }
-        }
-    }
-    free(first), free(owner), free(parts);
-    return failed;
-}
-
-// Shapes as in ops.py. A length of 0 gives a row of zeros. Returns 1 when out of memory, 2 for a block that the tables
-// name in a query's sight and the pages lack.
-EXPORT int WINDLASS_NAME(paged_attention_decode)(
-    const void *q, long q_row, long q_head, int q_type, const void *keys, const void *values, int page_type,
-    long num_blocks, long block_size, long kv_heads, long dim, long value_dim, const int32_t *tables, long table_row,
-    long table_columns, const void *lengths, int lengths_are_64, long window, float scale, float soft_cap,
-    const float *score_scale, const float *sinks, void *out, long batch, long heads) {
-    const Attention p = {q, q_row, q_head, q_type, keys, values, page_type, block_size, kv_heads, dim, value_dim, tables,
-                         table_row, lengths, lengths_are_64, window, scale, soft_cap, score_scale, sinks, out, batch, heads};
-    for (long b = 0; b < batch; b++) {
-        const long last = ceil_div(max_of(0, p.length(b)), block_size);
-        if (last > table_columns) return 2;
-        for (long i = p.first_key(b) / block_size; i < last; i++)
-            if (tables[b * table_row + i] < 0 || tables[b * table_row + i] >= num_blocks) return 2;
-    }
-    return page_type == 0 ? attend<float>(p) : page_type == 1 ? attend<bf16>(p) : attend<f16>(p);
 }

@@ -11,5 +11,7 @@ namespace {
 #include "simd.h"
 #include "linear.h"
 #include "pointwise.h"
+#include "rotary.h"
 #include "attention.h"
+#include "attention_rows.h"
 }  // namespace

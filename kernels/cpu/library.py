@@ -32,10 +32,20 @@ _SIGNATURES: dict[str, list[type]] = {
         *(*_TENSOR3, *_TENSOR3, *_TENSOR3, _INT),  # q, k, v
         *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
         *(_POINTER, _POINTER, _INT, _LONG, _POINTER),  # pages, slots
-        *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # tokens, heads, kv heads, dim, value dim, half
+        *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _INT),  # tokens, heads, kv heads, dim, value dim, half, past caches
+    ],
+    "move_cached_keys": [
+        *(_POINTER, _POINTER, _INT, _LONG, _POINTER, _POINTER, _LONG),  # pages, sources, targets
+        *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
+        *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
+    ],
+    "rotary_angles": [
+        *(_POINTER, _LONG, _LONG, _LONG),  # inverse frequencies: groups, rows, half
+        *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER),  # rows, positions, tokens, cos, sin
     ],
     "rms_norm": [_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
     "gated_activation": [_POINTER, _LONG, _INT, _INT, _POINTER, _LONG, _LONG],
+    "soft_cap": [_POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG],
     "paged_attention_decode": [
         *(*_TENSOR3, _INT),  # q
         *(_POINTER, _POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _LONG),  # pages: blocks, block size, kv heads, dims
@@ -60,8 +70,11 @@ class Library:
     isa: str
     linear: Function
     rotate_and_append: Function
+    move_cached_keys: Function
+    rotary_angles: Function
     rms_norm: Function
     gated_activation: Function
+    soft_cap: Function
     paged_attention_decode: Function
 
 

@@ -1,4 +1,4 @@
-// Rotation with the append to the cache, RMS norm, and gated activations. float32 arithmetic whatever the storage.
+// RMS norm, gated activations and soft caps. float32 arithmetic whatever the storage.
 
 constexpr long SERIAL_ELEMENTS = 1 << 15;  // below it one thread is quicker
 
@@ -11,63 +11,6 @@ template <class F> INLINE void with_type(int type, F f) {
     if (type == 0) f((float *)nullptr);
     else if (type == 1) f((bf16 *)nullptr);
     else f((f16 *)nullptr);
-}
-
-// target = source rotated by half-split pairs (j, j + half), the pair times `scale`; dims past 2 * half are copied.
-template <class TS, class TT>
-INLINE void rotate_head(const TS *source, TT *target, long dim, long half, const float *cos, const float *sin, float scale) {
-    long j = 0;
-    for (; j + W <= half; j += W) {
-        const vf a = load(source + j), b = load(source + half + j), c = load(cos + j) , s = load(sin + j);
-        store(target + j, (a * c - b * s) * scale);
-        store(target + half + j, (b * c + a * s) * scale);
-    }
-    for (; j < half; j++) {
-        const float a = widen(source[j]), b = widen(source[half + j]);
-        narrow((a * cos[j] - b * sin[j]) * scale, target[j]);
-        narrow((b * cos[j] + a * sin[j]) * scale, target[half + j]);
-    }
-    if ((const void *)source == (const void *)target) return;
-    for (j = 2 * half; j < dim; j++) narrow(widen(source[j]), target[j]);
-}
-
-template <class TS, class TT> INLINE void copy_row(const TS *source, TT *target, long n) {
-    long j = 0;
-    for (; j + W <= n; j += W) store(target + j, load(source + j));
-    for (; j < n; j++) narrow(widen(source[j]), target[j]);
-}
-
-// q, k, v: [T, heads, dim], strides of T and heads in elements, one type. Pages: [slots, kv_heads, dim], contiguous, one type.
-// Negative slots are padding: q is rotated, nothing is written. Returns 2 for a slot past num_slots, with nothing touched.
-EXPORT int WINDLASS_NAME(rotate_and_append)(
-    void *q, long q_row, long q_head, const void *k, long k_row, long k_head, const void *v, long v_row, long v_head,
-    int type, const float *cos, long cos_row, const float *sin, long sin_row, const float *q_scale, void *key_pages,
-    void *value_pages, int page_type, long num_slots, const int64_t *slots, long tokens, long q_heads, long kv_heads,
-    long dim, long value_dim, long half) {
-    for (long t = 0; t < tokens; t++)
-        if (slots[t] >= num_slots) return 2;
-    const long threads = threads_for(tokens * (q_heads + 2 * kv_heads) * dim, tokens);
-    with_type(type, [&](auto *element) {
-        with_type(page_type, [&](auto *page) {
-            typedef decltype(element) TS;
-            typedef decltype(page) TP;
-#pragma omp parallel for num_threads(threads) schedule(static)
-            for (long t = 0; t < tokens; t++) {
-                const float *c = cos + t * cos_row, *s = sin + t * sin_row;
-                for (long h = 0; h < q_heads; h++) {
-                    const TS head = (TS)q + t * q_row + h * q_head;
-                    rotate_head(head, head, dim, half, c, s, q_scale[t]);
-                }
-                if (slots[t] < 0) continue;
-                for (long h = 0; h < kv_heads; h++) {
-                    const long entry = slots[t] * kv_heads + h;
-                    rotate_head((TS)k + t * k_row + h * k_head, (TP)key_pages + entry * dim, dim, half, c, s, 1.0f);
-                    copy_row((TS)v + t * v_row + h * v_head, (TP)value_pages + entry * value_dim, value_dim);
-                }
-            }
-        });
-    });
-    return 0;
 }
 
 // out = x / sqrt(mean(x^2) + eps) * weight. With a residual: residual += x first, rounded to its type, then normed.
@@ -129,5 +72,23 @@ EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int ty
             }
         }
     });
+    return 0;
+}
+
+// out = cap * tanh(x / cap), float32.
+EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *out, long rows, long dim) {
+    constexpr long PIECE = 4096;
+    const long pieces = ceil_div(dim, PIECE);
+#pragma omp parallel for num_threads(threads_for(rows * dim, rows * pieces)) schedule(static)
+    for (long unit = 0; unit < rows * pieces; unit++) {
+        const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
+        for (long j = begin; j < end; j += W) {
+            const long n = min_of(W, end - j);
+            const float *source = x + r * row + j;
+            const vf y = tanh_of((n == W ? load(source) : load_some(source, n)) / cap) * cap;
+            if (n == W) store(out + r * dim + j, y);
+            else store_some(out + r * dim + j, y, n);
+        }
+    }
     return 0;
 }

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import to_json
 
 from windlass.engine.request import TokenLogprobs
+from windlass.engine.rotary.policy import RotaryReport
 from windlass.server.generation import Delta, Tally
 from windlass.server.logprobs import prompt_logprobs_object
+from windlass.server.rotary import report_object
 from windlass.server.text_worker import Prompt
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Result:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    rotary: RotaryReport | None = None
 
     def add(self, delta: Delta) -> None:
         """Append what a delta brings."""
@@ -54,6 +57,7 @@ class Result:
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+            self.rotary = delta.rotary
 
     @property
     def text(self) -> str:
@@ -92,6 +96,7 @@ class AnswerWriter(ABC):
         self._tail = b'],"usage":null}\n\n' if options.usage_at_end else b"]}\n\n"
         self._detailed = options.logprobs is not None or options.return_token_ids or options.usage_always
         self._begun: set[int] = set()
+        self._reports: dict[int, RotaryReport] = {}  # of the choices of a stream that ended
 
     # ---- to be filled in ---------------------------------------------------------------------------------------------
     @abstractmethod
@@ -125,13 +130,20 @@ class AnswerWriter(ABC):
             if not delta.text:
                 return first
             return first + self._head + self.plain(delta.choice, to_json(delta.text)) + self._tail
-        return first + self.chunk([self.detailed(delta)])
+        fields: dict[str, Any] = {}
+        if delta.rotary is not None:
+            self._reports[delta.choice] = delta.rotary
+            fields["rotary"] = report_object(delta.rotary)
+        return first + self.chunk([self.detailed(delta)], **fields)
 
     def last_event(self) -> bytes:
         """The usage chunk, where it was asked for."""
         if not self.options.usage_at_end:
             return b""
-        return b"data: " + to_json({**self.envelope, "choices": [], "usage": self.tally.usage()}) + b"\n\n"
+        payload = {**self.envelope, "choices": [], "usage": self.tally.usage()}
+        if self._reports:
+            payload["rotary"] = report_object(self._reports[min(self._reports)])
+        return b"data: " + to_json(payload) + b"\n\n"
 
     def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
         """One chunk as an event."""
@@ -151,6 +163,7 @@ class AnswerWriter(ABC):
         """The answer once every choice has finished."""
         n, samples = self.options.n, self.options.samples
         choices: list[dict[str, Any]] = []
+        reports: list[RotaryReport | None] = []
         for prompt_index in range(len(self.prompts)):
             outputs = range(prompt_index * samples, (prompt_index + 1) * samples)
             if n < samples:
@@ -158,7 +171,9 @@ class AnswerWriter(ABC):
                 outputs = best[:n]  # type: ignore[assignment]
             for choice in outputs:
                 choices.append(self.whole(len(choices), choice, self.results[choice]))
-        return {**self.envelope, "choices": choices, **self.extras(), "usage": self.tally.usage()}
+                reports.append(self.results[choice].rotary)
+        rotary = _place_reports(choices, reports)
+        return {**self.envelope, "choices": choices, **self.extras(), **rotary, "usage": self.tally.usage()}
 
     # ---- prompts -----------------------------------------------------------------------------------------------------
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
@@ -167,3 +182,13 @@ class AnswerWriter(ABC):
             self.prompt_objects[prompt_index] = prompt_logprobs_object(
                 self.tokenizer, entries, self.options.prompt_logprobs
             )
+
+
+def _place_reports(choices: list[dict[str, Any]], reports: list[RotaryReport | None]) -> dict[str, Any]:
+    """The top level's `rotary`, the first choice's; where the choices differ, each gets its own too."""
+    first = reports[0]
+    if any(report != first for report in reports):
+        for choice, report in zip(choices, reports, strict=True):
+            if report is not None:
+                choice["rotary"] = report_object(report)
+    return {} if first is None else {"rotary": report_object(first)}

@@ -33,6 +33,19 @@ class TokenLogprob(StrictModel):
 PromptLogprobs = list[dict[str, TokenLogprob] | None]
 
 
+class Rotary(StrictModel):
+    """What an answer ran under. `effective_length`: tokens its frequencies were formed for, null for kinds without a
+    length. `moves`: times its cached keys were turned. `groups`: the same by group, where layers rotate in two ways."""
+
+    rope_type: str
+    parameters: dict[str, Any]
+    policy: str
+    effective_length: float | None
+    fingerprint: str
+    moves: int
+    groups: dict[str, dict[str, Any]] | None = None
+
+
 class ErrorDetail(StrictModel):
     """What went wrong, in words, and the field at fault."""
 

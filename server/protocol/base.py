@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -58,10 +60,10 @@ def _token_bias(value: Any) -> Any:
     return result
 
 
-def check_free_form(value: Any) -> Any:
+def check_free_form(value: Any, *, numbers: bool = True) -> Any:
     """Refuse free-form JSON of too many values, and numbers that later arithmetic could trip over.
 
-    Those are infinities and integers past 64 bits.
+    Those are infinities and integers past 64 bits. numbers: False where somebody else looks at them.
     """
     stack = [value]
     seen = 0
@@ -74,17 +76,27 @@ def check_free_form(value: Any) -> Any:
             stack.extend(item.values())
         elif isinstance(item, list):
             stack.extend(item)
-        elif isinstance(item, float) and not -1e300 < item < 1e300:
+        elif numbers and isinstance(item, float) and not -1e300 < item < 1e300:
             raise PydanticCustomError("number", "holds a number that is not finite")
-        elif isinstance(item, int) and abs(item) > INT64_MAX:
+        elif numbers and isinstance(item, int) and abs(item) > INT64_MAX:
             raise PydanticCustomError("number", "holds an integer of more than 64 bits")
     return value
 
 
 def _rope_scaling(value: Any) -> Any:
     if value is not None and not isinstance(value, str | dict):
-        raise PydanticCustomError("type", "should be an object such as {'rope_type': 'yarn', 'factor': 4.0}")
-    return check_free_form(value)
+        raise PydanticCustomError(
+            "type", "should be an object such as {'rope_type': 'yarn', 'factor': 4.0}, or the name of a profile"
+        )
+    return check_free_form(value, numbers=False)  # whoever reads the object names the very field
+
+
+def _rope_update(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value not in ROPE_UPDATES:
+        raise PydanticCustomError("type", "should be {allowed}", {"allowed": " or ".join(map(repr, ROPE_UPDATES))})
+    return {"policy": value}
 
 
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
@@ -96,4 +108,23 @@ StopStrings = Annotated[
 ]
 LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]
+
+
+class RopeUpdateObject(StrictModel):
+    """`exact`: under `recompute`, frequencies follow every token, not steps; only where the operator allows it."""
+
+    policy: RopeUpdate
+    exact: bool | None = None
+
+    @model_validator(mode="after")
+    def _exact_recomputes(self) -> Self:
+        if self.exact and self.policy != "recompute":
+            raise PydanticCustomError("exact", "exact goes with the policy 'recompute'")
+        return self
+
+
 RopeScalingField = Annotated[Any, BeforeValidator(_rope_scaling)]  # an object, the name of a profile, or null
+RopeUpdateField = Annotated[
+    RopeUpdateObject,
+    BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject),
+]

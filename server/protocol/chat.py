@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.answers import PromptLogprobs, Usage
+from windlass.server.protocol.answers import PromptLogprobs, Rotary, Usage
 from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form
 from windlass.server.protocol.generation import GenerationRequest, only_empty, unsupported
 
@@ -124,6 +124,7 @@ class ChatChoice(StrictModel):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    rotary: Rotary | None = None
 
 
 class ChatCompletion(StrictModel):
@@ -137,3 +138,4 @@ class ChatCompletion(StrictModel):
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    rotary: Rotary | None = None

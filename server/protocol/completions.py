@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.answers import PromptLogprobs, Usage
+from windlass.server.protocol.answers import PromptLogprobs, Rotary, Usage
 from windlass.server.protocol.base import StrictModel
 from windlass.server.protocol.generation import GenerationRequest, only_empty
 
@@ -73,6 +73,7 @@ class CompletionChoice(StrictModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    rotary: Rotary | None = None
 
 
 class Completion(StrictModel):
@@ -84,3 +85,4 @@ class Completion(StrictModel):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    rotary: Rotary | None = None

@@ -13,6 +13,7 @@ from windlass.server.protocol.base import (
     LogitBias,
     RequestId,
     RopeScalingField,
+    RopeUpdateField,
     StopStrings,
     StrictModel,
     TokenId,
@@ -118,13 +119,13 @@ class GenerationRequest(StrictModel):
 
     # Serving
     rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
     timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
     request_id: RequestId | None = None
 
     # Not supported: accepted only where they ask for nothing
-    rope_update: Annotated[Literal["frozen", "recompute", "rotate"] | None, _only("frozen", "rope_update")] = None
     context_overflow: Annotated[Literal["stop", "shift"] | None, _only("stop", "context_overflow")] = None
     keep_tokens: Annotated[int | None, _only_absent("keep_tokens (it goes with context_overflow 'shift') is")] = None
     cache_reuse: Annotated[int | None, only_empty("cache_reuse above 0 is")] = None

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.base import FreeForm, RopeScalingField, StrictModel, TokenId
+from windlass.server.protocol.base import FreeForm, RopeScalingField, RopeUpdateField, StrictModel, TokenId
 from windlass.server.protocol.chat import MAX_MESSAGES, ChatMessage
 
 
@@ -58,9 +58,10 @@ class DetokenizeAnswer(StrictModel):
 
 
 class RotaryInspectRequest(StrictModel):
-    """`rope_scaling` as a request would give it (null: the server's default); `length`: its longest length in tokens,
-    which matters to dynamic and longrope only (null: the context's)."""
+    """`rope_scaling` and `rope_update` as a request would give them (null: the server's default); `length`: tokens,
+    which matter to dynamic and longrope only (null: the context's)."""
 
     model: str | None = None
     rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField | None = None
     length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.protocol.answers import Model, ModelList
+from windlass.server.rotary import describe_groups
 from windlass.server.routes.common import answers, state_of
 from windlass.server.state import ServerState
 
@@ -49,17 +50,7 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         "num_parameters",
     ):
         described[name] = None if info is None else getattr(info, name)
-    described["rotary"] = (
-        None
-        if info is None
-        else {
-            **info.rope_scaling.to_dict(),
-            "rope_theta": info.rope_theta,
-            "rotary_dim": info.rotary_dim,
-            "original_max_position_embeddings": info.trained_len,
-            "groups": list(info.rotary_groups),
-        }
-    )
+    described["rotary"] = None if info is None else describe_groups(info.rotary_groups)
     return described
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,39 +10,34 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.errors import LoadError
 from windlass.engine.request import ModelInfo
-from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling, read_rotary_groups
-from windlass.engine.rotary.scaling import RopeScaling, resolve
+from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.policy import RotaryPlan, make_plan
+from windlass.engine.rotary.scaling import RotarySpec
 from windlass.server.body import read_body
-from windlass.server.errors import ApiError, unavailable
+from windlass.server.errors import unavailable
 from windlass.server.protocol.text import RotaryInspectRequest
+from windlass.server.rotary import describe_groups, read_rotation
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
-from windlass.server.sampling import rope_scaling_of
 from windlass.server.state import ServerState
 
 router = APIRouter()
 
 
-@router.get("/v1/rotary", responses=answers(None, media_type="application/json", errors=(404, 503)))
+@router.get("/v1/rotary", responses=answers(None, media_type="application/json", errors=(503,)))
 async def rotary(request: Request) -> Response:
-    """The model's own rotation, this server's default scaling, and how long a request may become."""
+    """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
-    info = _loaded(state)
-    groups = await state.text.run(_model_groups, info)
-    main = groups[0]
+    info, settings = _loaded(state), state.settings
+    default = make_plan(info.rotary_groups, info.max_model_len, settings.rope_update)
     return _json(
         {
-            "model": {
-                **main.scaling.to_dict(),
-                "rope_theta": main.base.rope_theta,
-                "rotary_dim": main.base.rotary_dim,
-                "original_max_position_embeddings": main.base.trained_len,
-                "groups": {group.name: _describe(group) for group in groups},
-            },
-            "default": info.rope_scaling.to_dict(),
-            "profiles": {},
-            "policy": "frozen",
+            "model": describe_groups(info.model_rotary_groups),
+            "default": {**describe_groups(info.rotary_groups), "policy": default.policy},
+            "profiles": {name: scaling.to_dict() for name, scaling in settings.rope_profiles.items()},
+            "policy": settings.rope_policy,
+            "rope_update": settings.rope_update,
+            "rope_exact": settings.rope_exact,
             "max_model_len": info.max_model_len,
         }
     )
@@ -61,42 +54,32 @@ async def inspect(request: Request) -> Response:
     body = await read_body(request, RotaryInspectRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
     info = _loaded(state)
-    scaling = rope_scaling_of(body.rope_scaling)
+    rotation = read_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     length = info.max_model_len if body.length is None else body.length
-    return _json(await state.text.run(_inspect, info, scaling, length))
+    return _json(await state.text.run(_inspect, rotation.plan(length), length))
 
 
-def _inspect(info: ModelInfo, scaling: RopeScaling | None, length: int) -> dict[str, Any]:
-    groups = apply_scaling(_model_groups(info), info.rope_scaling)
-    groups = apply_scaling(groups, scaling)
-    resolved = {group.name: _resolved(group, length) for group in groups}
-    main = resolved[groups[0].name]
-    return {**main, "length": length, "groups": resolved} if len(groups) > 1 else {**main, "length": length}
+def _inspect(plan: RotaryPlan, length: int) -> dict[str, Any]:
+    stage = plan.stage(length)
+    resolved = {
+        group.name: _resolved(group, spec, effective)
+        for group, spec, effective in zip(plan.groups, stage.specs, stage.effective_lengths, strict=True)
+    }
+    answer = {**resolved[plan.groups[0].name], "policy": plan.policy, "length": length}
+    return {**answer, "groups": resolved} if len(resolved) > 1 else answer
 
 
-def _resolved(group: RotaryGroup, length: int) -> dict[str, Any]:
-    spec = resolve(group.scaling, group.base, length)
-    parameters = group.scaling.to_dict()
+def _resolved(group: RotaryGroup, spec: RotarySpec, effective_length: float | None) -> dict[str, Any]:
     return {
-        "rope_type": parameters.pop("rope_type"),
-        "parameters": {"rope_theta": group.base.rope_theta, **parameters},
+        "rope_type": group.scaling.rope_type,
+        "parameters": group.parameters(),
         "inv_freq": list(spec.inv_freq),
         "wavelengths": [2 * math.pi / w if w else None for w in spec.inv_freq],  # tokens per turn; null: never turns
         "attention_factor": spec.rotary_scale,
         "softmax_scale": spec.softmax_scale,
+        "effective_length": effective_length,
         "fingerprint": spec.fingerprint,
     }
-
-
-def _describe(group: RotaryGroup) -> dict[str, Any]:
-    return {**group.scaling.to_dict(), "rope_theta": group.base.rope_theta, "rotary_dim": group.base.rotary_dim}
-
-
-def _model_groups(info: ModelInfo) -> tuple[RotaryGroup, ...]:
-    try:
-        return read_rotary_groups(json.loads((Path(info.path) / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, LoadError):
-        raise ApiError(404, "this model's config.json cannot be read any more", code="no_rotary_config") from None
 
 
 def _loaded(state: ServerState) -> ModelInfo:

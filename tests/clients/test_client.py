@@ -171,7 +171,7 @@ async def test_completion(make):
     assert (request.method, request.path) == ("POST", "/v1/completions")
     assert request.json == {"prompt": "one", "model": "m", "max_tokens": 2, "stop": ["\n"], "timeout": 9.5}
     assert request.headers["content-type"] == "application/json" and "authorization" not in request.headers
-    assert result.text == " two" and result.request_id == "req-1" and result.rotary == {"rope_type": "yarn"}
+    assert result.text == " two" and result.request_id == "req-1" and result.rotary.rope_type == "yarn"
     choice = result.choices[0]
     assert (choice.finish_reason, choice.stop_reason) == ("stop", 7)
     assert choice.logprobs.token_logprobs == (None, -1.0) and choice.logprobs.top_logprobs == (None, {"b": -1.0})

@@ -23,6 +23,10 @@ async def windlass(exchange: Exchange) -> None:
         await answer({"object": "list", "data": [{"id": "demo", "max_model_len": 512}]})(exchange)
     elif path == "/tokenize":
         await answer({"count": 2, "tokens": [1, 2], "max_model_len": 512})(exchange)
+    elif path == "/v1/rotary":
+        await answer({"model": {}, "default": {"rope_type": "default"}, "profiles": {}, "policy": "allow"})(exchange)
+    elif path == "/v1/rotary/inspect":
+        await answer({"rope_type": "dynamic", "inv_freq": [1.0], "wavelengths": [6.28], "fingerprint": "f"})(exchange)
     elif path == "/detokenize":
         await answer({"prompt": "hello"})(exchange)
     elif (body.get("max_tokens") or 0) > 512:

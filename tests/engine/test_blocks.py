@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from helpers.fake_executor import FakeSpec
+from helpers.fake_executor import FakeRotation
 
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.prefix import HashChain, root_digest
+from windlass.engine.cache.turns import turn, turn_needs
 from windlass.engine.request import EngineRequest
-from windlass.engine.schedule import BlockCopy, KVGroupLayout
+from windlass.engine.schedule import BlockCopy, KeyMove, KVGroupLayout
 from windlass.engine.sequence import Sequence
 
 _IDS = iter(range(10**6))
@@ -26,7 +27,8 @@ def sequence(blocks: BlockManager, tokens: list[int], salt: str | None = None) -
         index=0,
         token_ids=list(tokens),
         num_prompt_tokens=len(tokens),
-        specs=(FakeSpec(),),  # type: ignore[arg-type]
+        rotation=FakeRotation(),  # type: ignore[arg-type]
+        stage=FakeRotation().stage(1),
         seed=0,
         chain=HashChain(root_digest(b"test", ["plain"], 0, salt), blocks.block_size),
         stop_ids=frozenset(),
@@ -234,26 +236,64 @@ def test_capacity_is_exactly_what_can_be_allocated() -> None:
     assert blocks.capacity(child, 30) == 2
 
 
-def test_private_blocks_are_never_offered_and_a_shared_one_cannot_become_private() -> None:
+def test_turned_keys_are_private_and_their_originals_stay_as_they_were() -> None:
+    """Block size 4: a turn at 6 tokens keeps one full block in place and moves the partial one aside; then one at 10."""
+    rotation = FakeRotation("dynamic", "rotate")
     blocks = manager((20, None))
     seq = start(blocks, list(range(16)))
+    seq.rotation, seq.stage = rotation, rotation.stage(6)  # type: ignore[assignment]
     compute(blocks, seq, 6)
-    with pytest.raises(ValueError, match="copy it first"):
-        blocks.make_private(seq, 0)
-    assert not seq.private
-    blocks.make_private(seq, 1)
+    before = list(seq.block_tables[0])
+    specs = [rotation.stage(n).specs for n in (6, 8, 11)]
+    assert turn_needs(blocks, seq, rotation.stage(8)) == [2]
+    keeps, moves = turn(blocks, seq, rotation.stage(8))
+    table, kept = seq.block_tables[0], seq.kept[0].blocks
+    assert kept[0] == before[0] and table[1] == before[1] and len({*table, *kept}) == 4
+    assert keeps == [KeyMove(0, 4, 6, [table[1]], [kept[1]], 0, specs[0], specs[0])]
+    assert moves == [KeyMove(0, 0, 6, kept, table, 0, specs[0], specs[1])]
+    compute(blocks, seq, 2)
+    compute(blocks, seq, 2)
+    assert turn_needs(blocks, seq, rotation.stage(11)) == [1]
+    keeps, moves = turn(blocks, seq, rotation.stage(11))
+    # Tokens 6 and 7 joined a turned block: their originals join those of 4 and 5. The third block is new and partial.
+    assert [(m.start, m.end, m.sources, m.targets) for m in keeps] == [
+        (6, 8, [table[1]], [kept[1]]),
+        (8, 10, [table[2]], [kept[2]]),
+    ]
+    assert [(m.start, m.end, m.from_specs, m.to_specs) for m in moves] == [
+        (0, 6, specs[0], specs[2]),
+        (6, 10, specs[1], specs[2]),
+    ]
+    assert moves[1].sources == kept[1:] and moves[1].targets == table[1:]
     compute(blocks, seq)
+    # The original of the first block is still what another prompt may take; nothing computed since is.
     assert blocks.match(sequence(blocks, list(range(17)))) == (1, False)
-    assert [blocks.pools[0].private[block] for block in seq.block_tables[0]] == [0, 1, 1, 1]
-    child = sequence(blocks, list(range(16)))
-    blocks.fork(seq, child)
-    child.token_ids.append(3)
-    compute(blocks, child)
-    assert blocks.pools[0].private[child.block_tables[0][4]]
-    assert blocks.match(seq) == (0, False)
+    assert all(blocks.pools[0].private[block] for block in table)
+    blocks.assert_consistent([seq])
     blocks.free(seq)
-    blocks.free(child)
     assert not any(blocks.pools[0].private)
+    blocks.assert_balanced()
+
+
+def test_a_turn_copies_a_shared_last_block_and_leaves_groups_alone_whose_frequencies_stay() -> None:
+    rotation = FakeRotation("dynamic", "rotate")
+    blocks = BlockManager([KVGroupLayout(20, None), KVGroupLayout(20, None, rotary_groups=())], 4)
+    seq = start(blocks, list(range(6)))
+    seq.rotation, seq.stage = rotation, rotation.stage(6)  # type: ignore[assignment]
+    compute(blocks, seq)
+    child = sequence(blocks, list(range(6)))
+    child.rotation, child.stage = seq.rotation, seq.stage
+    blocks.fork(seq, child)
+    shared = list(seq.block_tables[0])
+    assert turn_needs(blocks, child, rotation.stage(8)) == [3, 0]
+    keeps, moves = turn(blocks, child, rotation.stage(8))
+    assert keeps[0].sources == [shared[1]] and not {*child.block_tables[0]} & {*shared}
+    assert child.block_tables[1] == seq.block_tables[1] and {m.group for m in keeps + moves} == {0}
+    with pytest.raises(RuntimeError, match="turned keys"):
+        blocks.fork(child, sequence(blocks, [0]))
+    blocks.assert_consistent([seq, child])
+    blocks.free(child)
+    blocks.free(seq)
     blocks.assert_balanced()
 
 

@@ -167,7 +167,7 @@ def test_requests_the_engine_refuses(model: Path) -> None:
         (greedy("a", [5], stop_token_ids=(128,)), "stop_token_ids"),
         (greedy("a", [5], allowed_token_ids=()), "allowed_token_ids"),
         (greedy("a", [5], n=65), "n"),
-        (greedy("a", [5], rope_update="rotate"), "rope_update"),
+        (greedy("a", [5], rope_update="sideways"), "rope_update"),
     ]
     for request, param in cases:
         with pytest.raises(RequestError) as error:

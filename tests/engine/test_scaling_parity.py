@@ -11,7 +11,7 @@ import torch
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling
 
 M = 64  # the trained length of the models here
@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
     },
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "proportional": {"rope_type": "proportional", "factor": 4.0},
 }
 
 
@@ -81,6 +82,49 @@ def test_config_server_and_request_agree_with_transformers(kind: str, plain: Pat
         logits = reference.logits(prompt + result.token_ids)[49:-1]
         assert (torch.stack(result.logits) - logits).abs().max() / logits.abs().max() < 1e-5
         assert result.token_ids == logits.argmax(-1).tolist()
+
+
+def shortened(kind: str, pairs: int) -> dict[str, Any]:
+    return {key: value[:pairs] if isinstance(value, list) else value for key, value in KINDS[kind].items()}
+
+
+# Partial and interleaved; interleaved; layers without rotation; query and key norms behind the rotation.
+PAIRS = {"glm": 4, "helium": 8, "smollm3": 8, "hunyuan": 8}
+
+
+@pytest.mark.parametrize("family", sorted(PAIRS))
+def test_every_kind_under_every_pairing(family: str, tmp_path: Path) -> None:
+    """One batch with a request of each kind, each against transformers under the frequencies of that kind."""
+    model = make_model(family, tmp_path, max_position_embeddings=M)
+    core = make_core(model, max_num_batched_tokens=70)
+    prompt = torch.randint(3, 128, (50,), generator=torch.Generator().manual_seed(4)).tolist()
+    requests = {}
+    for kind in KINDS:
+        if kind == "proportional" and family == "glm":
+            continue  # its heads have dimensions that never rotate
+        scaling = RopeScaling.from_dict(shortened(kind, PAIRS[family]))
+        requests[kind] = greedy(kind, prompt, 6, rope_scaling=scaling)
+    results = run(core, requests.values())
+    for kind, request in requests.items():
+        specs = core.resolve_specs(request)
+        assert len(specs[0].inv_freq) == PAIRS[family]
+        logits = Reference(model, specs, ["full_attention"]).logits(prompt + results[kind, 0].token_ids)[49:-1]
+        assert (torch.stack(results[kind, 0].logits) - logits).abs().max() / logits.abs().max() < 1e-5
+        assert results[kind, 0].token_ids == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("family", ["glm", "phi3", "hunyuan"])
+def test_kinds_a_model_cannot_run_are_refused(family: str, tmp_path: Path) -> None:
+    core = make_core(make_model(family, tmp_path, max_position_embeddings=M))
+    cases = [("learned", {"rope_type": "learned"}), ("longrope", KINDS["longrope"] | {"short_factor": [1.0] * 3})]
+    if family != "hunyuan":
+        cases.append(("proportional", {"rope_type": "proportional"}))
+    for name, fields in cases:
+        fields = fields | ({"long_factor": [1.0] * 3} if name == "longrope" else {})
+        with pytest.raises(RequestError) as caught:
+            core.add(greedy(name, [5, 6, 7], 2, rope_scaling=RopeScaling.from_dict(fields)))
+        assert caught.value.param == f"rope_scaling.{'short_factor' if name == 'longrope' else 'rope_type'}"
+    assert not core.has_work()
 
 
 def test_two_scalings_in_one_batch_share_nothing(plain: Path) -> None:

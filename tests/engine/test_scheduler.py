@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from helpers.fake_executor import EOS, FakeExecutor, add, make_request, make_scheduler, oracle
+from helpers.fake_executor import EOS, FakeExecutor, FakeRotation, add, make_request, make_scheduler, oracle
 
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.request import RequestOutput
@@ -64,7 +64,7 @@ def test_any_budget_gives_the_same_tokens(budget: int) -> None:
         add(executor, request)
     outputs = finish(scheduler, executor)
     for request in requests:
-        expected, _, _ = oracle(request, executor.specs[request.request_id], 0, 200)
+        expected, _, _ = oracle(request, executor.rotations[request.request_id], 0, 200)
         assert tokens_of(outputs, request.request_id) == expected
 
 
@@ -155,8 +155,8 @@ def test_a_window_pool_smaller_than_the_prompt_is_enough() -> None:
     scheduler, executor, _ = make_scheduler(groups=[(50, None), (3, 8)], budget=64, max_model_len=150)
     request = make_request("x", [i % 3 for i in range(100)], max_tokens=20)
     add(executor, request)
-    assert tokens_of(finish(scheduler, executor), "x") == oracle(request, executor.specs["x"], 0, 150)[0]
-    assert scheduler.counters.recomputed_tokens == {"preemption": 0, "full_prefix_hit": 0}
+    assert tokens_of(finish(scheduler, executor), "x") == oracle(request, executor.rotations["x"], 0, 150)[0]
+    assert scheduler.counters.recomputed_tokens == {"preemption": 0, "full_prefix_hit": 0, "rope_update": 0}
 
 
 def test_a_full_queue_and_a_used_id_are_refused() -> None:
@@ -198,7 +198,7 @@ def test_a_second_request_takes_the_prefix_and_says_so() -> None:
     assert outputs[0].cached_tokens == 8
     finish(scheduler, executor)
     add(executor, make_request("salted", range(11), cache_salt="s"))
-    add(executor, make_request("scaled", range(11)), spec="yarn")
+    add(executor, make_request("scaled", range(11)), rotation=FakeRotation("yarn"))
     add(executor, make_request("scored", range(11), prompt_logprobs=0))
     assert rows(step(scheduler, executor)[0]) == [(0, 11)] * 3
     stats = scheduler.stats()
@@ -212,7 +212,7 @@ def test_a_full_hit_recomputes_its_last_block_and_counts_it() -> None:
         add(executor, make_request(name, range(8), max_tokens=1))
         outputs = finish(scheduler, executor)
     assert outputs[0].cached_tokens == 4
-    assert scheduler.counters.recomputed_tokens == {"preemption": 0, "full_prefix_hit": 4}
+    assert scheduler.counters.recomputed_tokens == {"preemption": 0, "full_prefix_hit": 4, "rope_update": 0}
     assert scheduler.counters.prompt_tokens == 16
 
 
@@ -285,7 +285,7 @@ def test_the_worst_ranked_is_preempted_keeps_its_output_and_is_counted() -> None
         add(executor, request)
     outputs = finish(scheduler, executor)
     for request in requests:
-        assert tokens_of(outputs, request.request_id) == oracle(request, executor.specs["good"], 0, 200)[0]
+        assert tokens_of(outputs, request.request_id) == oracle(request, executor.rotations["good"], 0, 200)[0]
     ends = [o.request_id for o in outputs if o.finish_reason]
     assert ends == ["good", "late"]
     counters = scheduler.counters
@@ -314,7 +314,7 @@ def test_every_request_that_add_accepts_ends_however_crowded_the_pool() -> None:
     assert scheduler.counters.num_preemptions > 0
     for request in requests:
         for index in range(request.sampling.n):
-            expected, _, _ = oracle(request, executor.specs["r0"], index, 200)
+            expected, _, _ = oracle(request, executor.rotations["r0"], index, 200)
             assert tokens_of(outputs, request.request_id, index) == expected
 
 
@@ -356,7 +356,7 @@ def test_samples_ride_on_one_prefill_and_share_its_blocks() -> None:
     assert rows(plan) == [(10, 1)] * 3 and len(plan.copies) == 2
     outputs += more + finish(scheduler, executor)
     for index in range(3):
-        assert tokens_of(outputs, "r", index) == oracle(request, executor.specs["r"], index, 200)[0]
+        assert tokens_of(outputs, "r", index) == oracle(request, executor.rotations["r"], index, 200)[0]
     assert executor.num_computed == 10 + 3 * 4
 
 
@@ -368,7 +368,7 @@ def test_samples_without_a_place_queue_and_take_the_prefix() -> None:
     assert len(outputs) == 4 and (scheduler.num_running, scheduler.num_waiting) == (2, 2)
     outputs += finish(scheduler, executor)
     for index in range(4):
-        assert tokens_of(outputs, "r", index) == oracle(request, executor.specs["r"], index, 200)[0]
+        assert tokens_of(outputs, "r", index) == oracle(request, executor.rotations["r"], index, 200)[0]
     # Each of the two computes the prompt's last two tokens again, which shared no full block.
     assert scheduler.counters.recomputed_tokens["preemption"] == executor.num_recomputed == 4
 
@@ -452,7 +452,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     outputs = finish(scheduler, executor)
     (given,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
     assert [e and e.token_id for e in given] == [None, *range(1, 14)]
-    right = executor.key_memo[victim.seq_id]
+    _, right = executor.key_memo[victim.seq_id]
     assert [e.logprob for e in given if e] == [float(key % 1000) for key in right[:13]]
 
 

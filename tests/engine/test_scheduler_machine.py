@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from helpers.fake_executor import EOS, VOCAB, FakeSpec, add, make_request, make_scheduler, oracle
+from helpers.fake_executor import EOS, VOCAB, FakeRotation, add, make_request, make_scheduler, oracle
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -43,6 +43,16 @@ PROMPTS = st.builds(
     st.lists(st.integers(0, 1), min_size=1, max_size=6),
 )
 
+ROTATIONS = [
+    FakeRotation(),
+    FakeRotation(),
+    FakeRotation("yarn"),
+    FakeRotation("dynamic", "recompute"),
+    FakeRotation("dynamic", "recompute", exact=True),
+    FakeRotation("dynamic", "rotate"),
+    FakeRotation("dynamic", "rotate"),
+]
+
 REQUESTS = st.fixed_dictionaries(
     {
         "prompt": PROMPTS,
@@ -51,7 +61,7 @@ REQUESTS = st.fixed_dictionaries(
         "seed": st.integers(0, 2),
         "priority": st.sampled_from([0, 0, 1, 2]),
         "salt": st.sampled_from([None, None, None, "s"]),
-        "spec": st.sampled_from(["plain", "plain", "plain", "yarn"]),
+        "rotation": st.sampled_from(ROTATIONS),
         "min_tokens": st.integers(0, 3),
         "ignore_eos": st.sampled_from([True, True, False]),
         "stop_token_ids": st.sampled_from([(), (), (4,)]),
@@ -94,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             target_step_seconds=step_seconds,
         )
         self.requests: dict[str, EngineRequest] = {}
-        self.specs: dict[str, tuple[FakeSpec, ...]] = {}
+        self.rotations: dict[str, FakeRotation] = {}
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.ended: dict[tuple[str, int], tuple[str, int | None]] = {}
         self.gone: set[str] = set()  # aborted or expired
@@ -108,12 +118,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in requests:
             self.add(**request)
 
-    def add(self, prompt: list[int], spec: str, lifetime: int | None, salt: str | None, **options: Any) -> None:
+    def add(
+        self, prompt: list[int], rotation: FakeRotation, lifetime: int | None, salt: str | None, **options: Any
+    ) -> None:
         request_id = f"r{len(self.requests)}"
         deadline = None if lifetime is None else self.clock.now + lifetime
         request = make_request(request_id, prompt, cache_salt=salt, deadline=deadline, **options)
         try:
-            add(self.executor, request, spec)
+            add(self.executor, request, rotation)
         except QueueFullError:
             assert self.scheduler.num_waiting >= 6
             event("queue full")
@@ -122,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert error.code in ("context_length_exceeded", "kv_cache_exceeded")
             return
         self.requests[request_id] = request
-        self.specs[request_id] = (FakeSpec(spec),)
+        self.rotations[request_id] = rotation
 
     @precondition(lambda self: self.in_flight is None)
     @rule()
@@ -198,11 +210,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.scheduler.blocks.assert_consistent(self.scheduler.live_sequences())
         stats = self.scheduler.counters
-        assert stats.recomputed_tokens["preemption"] == self.executor.num_recomputed
+        recomputed = stats.recomputed_tokens
+        assert recomputed["preemption"] + recomputed["rope_update"] == self.executor.num_recomputed
         if stats.num_preemptions:
             event("preemption")
         else:
-            assert self.executor.num_recomputed == 0
+            assert recomputed["preemption"] == 0
+        if recomputed["rope_update"]:
+            event("recompute at a change of frequencies")
+        # A window leaves some keys behind, which then need no turning.
+        assert stats.key_moves >= self.executor.num_turned
+        if self.scheduler.blocks.pools[0].window is None:
+            assert stats.key_moves == self.executor.num_turned
+        if stats.key_moves:
+            event("keys turned")
         if stats.prefix_cache_hits:
             event("prefix hit")
 
@@ -226,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, request in self.requests.items():
             for index in range(request.sampling.n):
                 tokens, reason, stop = oracle(
-                    request, self.specs[request_id], index, self.scheduler.config.max_model_len
+                    request, self.rotations[request_id], index, self.scheduler.config.max_model_len
                 )
                 got = self.tokens[request_id, index]
                 if request_id in self.gone:

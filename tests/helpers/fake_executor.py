@@ -1,31 +1,63 @@
 """A model without tensors: each slot of the cache stores which token chain its key was computed from.
 
 The key of token i depends on every token up to i, as a deep layer's does, and on what the request runs under (its
-spec and salt). Reading through the block tables must give exactly the keys of the sequence's own tokens; a leaked,
-shared, overwritten, stale or too early dropped block shows as a wrong key. The step order is a real layer's: copies,
-then all writes, then all reads.
+specs and salt). Beside it stands the spec it was computed under and the one it is turned to. Reading through the block
+tables must give exactly the keys of the sequence's own tokens under the frequencies of the moment; a leaked, shared,
+overwritten, stale, wrongly turned or too early dropped block shows as a wrong key. The step order is a real layer's:
+copies, keeps, moves, then all writes, then all reads.
 """
 
 from __future__ import annotations
 
 import random
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.request import EngineRequest, SamplingParams, TokenLogprobs
-from windlass.engine.schedule import KVGroupLayout, SampleSlot, SchedulerOutput, StepResult
+from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
+from windlass.engine.schedule import KeyMove, KVGroupLayout, SampleSlot, SchedulerOutput, StepResult
 from windlass.engine.scheduler import Scheduler, SchedulerConfig
 
 VOCAB = 6
 EOS = 5
 
 
+GRID = (6, 8, 11, 16, 23, 32)  # lengths after which the frequencies of `FakeRotation` change
+
+
 @dataclass(frozen=True)
 class FakeSpec:
     fingerprint: str = "plain"
+
+    @property
+    def inv_freq(self) -> tuple[str]:
+        return (self.fingerprint,)
+
+
+@dataclass(frozen=True)
+class FakeRotation:
+    """A rotary plan with one group whose spec is a name, followed by the end of its stage if it depends on length."""
+
+    name: str = "plain"
+    policy: RopeUpdate = "frozen"
+    exact: bool = False
+
+    def stage(self, length: int) -> RotaryStage:
+        if self.policy == "frozen":
+            return RotaryStage((FakeSpec(self.name),), None, (None,))  # type: ignore[arg-type]
+        last = length if self.exact and length > GRID[0] else next((end for end in GRID if length <= end), None)
+        return RotaryStage((FakeSpec(f"{self.name} {last}"),), last, (None,))  # type: ignore[arg-type]
+
+    def specs_of(self, index: int, num_prompt: int, num_tokens: int) -> tuple[FakeSpec, ...]:
+        """The specs under which token `index` of a context of `num_tokens` tokens is computed."""
+        length = max(index + 1, num_prompt) if self.policy == "rotate" else num_tokens
+        return self.stage(length).specs  # type: ignore[return-value]
+
+    def report(self, stage: RotaryStage, moves: int) -> RotaryReport:
+        return RotaryReport(self.name, {}, self.policy, stage.last_length, stage.specs[0].fingerprint, moves)
 
 
 class FakeRotary:
@@ -51,8 +83,18 @@ class FakeRotary:
             self.free.append(row)
 
 
-def extend_key(key: int, token: int) -> int:
-    return hash((key, token))
+def extend_key(key: int, token: int, specs: tuple[FakeSpec, ...]) -> int:
+    # Not hash(): that of a string differs from process to process.
+    return zlib.crc32(repr((key, token, specs)).encode())
+
+
+def keys_of(request: EngineRequest, rotation: FakeRotation, token_ids: Sequence[int]) -> list[int]:
+    """The right key of every token of a context, computed from nothing but the request."""
+    key, keys = zlib.crc32(repr(request.cache_salt).encode()), []
+    for i, token in enumerate(token_ids):
+        key = extend_key(key, token, rotation.specs_of(i, len(request.prompt_token_ids), len(token_ids)))
+        keys.append(key)
+    return keys
 
 
 def draw(key: int, slot: SampleSlot, num_output: int) -> int:
@@ -70,24 +112,58 @@ class FakeExecutor:
 
     scheduler: Scheduler
     rotary: FakeRotary
-    store: list[dict[tuple[int, int], int]] = field(default_factory=list)  # per group (block, offset) -> key
-    specs: dict[str, tuple[FakeSpec, ...]] = field(default_factory=dict)
+    # per group (block, offset) -> key, the specs it was computed under, the specs it is turned to
+    store: list[dict[tuple[int, int], tuple[int, object, object]]] = field(default_factory=list)
+    rotations: dict[str, FakeRotation] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)  # per sequence the tokens that were ever in the cache for it
     num_computed: int = 0
     num_recomputed: int = 0
-    key_memo: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    num_turned: int = 0
+    key_memo: dict[int, tuple[object, list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.store = [{} for _ in self.scheduler.blocks.pools]
 
     def keys(self, request: EngineRequest, seq_id: int, token_ids: Sequence[int]) -> list[int]:
         """The right key of every token of a sequence."""
-        memo = self.key_memo[seq_id]
-        key = memo[-1] if memo else root_key(request, self.specs[request.request_id])
-        for token in token_ids[len(memo) :]:
-            key = extend_key(key, token)
+        rotation, num_prompt, total = self.rotations[request.request_id], len(request.prompt_token_ids), len(token_ids)
+        era = rotation.stage(total) if rotation.policy == "recompute" else None
+        known, memo = self.key_memo.get(seq_id, (None, []))
+        if known != era:
+            memo = []
+        key = memo[-1] if memo else zlib.crc32(repr(request.cache_salt).encode())
+        for i in range(len(memo), total):
+            key = extend_key(key, token_ids[i], rotation.specs_of(i, num_prompt, total))
             memo.append(key)
+        self.key_memo[seq_id] = era, memo
         return memo
+
+    def turn(self, moves: list[KeyMove], holders: list[Counter[int]], *, keep: bool) -> None:
+        """Carry out keeps or moves. Whatever moves must be an original; nothing shared or hashed is written to."""
+        size, pools = self.scheduler.config.block_size, self.scheduler.blocks.pools
+        written: set[tuple[int, int, int]] = set()
+        read: set[tuple[int, int, int]] = set()
+        for move in moves:
+            first = move.start // size
+            assert len(move.sources) == len(move.targets) == -(-move.end // size) - first
+            for i in range(move.start, move.end):
+                source, target = move.sources[i // size - first], move.targets[i // size - first]
+                assert (source < 0) == (target < 0)
+                if source < 0:
+                    continue
+                assert source != target and holders[move.group][target] == 1, "a move into a shared block"
+                assert pools[move.group].digests[target] is None and pools[move.group].private[target]
+                key, origin, turned = self.store[move.group][source, i % size]
+                assert origin == turned == move.from_specs, "a move of a key that was moved before, or from elsewhere"
+                assert (move.from_specs == move.to_specs) == keep
+                slots = (move.group, source, i % size), (move.group, target, i % size)
+                assert slots[1] not in written, "two moves into one slot"
+                read.add(slots[0])
+                written.add(slots[1])
+                self.store[move.group][target, i % size] = key, origin, move.to_specs
+                if not keep and move.group == 0:
+                    self.num_turned += 1
+        assert not read & written, "a source is the target of another move"
 
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
         size = self.scheduler.config.block_size
@@ -96,7 +172,8 @@ class FakeExecutor:
         holders = [Counter[int]() for _ in pools]
         for seq in live.values():
             for group, table in enumerate(seq.block_tables):
-                holders[group].update(block for block in table if block >= 0)
+                kept = seq.kept[group].blocks if seq.kept else []
+                holders[group].update(block for block in (*table, *kept) if block >= 0)
 
         targets: set[tuple[int, int]] = set()
         for copy in output.copies:
@@ -109,10 +186,17 @@ class FakeExecutor:
                 if (copy.source, offset) in store:
                     store[copy.target, offset] = store[copy.source, offset]
 
+        self.turn(output.keeps, holders, keep=True)
+        self.turn(output.moves, holders, keep=False)
+
         written: set[tuple[int, int, int]] = set()
         for item in output.sequences:
             seq = live[item.seq_id]
-            assert item.rotary_id == self.rotary.rows[self.specs[seq.request.request_id]], "wrong rotary row"
+            rotation = self.rotations[seq.request.request_id]
+            end = item.start + item.num_tokens
+            specs = rotation.specs_of(end - 1, item.num_prompt_tokens, len(item.token_ids))
+            assert specs == rotation.specs_of(item.start, item.num_prompt_tokens, len(item.token_ids)), "mixed stages"
+            assert item.rotary_id == self.rotary.rows[specs], "wrong rotary row"
             assert 0 <= item.start < item.start + item.num_tokens <= len(item.token_ids)
             keys = self.keys(seq.request, seq.seq_id, item.token_ids)
             end = item.start + item.num_tokens
@@ -128,22 +212,24 @@ class FakeExecutor:
                     assert pool.digests[block] is None, "a write into a block that may be matched"
                     assert (group, block, i % size) not in written, "two writes into one slot"
                     written.add((group, block, i % size))
-                    self.store[group][block, i % size] = keys[i]
+                    self.store[group][block, i % size] = keys[i], specs, specs
 
         results = []
         for item in output.sequences:
             seq = live[item.seq_id]
             end = item.start + item.num_tokens
             right = self.keys(seq.request, seq.seq_id, item.token_ids)
+            rotation = self.rotations[seq.request.request_id]
+            specs = rotation.specs_of(end - 1, item.num_prompt_tokens, len(item.token_ids))
             for group, pool in enumerate(pools):
                 table = item.block_tables[group]
                 for i in range(item.start, end):
                     for j in range(0 if pool.window is None else max(0, i - pool.window + 1), i + 1):
                         assert table[j // size] >= 0, f"token {i} cannot see token {j}: its block was dropped"
-                        assert self.store[group].get((table[j // size], j % size)) == right[j], (
-                            f"wrong key at token {j}"
-                        )
-            row = self.store[0][item.block_tables[0][(end - 1) // size], (end - 1) % size]
+                        key, _, turned = self.store[group][table[j // size], j % size]
+                        assert key == right[j], f"wrong key at token {j}"
+                        assert turned == specs, f"the key of token {j} stands under other frequencies"
+            row, _, _ = self.store[0][item.block_tables[0][(end - 1) // size], (end - 1) % size]
             assert bool(item.samples) == (end == len(item.token_ids) and seq.request.sampling.max_tokens > 0)
             prompt_logprobs = None
             if item.prompt_logprobs is not None:
@@ -163,33 +249,25 @@ class FakeExecutor:
         return results
 
 
-def root_key(request: EngineRequest, specs: tuple[FakeSpec, ...]) -> int:
-    # Not hash(): that of a string differs from process to process.
-    return zlib.crc32(repr((request.cache_salt, specs)).encode())
-
-
 def oracle(
-    request: EngineRequest, specs: tuple[FakeSpec, ...], index: int, max_model_len: int
+    request: EngineRequest, rotation: FakeRotation, index: int, max_model_len: int
 ) -> tuple[list[int], str, int | None]:
     """What a sample must come to, computed one token at a time without cache, batch or scheduler."""
     sampling = request.sampling
     if sampling.max_tokens == 0:
         return [], "length", None
-    tokens, key = list(request.prompt_token_ids), root_key(request, specs)
-    for token in tokens:
-        key = extend_key(key, token)
+    tokens = list(request.prompt_token_ids)
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
     assert sampling.seed is not None
     slot = SampleSlot(0, index, sampling, sampling.seed, len(tokens), tokens, tuple(stops))
     output: list[int] = []
     while True:
-        token = draw(key, slot, len(output))
+        token = draw(keys_of(request, rotation, tokens + output)[-1], slot, len(output))
         output.append(token)
         if token in stops and len(output) > sampling.min_tokens:
             return output, "stop", token
         if len(output) == sampling.max_tokens or len(tokens) + len(output) == max_model_len:
             return output, "length", None
-        key = extend_key(key, token)
 
 
 @dataclass
@@ -255,8 +333,8 @@ def make_request(
     )
 
 
-def add(executor: FakeExecutor, request: EngineRequest, spec: str = "plain") -> None:
-    """Queue a request with the executor knowing its spec."""
-    specs = (FakeSpec(spec),)
-    executor.scheduler.add(request, specs)  # type: ignore[arg-type]
-    executor.specs[request.request_id] = specs
+def add(executor: FakeExecutor, request: EngineRequest, rotation: FakeRotation | None = None) -> None:
+    """Queue a request with the executor knowing its rotation."""
+    rotation = rotation or FakeRotation()
+    executor.scheduler.add(request, rotation)  # type: ignore[arg-type]
+    executor.rotations[request.request_id] = rotation

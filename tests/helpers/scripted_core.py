@@ -18,7 +18,8 @@ from pathlib import Path
 from windlass.engine.config import EngineConfig
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
 from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 
 CRASH, KILL, HANG, REFUSE, BUG, FAIL = 1, 2, 3, 4, 5, 6
 FIRST_TOKEN = 100
@@ -115,6 +116,7 @@ class ScriptedCore:
 
 def scripted_info(config: EngineConfig) -> ModelInfo:
     """A plausible description of a model nobody loaded."""
+    groups = (RotaryGroup("full_attention", RotaryBase(10000.0, 32, 32, 512), RopeScaling()),)
     return ModelInfo(
         path=config.model,
         architecture="ScriptedForCausalLM",
@@ -135,10 +137,8 @@ def scripted_info(config: EngineConfig) -> ModelInfo:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=(0,),
-        rope_scaling=config.rope_scaling or RopeScaling.from_dict({"rope_type": "default"}),
-        rope_theta=10000.0,
-        rotary_dim=32,
-        rotary_groups=("full_attention: default, theta 10000, 32 dimensions",),
+        rotary_groups=apply_scaling(groups, config.rope_scaling),
+        model_rotary_groups=groups,
         weight_bytes=20 * 2**20,
         load_seconds=0.1,
         notices=("this model is scripted",),

@@ -13,9 +13,12 @@ from dataclasses import dataclass, field
 
 from windlass.engine.errors import DeadlineError, EngineDeadError
 from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.policy import RotaryReport
+from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 
 LIKELY, UNLIKELY = -0.25, -1.5
+ROTARY = (RotaryGroup("full_attention", RotaryBase(10000.0, 16, 16, 128), RopeScaling()),)
 
 
 def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
@@ -49,10 +52,8 @@ def model_info(**fields: object) -> ModelInfo:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
         "eos_token_ids": (421,),
-        "rope_scaling": RopeScaling(),
-        "rope_theta": 10000.0,
-        "rotary_dim": 16,
-        "rotary_groups": ("full_attention",),
+        "rotary_groups": ROTARY,
+        "model_rotary_groups": ROTARY,
         "weight_bytes": 4000,
         "load_seconds": 0.1,
     }
@@ -72,6 +73,7 @@ class ScriptedEngine:
     refuse: Callable[[EngineRequest], Exception | None] = lambda request: None
     fail_after: tuple[int, Exception] | None = None
     ignore_deadline: bool = False
+    report: Callable[[EngineRequest], RotaryReport | None] = lambda request: None  # on the last output of each sample
 
     info: ModelInfo | None = field(default_factory=model_info)
     state: str = "ready"
@@ -148,6 +150,7 @@ class ScriptedEngine:
                     reason,  # type: ignore[arg-type]
                     stop_id,
                     self.cached_tokens,
+                    None if reason is None else self.report(request),
                 )
                 if reason is not None:
                     live.remove(index)

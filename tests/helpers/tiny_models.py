@@ -40,6 +40,50 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         },
     ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 8}),
+    "helium": ("Helium", {"attention_bias": True, "mlp_bias": True}),
+    "ernie4_5": ("Ernie4_5", {"use_bias": True}),
+    "glm": ("Glm", {}),
+    "glm4": ("Glm4", {}),
+    "phi3": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 4,  # so that every prompt here runs under the long list
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * i for i in range(6)],
+                "long_factor": [1.5 + 0.5 * i for i in range(6)],
+            },
+        },
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "sliding_window": None,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16,
+                "max_position_embeddings": 256,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
+    "proportional": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}},
+    ),
 }
 
 

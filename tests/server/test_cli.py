@@ -75,6 +75,8 @@ ENGINE_ARGUMENTS = {
     "--kv-cache-memory": "1.5GiB",
     "--block-size": "32",
     "--rope-scaling": YARN,
+    "--rope-profile": f"long={YARN}",
+    "--rope-update": "rotate",
     "--threads": "3",
     "--target-step-ms": "100",
 }
@@ -92,6 +94,8 @@ ENGINE_CONFIG = EngineConfig(
     block_size=32,
     prefix_caching=False,
     rope_scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}),
+    rope_update="rotate",
+    deterministic=True,
     threads=3,
     target_step_seconds=0.1,
 )
@@ -101,11 +105,19 @@ ENGINE_CONFIG = EngineConfig(
 def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     arguments = ["serve"]
     if by == "arguments":
-        arguments += [*sum(ENGINE_ARGUMENTS.items(), ()), "--no-prefix-caching", "the-model", "--log-level", "debug"]
+        arguments += [
+            *sum(ENGINE_ARGUMENTS.items(), ()),
+            "--no-prefix-caching",
+            "--deterministic",
+            "the-model",
+            "--log-level",
+            "debug",
+        ]
     else:
         for name, value in ENGINE_ARGUMENTS.items():
             monkeypatch.setenv("WINDLASS_" + name[2:].replace("-", "_").upper(), value)
         monkeypatch.setenv("WINDLASS_PREFIX_CACHING", "false")
+        monkeypatch.setenv("WINDLASS_DETERMINISTIC", "true")
         monkeypatch.setenv("WINDLASS_MODEL", "the-model")
         monkeypatch.setenv("WINDLASS_LOG_LEVEL", "debug")
     assert cli.run(arguments) == 0
@@ -113,7 +125,8 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     assert (model, level) == ("the-model", "debug")
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
     # An option added later must be added to the table above too.
-    assert len(ENGINE_ARGUMENTS) + 1 == len(dataclasses.fields(EngineOptions))
+    assert engine.profiles() == {"long": ENGINE_CONFIG.rope_scaling}
+    assert len(ENGINE_ARGUMENTS) + 2 == len(dataclasses.fields(EngineOptions))
 
 
 def test_defaults_are_the_configurations_own(launched):
@@ -142,6 +155,15 @@ def test_server_options(launched, monkeypatch, tmp_path):
     assert settings.served_model_name == "toy" and settings.default_max_tokens == 77
     assert (settings.grace_seconds, settings.default_timeout) == (2.5, 60.0)
     assert settings.cors_origins == ("https://a.example", "https://b.example", "https://c.example")
+    assert (settings.rope_policy, settings.rope_exact, settings.rope_profiles) == ("allow", False, {})
+
+    rotary = ["--rope-policy", "profiles", "--rope-exact", "--rope-profile", f"long={YARN}", "--rope-update", "rotate"]
+    assert cli.run(["serve", *rotary, "--rope-scaling", "long"]) == 0
+    _, engine, server, _ = launched[-1]
+    settings = server.to_settings("m", engine)
+    assert (settings.rope_policy, settings.rope_exact, settings.rope_update) == ("profiles", True, "rotate")
+    yarn = RopeScaling.from_dict(json.loads(YARN))
+    assert settings.rope_profiles == {"long": yarn} and engine.to_config(Path("m")).rope_scaling == yarn
 
     assert cli.run(["serve", "--api-key", "x", "--api-key", "y"]) == 0  # arguments replace the variable
     assert launched[-1][2].to_settings("m").api_keys == ("x", "y")
@@ -164,6 +186,10 @@ def test_server_options(launched, monkeypatch, tmp_path):
         (["--rope-scaling", "[4]"], "--rope-scaling must be a JSON object"),
         (["--rope-scaling", '{"rope_type": "yarn", "factor": 0}'], "--rope-scaling.factor"),
         (["--rope-scaling", '{"rope_type": "spiral"}'], "spiral"),
+        (["--rope-scaling", "long"], "--rope-scaling long: no --rope-profile has that name"),
+        (["--rope-profile", 'long={"rope_type": "yarn", "factor": 0}'], "--rope-profile long.factor"),
+        (["--rope-update", "sometimes"], "--rope-update must be one of frozen, recompute, rotate, got 'sometimes'"),
+        (["--rope-policy", "maybe"], "--rope-policy must be one of allow, profiles, off, got 'maybe'"),
         (["--grace-period", "-1"], "--grace-period must not be negative"),
         (["--request-timeout", "0"], "--request-timeout must be more than 0"),
         (["--default-max-tokens", "0"], "--default-max-tokens must be at least 1"),
@@ -247,8 +273,10 @@ def test_generate_asks_a_running_server(capsys, model, unused_port):
             assert capsys.readouterr().out == byte_level().decode(list(range(100, 112)))
         assert "answered 401" in error_of(capsys, *arguments, url, "--api-key", "wrong")
         scaling = ["--api-key", "secret", "--rope-scaling", '{"rope_type": "linear", "factor": 2}']
-        assert cli.run([*arguments, url, *scaling]) == 0
+        assert cli.run([*arguments, url, *scaling, "--rope-update", "frozen"]) == 0
         capsys.readouterr()
+        unknown = ["--api-key", "secret", "--rope-scaling", "long"]  # the server's profile, which it does not have
+        assert "there is no profile 'long' on this server" in error_of(capsys, *arguments, url, *unknown)
         assert "no chat template" in error_of(capsys, *arguments, url, "--api-key", "secret", "--chat")
         assert "does not exist here" in error_of(capsys, *arguments, url, "--api-key", "secret", "--model", "other")
     unused = f"http://127.0.0.1:{unused_port}"

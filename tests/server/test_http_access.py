@@ -161,13 +161,14 @@ def test_models(live: Live) -> None:
     (model,) = listed["data"]
     assert listed["object"] == "list" and model == live.http.get("/v1/models/toy").json()
     assert (model["id"], model["max_model_len"], model["dtype"]) == ("toy", 256, "float32")
-    assert model["rotary"] == {
+    group = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "rotary_dim": 16,
         "original_max_position_embeddings": 128,
-        "groups": ["full_attention"],
+        "max_position_embeddings": 128,
     }
+    assert model["rotary"] == {**group, "groups": {"full_attention": group}}
     for path in ("/v1/models/other", "/v1/models/toy/x"):
         response = live.http.get(path)
         assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"

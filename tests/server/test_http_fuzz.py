@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import httpx
 from helpers.live_server import live_server, parse_events
-from helpers.scripted_engine import ScriptedEngine, model_info
+
+from windlass.engine.rotary.scaling import RopeScaling
 
 BODIES = 2000
 SEED = 20261121
@@ -29,6 +29,7 @@ COMPLETION: dict[str, Any] = {
     "echo": True,
     "seed": 1,
     "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+    "rope_update": {"policy": "recompute", "exact": False},
     "bad_words": ["fox"],
     "stop_token_ids": [5],
     "allowed_token_ids": [65, 66],
@@ -62,6 +63,8 @@ TEMPLATES = [
     ("/tokenize", {"messages": CHAT["messages"]}),
     ("/detokenize", DETOKENIZE),
     ("/v1/rotary/inspect", {"rope_scaling": COMPLETION["rope_scaling"], "length": 99}),
+    ("/v1/rotary/inspect", {"rope_scaling": {"type": "dynamic", "factor": 2}, "rope_update": "rotate"}),
+    ("/v1/completions", {"prompt": "a", "rope_scaling": "long", "rope_update": "frozen"}),
 ]
 # Written into the JSON text as they are, so that they may be things json.dumps would not write.
 RAW = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "9" * 400, "-" + "9" * 30, '"\\ud800"', '"\\u0000"']
@@ -123,6 +126,11 @@ class Mutator:
             "content",
             "factor",
             "rope_type",
+            "alpha",
+            "rope_theta",
+            "original_max_position_embeddings",
+            "policy",
+            "exact",
             "a",
             "",
             "0",
@@ -165,14 +173,12 @@ class Mutator:
         return data
 
 
-def test_two_thousand_bodies(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4})
-    )
+def test_two_thousand_bodies() -> None:
     mutator = Mutator(random.Random(SEED))
     statuses: dict[int, int] = {}
     slowest = 0.0
-    with live_server(ScriptedEngine(info=model_info(path=str(tmp_path)))) as live:
+    profiles = {"long": RopeScaling.from_dict({"rope_type": "linear", "factor": 2})}
+    with live_server(rope_profiles=profiles, rope_exact=True) as live:
         for number in range(BODIES):
             path, template = mutator.rng.choice(TEMPLATES)
             body = mutator.body(template)

@@ -136,6 +136,45 @@ def test_a_load_failure_is_one_line_and_exit_code_2(model):
         assert "Traceback" not in served.errors
 
 
+LISTS = '{"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2]}'
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_profile_the_model_cannot_run_is_one_line_and_exit_code_2(model, tmp_path, early):
+    """Before the model is loaded where config.json tells enough, else before it is said to serve."""
+    config = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 4} if early else {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    good = 'long={"rope_type": "yarn", "factor": 4}'
+    arguments = ["--rope-profile", good, "--rope-profile", f"phi={LISTS}"]
+    with Served(tmp_path, *arguments, SCRIPT_LOAD_SECONDS="100" if early else "0") as served:
+        assert served.wait() == 2
+        expected = (
+            "error: --rope-profile phi.short_factor must hold 16 numbers, one per rotated pair of this model, got 2"
+        )
+        assert served.lines[-1] == expected
+        assert "Traceback" not in served.errors and "serves" not in served.errors
+
+
+def test_profiles_and_the_rules_for_requests_reach_the_server(model):
+    profiles = '{"long": {"rope_type": "yarn", "factor": 4}, "grow": {"rope_type": "dynamic", "factor": 2}}'
+    options = ["--rope-policy", "profiles", "--rope-scaling", "grow", "--rope-update", "rotate", "--rope-exact"]
+    with Served(model, *options, WINDLASS_ROPE_PROFILE=profiles) as served:
+        url = served.wait_ready()
+        assert "  profiles  long, grow" in served.lines
+        assert any(
+            line.startswith("  rotary    full_attention: dynamic, theta 10000, 32 of 32") for line in served.lines
+        )
+        answer = httpx.get(f"{url}/v1/rotary").json()
+        assert answer["profiles"] == json.loads(profiles)
+        assert (answer["policy"], answer["rope_update"], answer["rope_exact"]) == ("profiles", "rotate", True)
+        assert answer["model"]["rope_type"] == "default" and answer["default"]["rope_type"] == "dynamic"
+        body = {"prompt": "hi", "max_tokens": 2, "rope_scaling": "long"}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+        body["rope_scaling"] = {"rope_type": "linear", "factor": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 400
+
+
 def test_a_missing_tokenizer_is_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with Served(tmp_path, SCRIPT_LOAD_SECONDS="100") as served:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5RotaryEmbedding
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
+from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
+from transformers.models.helium.modeling_helium import HeliumRotaryEmbedding
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import Ministral3RotaryEmbedding
 from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling, read_rotary_groups
+from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling, read_rotary_groups, read_rotary_layout
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 
 MODULES = {
@@ -22,6 +32,14 @@ MODULES = {
     "mistral": MistralRotaryEmbedding,
     "qwen2": Qwen2RotaryEmbedding,
     "qwen3": Qwen3RotaryEmbedding,
+    "smollm3": SmolLM3RotaryEmbedding,
+    "helium": HeliumRotaryEmbedding,
+    "ernie4_5": Ernie4_5RotaryEmbedding,
+    "glm": GlmRotaryEmbedding,
+    "glm4": Glm4RotaryEmbedding,
+    "hunyuan_v1_dense": HunYuanDenseV1RotaryEmbedding,
+    "ministral3": Ministral3RotaryEmbedding,
+    "phi3": Phi3RotaryEmbedding,
 }
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 12, "max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
@@ -44,31 +62,36 @@ def theirs(config: dict[str, Any]) -> tuple[np.ndarray, float]:
     return module.inv_freq.double().numpy(), module.attention_scaling
 
 
-@pytest.mark.parametrize("family", MODULES)
+FLAT_ROPES: list[dict[str, Any]] = [
+    {},
+    {"rope_theta": 5e5},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},
+    {"rope_theta": 1e6, "rope_scaling": None},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_theta": 1e6, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN}},
+    {"rope_parameters": {"rope_type": "yarn", **YARN}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+    {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "head_dim": 32},
+    {
+        "rope_theta": 5e5,
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"rope_type": "llama3", **LLAMA3},
+    },
+]
+
+
 @pytest.mark.parametrize(
-    "rope",
-    [
-        {},
-        {"rope_theta": 5e5},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 3e5}},
-        {"rope_theta": 1e6, "rope_scaling": None},
-        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}},
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, **YARN}},
-        {"rope_parameters": {"rope_type": "yarn", **YARN}},
-        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "head_dim": 32},
-        {
-            "rope_theta": 5e5,
-            "original_max_position_embeddings": 32,
-            "rope_scaling": {"rope_type": "llama3", **LLAMA3},
-        },
-    ],
+    ("family", "rope"),
+    # Phi 3 reads yarn as longrope, and transformers lets it have no other kind: see below.
+    [(family, rope) for family in MODULES for rope in FLAT_ROPES if family != "phi3" or "factor" not in str(rope)],
 )
 def test_flat_families_read_as_transformers_reads_them(family: str, rope: dict[str, Any]) -> None:
-    config = {"model_type": family, **SMALL, **rope}
-    group = flat(dict(config))
+    config = {"model_type": family, **SMALL, **deepcopy(rope)}
+    if family == "hunyuan_v1_dense":
+        config.setdefault("head_dim", 16)  # which transformers needs there
+    group = flat(deepcopy(config))
     expected, attention = theirs(config)
     np.testing.assert_allclose(frequencies(group), expected, rtol=3e-6)
     assert resolve(group.scaling, group.base, 1).rotary_scale == pytest.approx(attention)
@@ -188,14 +211,161 @@ def test_layers_that_rotate_alike_are_one_group() -> None:
     assert flat(windows) == flat({"model_type": "qwen2", **SMALL})
 
 
-def test_nested_parameters_serve_any_family() -> None:
+def test_nested_parameters_serve_any_family_with_two_kinds_of_layers() -> None:
     nested = {
         "full_attention": {"rope_type": "yarn", "rope_theta": 1e6, **YARN},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
-    full, sliding = read_rotary_groups({"model_type": "llama", **SMALL, "rope_parameters": nested})
+    mixed = {"layer_types": ["full_attention", "sliding_attention"] * 6, "use_sliding_window": True}
+    full, sliding = read_rotary_groups({"model_type": "qwen3", **SMALL, **mixed, "rope_parameters": nested})
     assert (full.scaling.rope_type, full.base.rope_theta) == ("yarn", 1e6)
     assert (sliding.scaling.rope_type, sliding.base.rope_theta) == ("default", 1e4)
+    (only,) = read_rotary_groups({"model_type": "llama", **SMALL, "rope_parameters": nested})
+    assert only.scaling == full.scaling
+
+
+# --- layers: windows and NoPE -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"no_rope_layer_interval": 3},
+        {"no_rope_layers": [1, 0, 0, 1] * 3},
+        {"use_sliding_window": True, "sliding_window": 8},
+    ],
+)
+def test_smollm3_layers_read_as_transformers_reads_them(change: dict[str, Any]) -> None:
+    config = {"model_type": "smollm3", **SMALL, **change}
+    layout = read_rotary_layout(config)
+    theirs = AutoConfig.for_model(**config)
+    assert [group is not None for group in layout.layer_groups] == [flag == 1 for flag in theirs.no_rope_layers]
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert [layer.window for layer in layout.layers] == windows
+    assert len(layout.groups) == 1
+
+
+def test_layers_without_rotation_under_every_name() -> None:
+    llama = {"model_type": "llama", **SMALL}
+    assert set(read_rotary_layout(llama).layer_groups) == {0}
+    nope = [None, 0, 0, None] * 3
+    flags = [int(group is not None) for group in nope]
+    assert list(read_rotary_layout({**llama, "no_rope_layers": flags}).layer_groups) == nope
+    thetas = [5e5 * flag for flag in flags]
+    layout = read_rotary_layout({**llama, "layer_rope_theta": thetas})
+    assert list(layout.layer_groups) == nope
+    assert layout.groups[0].base.rope_theta == 5e5
+    every = read_rotary_layout({**llama, "no_rope_layer_interval": 4}).layer_groups
+    assert list(every) == [0, 0, 0, None] * 3
+    nowhere = read_rotary_layout({**llama, "no_rope_layers": [0] * 12})
+    assert (set(nowhere.layer_groups), len(nowhere.groups)) == ({None}, 1)
+
+
+def test_thetas_by_layer_type() -> None:
+    types = ["full_attention", "sliding_attention"] * 6
+    config = {"model_type": "qwen3", **SMALL, "layer_types": types, "use_sliding_window": True}
+    layout = read_rotary_layout({**config, "layer_rope_theta": [1e6, 1e4] * 5 + [1e6, 0]})
+    assert [group.base.rope_theta for group in layout.groups] == [1e6, 1e4]
+    assert layout.layer_groups == (0, 1) * 5 + (0, None)
+
+
+# --- older and rarer names --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("older", "current"),
+    [
+        ({"rotary_pct": 0.25}, {"partial_rotary_factor": 0.25}),
+        ({"rotary_emb_base": 25_000}, {"rope_theta": 25_000.0}),
+        ({"rotary_dim": 8}, {"partial_rotary_factor": 0.5}),
+        ({"rope_ratio": 50}, {"rope_theta": 500_000.0}),
+        ({"attn_config": {"rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        ({"global_rope_theta": 160_000.0}, {"rope_theta": 160_000.0}),
+    ],
+)
+def test_older_names_mean_the_current_ones(older: dict[str, Any], current: dict[str, Any]) -> None:
+    config = {"model_type": "llama", **SMALL}
+    assert read_rotary_groups({**config, **older}) == read_rotary_groups({**config, **current})
+    assert read_rotary_groups({**config, **older}) != read_rotary_groups(config)
+    assert read_rotary_groups({**config, **older, **current}) == read_rotary_groups({**config, **current})
+
+
+def test_rotary_dim_is_exact_whatever_the_head() -> None:
+    for head_dim in (20, 48, 96, 112, 140, 196):
+        for dim in range(2, head_dim + 1, 2):
+            group = flat({"model_type": "llama", **SMALL, "head_dim": head_dim, "rotary_dim": dim})
+            assert group.base.rotary_dim == dim
+
+
+def test_local_and_global_theta() -> None:
+    types = {"layer_types": ["full_attention", "sliding_attention"] * 6, "use_sliding_window": True}
+    config = {"model_type": "qwen3", **SMALL, **types, "global_rope_theta": 160_000.0, "local_rope_theta": 1e4}
+    full, sliding = read_rotary_groups(config)
+    assert (full.base.rope_theta, sliding.base.rope_theta) == (160_000.0, 1e4)
+
+
+LONG = {"short_factor": [1.0 + 0.1 * j for j in range(6)], "long_factor": [2.0 + j for j in range(6)]}
+PHI3 = {"model_type": "phi3", **SMALL, "partial_rotary_factor": 0.75}
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_phi3_names_of_longrope(kind: str, key: str) -> None:
+    group = flat({**PHI3, "original_max_position_embeddings": 64, "rope_scaling": {key: kind, **LONG}})
+    config = AutoConfig.for_model(
+        **PHI3,
+        original_max_position_embeddings=64,
+        rope_scaling={"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 4.0, **LONG},
+    )
+    for length in (64, 65):
+        expected, attention = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
+        np.testing.assert_allclose(frequencies(group, length), expected.double().numpy(), rtol=3e-6)
+        assert resolve(group.scaling, group.base, length).rotary_scale == pytest.approx(attention)
+
+
+def test_the_top_level_original_length_comes_first() -> None:
+    inner = {"type": "longrope", "original_max_position_embeddings": 32, **LONG}
+    assert flat({**PHI3, "rope_scaling": inner}).scaling.get("original_max_position_embeddings") == 4096
+    outer = flat({**PHI3, "rope_scaling": inner, "original_max_position_embeddings": 64})
+    assert outer.scaling.get("original_max_position_embeddings") == 64
+
+
+def test_hunyuan_s_published_scaling() -> None:
+    published = {
+        "alpha": 1000.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "type": "dynamic",
+    }
+    config = {"model_type": "hunyuan_v1_dense", **SMALL, "head_dim": 16, "rope_theta": 1e4, "rope_scaling": published}
+    group = flat(dict(config))
+    np.testing.assert_allclose(frequencies(group, 10_000), theirs(config)[0], rtol=3e-6)
+
+
+def test_ministral3_default_rotation() -> None:
+    layout = read_rotary_layout({"model_type": "ministral3"})
+    module = Ministral3RotaryEmbedding(AutoConfig.for_model("ministral3"))
+    np.testing.assert_allclose(frequencies(layout.groups[0]), module.inv_freq.double().numpy(), rtol=3e-6)
+    assert resolve(layout.groups[0].scaling, layout.groups[0].base, 1).rotary_scale == module.attention_scaling == 1.0
+    assert layout.temperature == (0.1, 16_384)
+
+
+def test_mrope_in_a_config() -> None:
+    for rope in ({"type": "mrope", "mrope_section": [2, 3, 3]}, {"type": "default", "mrope_section": [2, 3, 3]}):
+        group = flat({"model_type": "qwen2", **SMALL, "rope_scaling": rope})
+        np.testing.assert_allclose(frequencies(group), theirs({"model_type": "qwen2", **SMALL})[0], rtol=3e-6)
+
+
+def test_proportional_in_a_config() -> None:
+    rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": 2.0}
+    config = {"model_type": "llama", **SMALL, "rope_parameters": rope}
+    group = flat({"model_type": "llama", **SMALL, "rope_parameters": dict(rope)})
+    assert (group.base.rotary_dim, group.base.turning_pairs) == (16, 2)
+    np.testing.assert_allclose(frequencies(group), theirs(config)[0], rtol=3e-6)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -221,9 +391,31 @@ def test_nested_parameters_serve_any_family() -> None:
         ({"max_position_embeddings": 0}, "max_position_embeddings must be a positive integer"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
         (
-            {"layer_types": ["sliding_attention"], "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            {
+                "model_type": "qwen2",
+                "layer_types": ["sliding_attention"] * 12,
+                "rope_parameters": {"full_attention": {"rope_theta": 1e4}},
+            },
             "nothing about the sliding_attention layers",
         ),
+        ({"layer_types": ["sliding_attention"] * 12}, "layer_types mixes windows in a way that model_type 'llama'"),
+        ({"layer_types": ["full_attention"] * 11}, "must name 12 layers"),
+        ({"no_rope_layers": [1] * 11}, "one entry for each of the 12 layers"),
+        ({"no_rope_layers": ["1"] * 12}, "1 for layers that rotate"),
+        ({"no_rope_layer_interval": -1}, "no_rope_layer_interval must be a positive integer"),
+        ({"layer_rope_theta": [1e4, 1e5] * 6}, "must share a theta"),
+        ({"layer_rope_theta": [0.5] * 12}, "rope_theta must be greater than 1"),
+        ({"rope_theta": 1e4, "rotary_emb_base": 1e5}, "keep one"),
+        ({"rotary_dim": 7}, "an even number is needed"),
+        ({"rotary_dim": 18}, "partial_rotary_factor must lie in (0, 1]"),
+        ({"rotary_pct": "half"}, "rotary_pct must be a positive number"),
+        ({"rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.1}}, "leaves no pair"),
+        ({"rope_parameters": {"rope_type": "learned", "factor": 2.0}}, "not a field of rope_type 'learned'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "not supported for this model_type",
+        ),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]}}, "must add up to the 8 rotated pairs"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "global": {}}}, "'global' beside layer types"),
         (
             {

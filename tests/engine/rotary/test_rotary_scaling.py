@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.rotary_formulas import by_formula as formula
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from windlass.engine.errors import RequestError
+from windlass.engine.rotary.fields import KINDS
 from windlass.engine.rotary.scaling import (
     RopeScaling,
     RotaryBase,
@@ -21,6 +23,7 @@ from windlass.engine.rotary.scaling import (
     check,
     effective_length,
     resolve,
+    runnable_kinds,
 )
 
 DIM = 64
@@ -29,67 +32,12 @@ SHORT = [1.0 + 0.01 * j for j in range(DIM // 2)]
 LONG = [1.0 + 0.7 * j for j in range(DIM // 2)]
 
 
+def by_formula(obj: dict[str, Any], length: int = 1, base: RotaryBase = BASE) -> tuple[np.ndarray, float]:
+    return formula(obj, length, base)
+
+
 def spec(obj: dict[str, Any], length: int = 1, base: RotaryBase = BASE) -> RotarySpec:
     return resolve(RopeScaling.from_dict(obj), base, length)
-
-
-def by_formula(obj: dict[str, Any], length: int = 1, base: RotaryBase = BASE) -> tuple[np.ndarray, float]:
-    """The same frequencies written a second time, in numpy and from the papers' definitions."""
-    d, big_m = base.rotary_dim, base.trained_len
-    b = obj.get("rope_theta", base.rope_theta)
-    original = obj.get("original_max_position_embeddings", big_m)
-    f = obj.get("factor", big_m / original)
-    j = np.arange(d // 2, dtype=np.float64)
-    w = np.exp(-(2 * j / d) * np.log(b))
-    wavelengths = 2 * np.pi / w
-    kind = obj.get("rope_type", obj.get("type"))
-    if kind == "default":
-        return w, 1.0
-    if kind == "linear":
-        return w / f, 1.0
-    if kind in ("ntk", "dynamic"):
-        if kind == "dynamic" and "alpha" in obj:
-            f = obj["alpha"]
-        elif kind == "dynamic":
-            n = big_m
-            grid = 0
-            while n < length:
-                grid += 1
-                n = big_m * 2 ** (grid / 4)
-            f = f * n / big_m - (f - 1)
-        # A base that slows the slowest pair by exactly f: w_j * f^(-2j/(d-2)).
-        return w * np.exp(-(2 * j / (d - 2)) * np.log(f)), 1.0
-    if kind == "llama3":
-        low, high = original / obj["low_freq_factor"], original / obj["high_freq_factor"]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            blend = (original / wavelengths - obj["low_freq_factor"]) / (
-                obj["high_freq_factor"] - obj["low_freq_factor"]
-            )
-        middle = (1 - blend) * w / f + blend * w
-        return np.where(wavelengths < high, w, np.where(wavelengths > low, w / f, middle)), 1.0
-    if kind == "yarn":
-        turns = original / wavelengths  # decreasing in j; where it passes a beta is linear in log space
-        pair = np.interp
-        log_turns = np.log(turns)
-        slope = log_turns[1] - log_turns[0]
-        low = (np.log(obj.get("beta_fast", 32)) - log_turns[0]) / slope
-        high = (np.log(obj.get("beta_slow", 1)) - log_turns[0]) / slope
-        if obj.get("truncate", True):
-            low, high = np.floor(low), np.ceil(high)
-        low, high = max(low, 0), min(high, d - 1)
-        ramp = pair(j, [low, high], [0.0, 1.0]) if high > low else (j > low).astype(float)
-        attention = obj.get("attention_factor")
-        if attention is None:
-            attention = 0.1 * math.log(f) + 1
-            if obj.get("mscale") and obj.get("mscale_all_dim"):
-                attention = (0.1 * obj["mscale"] * math.log(f) + 1) / (0.1 * obj["mscale_all_dim"] * math.log(f) + 1)
-        return w * (1 - ramp) + w / f * ramp, attention
-    assert kind in ("longrope", "su")
-    side = "short" if length <= original else "long"
-    attention = obj.get(f"{side}_mscale") or obj.get("attention_factor")
-    if attention is None:
-        attention = math.sqrt(1 + math.log(f) / math.log(original)) if f > 1 else 1.0
-    return w / np.array(obj[f"{side}_factor"]), attention
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
@@ -124,6 +72,12 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({**LONGROPE, "attention_factor": 1.5}, 10_000),
     ({**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}, 10),
     ({**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3}, 10_000),
+    # On a model that rotates every dimension, proportional leaves no zeros.
+    ({"rope_type": "proportional", "factor": 8.0}, 1),
+    ({"rope_type": "proportional"}, 1),
+    # Sections deal out pairs among three positions, which are equal on text.
+    ({"rope_type": "default", "mrope_section": [8, 12, 12]}, 1),
+    ({"rope_type": "yarn", "factor": 4.0, "mrope_section": [16, 8, 8], "mrope_interleaved": True}, 1),
 ]
 
 
@@ -138,7 +92,9 @@ def test_kind_matches_the_formula(obj: dict[str, Any], length: int) -> None:
 
 def transformers_frequencies(obj: dict[str, Any], length: int) -> tuple[np.ndarray, float]:
     """transformers' function of the kind, on a fresh config (its dynamic state leaks between calls of a module)."""
-    given = {"rope_theta": BASE.rope_theta, "original_max_position_embeddings": BASE.trained_len, "factor": None, **obj}
+    factor = 1.0 if obj["rope_type"] == "proportional" else None
+    given = {"rope_theta": BASE.rope_theta, "original_max_position_embeddings": BASE.trained_len, "factor": factor}
+    given |= obj
     config = LlamaConfig(hidden_size=DIM, num_attention_heads=1, head_dim=DIM, max_position_embeddings=BASE.trained_len)
     config.rope_parameters = given
     inv_freq, attention = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, "cpu", seq_len=length)
@@ -151,6 +107,7 @@ def transformers_frequencies(obj: dict[str, Any], length: int) -> tuple[np.ndarr
         (obj, length)
         for obj, length in CASES
         # transformers has no ntk, no alpha in this function, and ignores PhiMoE's magnitudes.
+        # The plain frequencies are in each of its models: see test_config_names.
         if obj["rope_type"] not in ("default", "ntk") and "alpha" not in obj and "short_mscale" not in obj
     ],
 )
@@ -175,6 +132,104 @@ def test_partial_and_tiny_rotations_stay_finite(kind: str, rotary_dim: int) -> N
     assert (got > 0).all()
     if rotary_dim > 2:
         np.testing.assert_allclose(got, by_formula(obj, 1000, base)[0], rtol=1e-12)
+
+
+# --- bases: some pairs that never turn, and learned frequencies -------------------------------------------------------
+
+PROPORTIONAL = RotaryBase(1e6, 32, 32, 4096, turning_pairs=4)
+LEARNED_W = tuple(0.9**j for j in range(16))
+LEARNED = RotaryBase(1e4, 32, 32, 4096, inv_freq=LEARNED_W)
+
+
+@pytest.mark.parametrize(
+    ("obj", "stretch"),
+    [
+        ({"rope_type": "default"}, None),
+        ({"rope_type": "proportional"}, None),
+        ({"rope_type": "proportional", "factor": 8.0}, 8.0),
+        ({"rope_type": "linear", "factor": 8.0}, 8.0),
+    ],
+)
+def test_proportional_keeps_the_exponents_of_the_whole_head(obj: dict[str, Any], stretch: float | None) -> None:
+    w = 1e6 ** (-np.arange(0, 32, 2) / 32) / (stretch or 1.0)
+    w[4:] = 0
+    np.testing.assert_allclose(spec(obj, base=PROPORTIONAL).inv_freq, w, rtol=1e-13)
+    config = LlamaConfig(hidden_size=32, num_attention_heads=1, head_dim=32)
+    config.rope_parameters = {"rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": stretch or 1.0}
+    theirs, attention = ROPE_INIT_FUNCTIONS["proportional"](config, "cpu")
+    np.testing.assert_allclose(spec(obj, base=PROPORTIONAL).inv_freq, theirs.double().numpy(), rtol=3e-7)
+    assert attention == 1.0
+
+
+@pytest.mark.parametrize("obj", [case for case, _ in CASES if case["rope_type"] != "longrope"])
+def test_pairs_that_never_turn_stay_so_under_every_kind(obj: dict[str, Any]) -> None:
+    obj = {key: value for key, value in obj.items() if key != "mrope_section"}
+    got = np.array(spec(obj, 9000, PROPORTIONAL).inv_freq)
+    whole = np.array(spec(obj, 9000, RotaryBase(1e6, 32, 32, 4096)).inv_freq)
+    np.testing.assert_array_equal(got, np.where(np.arange(16) < 4, whole, 0))
+
+
+def test_learned_frequencies_take_the_place_of_a_base() -> None:
+    w = np.array(LEARNED_W)
+    assert spec({"rope_type": "default"}, base=LEARNED).inv_freq == LEARNED_W
+    assert spec({"rope_type": "learned"}, base=LEARNED).inv_freq == LEARNED_W
+    np.testing.assert_allclose(spec({"rope_type": "linear", "factor": 4}, base=LEARNED).inv_freq, w / 4)
+    turns = 4096 * w / (2 * np.pi)
+    blend = np.clip((turns - 1) / 3, 0, 1)
+    np.testing.assert_allclose(spec(LLAMA3, base=LEARNED).inv_freq, (1 - blend) * w / 8 + blend * w)
+    lists = {"short_factor": SHORT[:16], "long_factor": LONG[:16]}
+    np.testing.assert_allclose(
+        spec({"rope_type": "longrope", **lists}, 5000, LEARNED).inv_freq, w / np.array(LONG[:16])
+    )
+    with pytest.raises(ValueError, match="have not been read"):
+        spec({"rope_type": "default"}, base=RotaryBase(1e4, 32, 32, 4096, inv_freq=()))
+
+
+PARTIAL = RotaryBase(1e4, 64, 32, 4096)
+
+
+@pytest.mark.parametrize(
+    ("base", "refused"),
+    [
+        (BASE, {"learned"}),
+        (PROPORTIONAL, {"learned"}),
+        (PARTIAL, {"learned", "proportional"}),
+        (LEARNED, {"ntk", "dynamic", "yarn", "proportional"}),
+    ],
+)
+def test_a_kind_the_model_cannot_run_is_refused_with_those_it_can(base: RotaryBase, refused: set[str]) -> None:
+    examples = {obj["rope_type"]: obj for obj, _ in CASES} | {"learned": {"rope_type": "learned"}}
+    examples["longrope"] = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * (base.rotary_dim // 2),
+        "long_factor": [2.0] * (base.rotary_dim // 2),
+    }
+    assert set(examples) == set(KINDS)
+    for kind, obj in examples.items():
+        scaling = RopeScaling.from_dict({key: v for key, v in obj.items() if not key.startswith("mrope")})
+        assert (kind in runnable_kinds(base)) == (kind not in refused)
+        if kind not in refused:
+            check(scaling, base)
+            continue
+        with pytest.raises(RequestError, match="cannot run on this model: use one of default, linear") as caught:
+            check(scaling, base, param="x")
+        assert caught.value.param == "x.rope_type"
+        assert not any(f" {kind}" in caught.value.message.split("use one of")[1].split(",") for kind in refused)
+
+
+def test_theta_means_nothing_to_learned_frequencies() -> None:
+    with pytest.raises(RequestError, match="learned") as caught:
+        check(RopeScaling.from_dict({"rope_type": "default", "rope_theta": 1e5}), LEARNED, param="x")
+    assert caught.value.param == "x.rope_theta"
+
+
+def test_mrope_is_the_plain_rotation_on_text() -> None:
+    old = {"type": "mrope", "mrope_section": [8, 12, 12]}
+    assert RopeScaling.from_dict(old) == RopeScaling.from_dict({**old, "type": "default"})
+    assert spec(old).fingerprint == spec({"rope_type": "default"}).fingerprint
+    with pytest.raises(RequestError, match="add up to the 32 rotated pairs") as caught:
+        check(RopeScaling.from_dict({**old, "mrope_section": [8, 12, 13]}), BASE, param="x")
+    assert caught.value.param == "x.mrope_section"
 
 
 def test_llama3_with_equal_low_and_high_stays_finite() -> None:
@@ -245,6 +300,7 @@ def test_which_kinds_depend_on_length() -> None:
         "llama3": False,
         "dynamic": True,
         "longrope": True,
+        "proportional": False,
     }
     for obj, _ in CASES:
         scaling = RopeScaling.from_dict(obj)
@@ -333,7 +389,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({}, ".rope_type", "missing: give one of default, linear, ntk, dynamic, yarn, llama3, longrope"),
         ({"factor": 4}, ".rope_type", "missing"),
         ({"rope_type": "yarm", "factor": 4}, ".rope_type", "'yarm' is not known: use one of default, linear, ntk"),
-        ({"type": "mrope"}, ".type", "not known"),
+        ({"type": "axial"}, ".type", "'axial' is not known: use one of default, linear, ntk, dynamic, yarn, llama3"),
+        ({"rope_type": "spiral"}, ".rope_type", "longrope, proportional, learned, su, mrope"),
+        ({"rope_type": "learned", "rope_theta": 1e4}, ".rope_theta", "not a field of rope_type 'learned'"),
+        ({**YARN, "mrope_section": 64}, ".mrope_section", "list of pair counts"),
+        ({**YARN, "mrope_section": [16.5, 15.5]}, ".mrope_section", "whole numbers"),
+        ({**YARN, "mrope_section": [-1, 33]}, ".mrope_section", "not negative"),
+        ({**YARN, "mrope_interleaved": 1}, ".mrope_interleaved", "true or false"),
         ({"rope_type": 7}, ".rope_type", "not known"),
         ({"rope_type": ["yarn"]}, ".rope_type", "not known"),
         ({"rope_type": "yarn", "type": "linear", "factor": 4}, ".type", "keep rope_type only"),

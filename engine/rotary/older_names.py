@@ -1,0 +1,57 @@
+"""Older and rarer names of a model's rotation in config.json, rewritten to the ones the reader knows.
+
+Responsible for names only: `rotary_pct`, `rotary_dim`, `rotary_emb_base`, `rope_ratio`, `global_rope_theta`,
+`local_rope_theta`, `attn_config.rope_theta`. Two names that disagree are refused rather than ranked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.config_values import Config, read_number, read_size
+
+OLDER_NAMES = (
+    "rotary_pct",  # GPT-NeoX, StableLM
+    "rotary_emb_base",  # GPT-NeoX
+    "rotary_dim",  # GPT-J, CodeGen, MiniMax: dimensions rather than a share of them
+    "rope_ratio",  # ChatGLM: theta is 10,000 times it
+    "global_rope_theta",  # ModernBERT
+    "local_rope_theta",  # ModernBERT
+    "attn_config",  # DBRX
+)
+_CHATGLM_THETA = 10_000.0
+
+
+def with_current_names(config: Config, head_dim: int) -> dict[str, Any]:
+    """The config with `rope_theta`, `rope_local_base_freq` and `partial_rotary_factor` for the older names it carries.
+
+    Raises LoadError for a wrong value and for two names that say different things.
+    """
+    result = dict(config)
+
+    def put(name: str, older: str, value: float | None) -> None:
+        if value is None:
+            return
+        given = result.get(name)
+        if given is not None and given != value:
+            raise LoadError(f"config.json: {name} is {given!r} and {older} makes it {value!r}: keep one")
+        result[name] = value
+
+    put("rope_theta", "rotary_emb_base", read_number(config, "rotary_emb_base"))
+    put("rope_theta", "global_rope_theta", read_number(config, "global_rope_theta"))
+    put("rope_local_base_freq", "local_rope_theta", read_number(config, "local_rope_theta"))
+    put("partial_rotary_factor", "rotary_pct", read_number(config, "rotary_pct"))
+    ratio = read_number(config, "rope_ratio")
+    put("rope_theta", "rope_ratio", None if ratio is None else _CHATGLM_THETA * ratio)
+    attention = config.get("attn_config")
+    if isinstance(attention, Mapping):
+        put("rope_theta", "attn_config.rope_theta", read_number(attention, "rope_theta"))
+    if config.get("rotary_dim") is not None:
+        dim = read_size(config, "rotary_dim")
+        share = dim / head_dim
+        # A share is read back as int(head_dim * share), which rounding must not take below the whole number.
+        put("partial_rotary_factor", "rotary_dim", share if int(head_dim * share) == dim else math.nextafter(share, 2))
+    return result

@@ -1,0 +1,106 @@
+"""Which frequencies a request runs under as it grows: the policies `frozen`, `recompute` and `rotate`.
+
+Responsible for saying, from a request alone, under which specs a context of any length stands and how long those last.
+What happens to cached keys at a change is the scheduler's business. Imports no torch: the API process uses it too.
+
+A context of n tokens is computed under the frequencies of length n, where n counts the token being computed. Under
+`frozen` the length is the longest the request can become, so nothing ever changes. Nothing here depends on chunks,
+batches or what ran before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.scaling import RotarySpec, effective_length, last_length, resolve
+
+RopeUpdate = Literal["frozen", "recompute", "rotate"]
+ROPE_UPDATES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryStage:
+    """Specs, one per rotary group, that hold for contexts of up to `last_length` tokens (None: for all longer ones).
+
+    effective_length: the length the frequencies are formed for, per group; None where the kind has none.
+    """
+
+    specs: tuple[RotarySpec, ...]
+    last_length: int | None
+    effective_lengths: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryReport:
+    """What one sample ran under, as answers tell it: the main group's scaling, and each group's where there are several.
+
+    effective_length: tokens the frequencies were formed for last, None for kinds without a length.
+    moves: how often the cached keys were turned to other frequencies.
+    """
+
+    rope_type: str
+    parameters: dict[str, Any]
+    policy: RopeUpdate
+    effective_length: float | None
+    fingerprint: str
+    moves: int = 0
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryPlan:
+    """The rotation of one request from its first to its last token.
+
+    groups: the model's rotary groups under the request's scaling. policy: "frozen" if nothing depends on length.
+    longest: tokens the request can become. exact: dynamic changes with every token past M, not on its grid.
+    """
+
+    groups: tuple[RotaryGroup, ...]
+    policy: RopeUpdate
+    longest: int
+    exact: bool = False
+
+    def stage(self, length: int) -> RotaryStage:
+        """The specs of a context of `length` tokens."""
+        if self.policy == "frozen":
+            length = self.longest
+        specs, ends, lengths = [], [], []
+        for group in self.groups:
+            scaling, base = group.scaling, group.base
+            specs.append(resolve(scaling, base, length, exact=self.exact))
+            lengths.append(effective_length(scaling, base, length, exact=self.exact))
+            ends.append(last_length(scaling, base, length, exact=self.exact))
+        known = [end for end in ends if end is not None]
+        last = min(known) if known and self.policy != "frozen" else None
+        return RotaryStage(tuple(specs), last, tuple(lengths))
+
+    def report(self, stage: RotaryStage, moves: int) -> RotaryReport:
+        """What to tell of a sample that ended in `stage` after `moves` turns of its keys."""
+        described: list[dict[str, Any]] = [
+            {
+                "rope_type": group.scaling.rope_type,
+                "parameters": group.parameters(),
+                "effective_length": effective,
+                "fingerprint": spec.fingerprint,
+            }
+            for group, spec, effective in zip(self.groups, stage.specs, stage.effective_lengths, strict=True)
+        ]
+        several = dict(zip((group.name for group in self.groups), described, strict=True)) if len(described) > 1 else {}
+        return RotaryReport(**described[0], policy=self.policy, moves=moves, groups=several)
+
+
+def make_plan(
+    groups: tuple[RotaryGroup, ...], longest: int, rope_update: RopeUpdate | None, *, exact: bool = False
+) -> RotaryPlan:
+    """The plan of a request of at most `longest` tokens; rope_update None picks the default of the kinds.
+
+    That is `recompute` where a group has longrope, whose frequencies change once, and `frozen` elsewhere.
+    """
+    if not any(group.scaling.depends_on_length for group in groups):
+        rope_update = "frozen"
+    elif rope_update is None:
+        longrope = any(group.scaling.rope_type == "longrope" for group in groups)
+        rope_update = "recompute" if longrope else "frozen"
+    return RotaryPlan(groups, rope_update, longest, exact and rope_update == "recompute")

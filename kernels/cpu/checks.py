@@ -1,0 +1,40 @@
+"""What the callers of the compiled kernels check before an address is handed over. Knows tensors, nothing of the operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.cpu.library import TYPE_CODES
+
+
+def check(condition: bool, message: str) -> None:
+    """ValueError with the message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def pages_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
+    """Why these are not pages that the kernels take, or None when they are."""
+    if key_pages.dtype not in TYPE_CODES or key_pages.dtype != value_pages.dtype:
+        return f"pages are {key_pages.dtype} and {value_pages.dtype}, not one of float32, bfloat16, float16"
+    if key_pages.dim() != 4 or key_pages.shape[:3] != value_pages.shape[:3]:
+        return f"pages {tuple(key_pages.shape)} and {tuple(value_pages.shape)} differ before their last dimension"
+    if not (key_pages.is_cpu and key_pages.is_contiguous() and value_pages.is_cpu and value_pages.is_contiguous()):
+        return "the pages are not contiguous CPU tensors"
+    return None
+
+
+def table_ok(table: Tensor, shape: tuple[int, int]) -> bool:
+    """A float32 matrix of this shape with adjacent elements in a row."""
+    return (
+        table.dtype == torch.float32
+        and table.shape == shape
+        and table.is_cpu
+        and (shape[1] < 2 or table.stride(1) == 1)
+    )
+
+
+def vector_ok(vector: Tensor, dtype: torch.dtype, length: int) -> bool:
+    """A contiguous vector of this type and length."""
+    return vector.dtype == dtype and vector.shape == (length,) and vector.is_cpu and vector.is_contiguous()

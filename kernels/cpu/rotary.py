@@ -1,0 +1,212 @@
+"""Rotary position embedding on the CPU, through the compiled kernels: angles, rotation with append, moves of cached keys.
+
+Checks what would make the C code read or write astray, and raises with what is wrong. Knows nothing of requests or models.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.cpu.checks import check, pages_refusal, table_ok, vector_ok
+from windlass.kernels.cpu.library import TYPE_CODES, Library, load, unavailable_reason
+
+_CACHE_SIZE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # Linux
+_USUAL_CACHE_BYTES = 32 << 20
+_UNITS = {"K": 1 << 10, "M": 1 << 20}
+
+
+def rotate_refusal(q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor) -> str | None:
+    """Why `rotate_and_append` cannot take these operands, or None when it can."""
+    reason = unavailable_reason() or pages_refusal(key_pages, value_pages)
+    if reason is not None:
+        return reason
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.dtype not in TYPE_CODES or not tensor.is_cpu:
+            return f"{name} is {tensor.dtype} on {tensor.device}: q, k and v share one float type on the CPU"
+        if tensor.dim() != 3 or tensor.shape[0] != q.shape[0] or (tensor.shape[2] > 1 and tensor.stride(2) != 1):
+            return f"{name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements"
+    if k.shape[1:] != key_pages.shape[2:] or v.shape[1:] != value_pages.shape[2:] or q.shape[2] != k.shape[2]:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
+    return None
+
+
+@functools.cache
+def _cache_bytes() -> int:
+    """Size of the last-level cache, or a usual one where the system does not tell."""
+    try:
+        text = _CACHE_SIZE_FILE.read_text().strip()  # "32768K"
+        return int(text[:-1]) * _UNITS[text[-1]]
+    except (OSError, ValueError, KeyError, IndexError):
+        return _USUAL_CACHE_BYTES
+
+
+def _outgrows_caches(key_pages: Tensor, value_pages: Tensor, tokens: int) -> bool:
+    """Whether what `tokens` append is too large for attention to find it in a cache: then it had better pass them by."""
+    per_token = (key_pages.stride(0) + value_pages.stride(0)) // key_pages.shape[1] if key_pages.shape[1] else 0
+    return tokens * per_token * key_pages.element_size() > _cache_bytes() // 2
+
+
+def rotate_and_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_scale: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slots: Tensor,
+    *,
+    library: Library | None = None,
+) -> None:
+    """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
+
+    q: [T, Hq, D], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv]: left unchanged. The three share
+    a dtype (float32, bfloat16, float16) and may be views with any token and head strides. cos, sin: [T, d/2] float32,
+    d <= D. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
+    dtype, contiguous. slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing.
+    Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
+    """
+    if library is None:
+        reason = rotate_refusal(q, k, v, key_pages, value_pages)
+        check(reason is None, f"rotate_and_append: {reason}")
+    tokens, q_heads, dim = q.shape
+    half = cos.shape[-1]
+    check(2 * half <= dim, f"rotate_and_append: {2 * half} rotary dims in heads of {dim}")
+    check(
+        table_ok(cos, (tokens, half)) and table_ok(sin, (tokens, half)),
+        f"rotate_and_append: cos and sin must be float32 [{tokens}, d/2] with adjacent elements",
+    )
+    check(
+        vector_ok(q_scale, torch.float32, tokens) and vector_ok(slots, torch.int64, tokens),
+        f"rotate_and_append: q_scale must be float32 and slots int64, contiguous [{tokens}]",
+    )
+    code = (library or load()).rotate_and_append(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        k.data_ptr(),
+        k.stride(0),
+        k.stride(1),
+        v.data_ptr(),
+        v.stride(0),
+        v.stride(1),
+        TYPE_CODES[q.dtype],
+        cos.data_ptr(),
+        cos.stride(0),
+        sin.data_ptr(),
+        sin.stride(0),
+        q_scale.data_ptr(),
+        key_pages.data_ptr(),
+        value_pages.data_ptr(),
+        TYPE_CODES[key_pages.dtype],
+        key_pages.shape[0] * key_pages.shape[1],
+        slots.data_ptr(),
+        tokens,
+        q_heads,
+        k.shape[1],
+        dim,
+        v.shape[2],
+        half,
+        int(_outgrows_caches(key_pages, value_pages, tokens)),
+    )
+    if code:
+        raise IndexError("rotate_and_append: a slot lies past the pages")
+
+
+def move_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
+    """Why `move_cached_keys` cannot take these pages, or None when it can."""
+    return unavailable_reason() or pages_refusal(key_pages, value_pages)
+
+
+def move_cached_keys(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    sources: Tensor,
+    targets: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    library: Library | None = None,
+) -> None:
+    """Turn cached keys by one rotation each, from source to target slots, and take their values along.
+
+    key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous. sources,
+    targets: [N] int64 slots; an entry may name one slot twice, to turn in place, but no slot may be the source of one
+    entry and the target of another. cos, sin: [N, d/2] float32, d <= D. Arithmetic is float32; dims past d and values
+    are copied bit by bit. Raises ValueError, and IndexError for a slot outside the pages (nothing is written then).
+    """
+    if library is None:
+        reason = move_refusal(key_pages, value_pages)
+        check(reason is None, f"move_cached_keys: {reason}")
+    count, half = sources.shape[0], cos.shape[-1]
+    num_blocks, block_size, kv_heads, dim = key_pages.shape
+    check(2 * half <= dim, f"move_cached_keys: {2 * half} rotary dims in heads of {dim}")
+    check(
+        table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
+        f"move_cached_keys: cos and sin must be float32 [{count}, d/2] with adjacent elements",
+    )
+    check(
+        vector_ok(sources, torch.int64, count) and vector_ok(targets, torch.int64, count),
+        f"move_cached_keys: sources and targets must be int64, contiguous [{count}]",
+    )
+    code = (library or load()).move_cached_keys(
+        key_pages.data_ptr(),
+        value_pages.data_ptr(),
+        TYPE_CODES[key_pages.dtype],
+        num_blocks * block_size,
+        sources.data_ptr(),
+        targets.data_ptr(),
+        count,
+        cos.data_ptr(),
+        cos.stride(0),
+        sin.data_ptr(),
+        sin.stride(0),
+        kv_heads,
+        dim,
+        value_pages.shape[3],
+        half,
+    )
+    if code:
+        raise IndexError("move_cached_keys: a slot lies outside the pages")
+
+
+def rotary_angles(
+    inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library: Library | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of inv_freq[:, rows] * positions, formed and reduced in float64.
+
+    inv_freq: [G, R, d/2] float64, contiguous. rows, positions: [T] int64, contiguous. Returns two float32 [G, T, d/2].
+    An element's bits depend on its frequency and position only. Raises ValueError, and IndexError for a row outside
+    the table.
+    """
+    check(
+        inv_freq.dim() == 3 and inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
+        f"rotary_angles: inv_freq is {inv_freq.dtype} {tuple(inv_freq.shape)}, not contiguous float64 [G, R, d/2]",
+    )
+    groups, table_rows, half = inv_freq.shape
+    tokens = rows.shape[0]
+    check(
+        vector_ok(rows, torch.int64, tokens) and vector_ok(positions, torch.int64, tokens),
+        f"rotary_angles: rows and positions must be int64, contiguous [{tokens}]",
+    )
+    cos = torch.empty((groups, tokens, half), dtype=torch.float32)
+    sin = torch.empty_like(cos)
+    code = (library or load()).rotary_angles(
+        inv_freq.data_ptr(),
+        groups,
+        table_rows,
+        half,
+        rows.data_ptr(),
+        positions.data_ptr(),
+        tokens,
+        cos.data_ptr(),
+        sin.data_ptr(),
+    )
+    if code:
+        raise IndexError(f"rotary_angles: a row lies outside the table of {table_rows}")
+    return cos, sin

@@ -1,0 +1,1 @@
+"""`windlass rope`: what a rotary scaling does, in numbers and pictures."""

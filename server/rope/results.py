@@ -1,0 +1,178 @@
+"""What a sweep measured, as numbers: perplexity by position, by range, and how far each scaling holds.
+
+Knows neither models nor pictures. Everything derives from the loss of every row of every window, so ranges of any width
+are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Kind = Literal["none", "cut", "own", "linear", "ntk", "yarn", "dynamic"]
+
+# A scaling "holds" while its perplexity stays within this of the same text cut to the trained length.
+TOLERANCE = 1.25
+_MAX_BUCKETS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One scaling under one policy.
+
+    scaling: the object as a person would write it, None for the model's own. longest: what `frozen` was frozen for,
+    None where nothing depends on length. nll: nats of the next token, [windows, rows], NaN for rows not read.
+    """
+
+    name: str
+    label: str
+    kind: Kind
+    scaling: dict[str, Any] | None
+    policy: str | None
+    longest: int | None
+    plotted: bool
+    nll: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPoint:
+    """Recompute for the exact length at sampled rows about `position`: the grid's perplexity there times the measured ratio.
+
+    low, high: one standard error of that ratio either way.
+    """
+
+    position: float
+    perplexity: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExactComparison:
+    """Nats per token lost by each policy against recomputing for the exact length, at the same sampled rows.
+
+    difference, error: mean and standard error by policy.
+    """
+
+    name: str
+    rows: int
+    points: tuple[ExactPoint, ...]
+    difference: dict[str, float]
+    error: dict[str, float]
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """A whole sweep. model: as the user named it, None for the bundled one. starts: first token of each window."""
+
+    model: str | None
+    model_name: str
+    text_name: str
+    text_tokens: int
+    text_digest: str
+    trained_len: int
+    max_len: int
+    target_len: int
+    starts: tuple[int, ...]
+    curves: tuple[Curve, ...]
+    exact: ExactComparison | None = None
+
+    @cached_property
+    def buckets(self) -> list[tuple[int, int]]:
+        """[low, high) row ranges of a quarter of the trained length, or wider ones where those would be too many."""
+        width = max(self.trained_len // 4, 1)
+        while self.max_len / width > _MAX_BUCKETS:
+            width *= 2
+        return [(low, min(low + width, self.max_len)) for low in range(0, self.max_len, width)]
+
+    @cached_property
+    def ranges(self) -> dict[str, tuple[int, int]]:
+        """The table's columns: all up to the trained length, then half a trained length before each mark, then all."""
+        m, half = self.trained_len, max(self.trained_len // 2, 1)
+        found = {f"up to {m:,}": (0, m)}
+        for times in (2, 4):
+            if times * m < self.max_len:
+                found[f"at {times}× ({times * m:,})"] = (times * m - half, times * m)
+        found[f"at the end ({self.max_len:,})"] = (self.max_len - half, self.max_len)
+        return {**found, "all positions": (0, self.max_len)}
+
+    def curve(self, name: str) -> Curve:
+        return next(curve for curve in self.curves if curve.name == name)
+
+    def plotted(self) -> list[Curve]:
+        return [curve for curve in self.curves if curve.plotted]
+
+    def loss(self, curve: Curve, low: int, high: int) -> float:
+        """Mean nats per token over rows low .. high of all windows; NaN if none was read."""
+        part = curve.nll[:, low:high]
+        return float(part.mean()) if part.size and not np.isnan(part).any() else math.nan
+
+    def perplexity(self, curve: Curve, low: int, high: int) -> float:
+        return math.exp(min(self.loss(curve, low, high), 700.0))
+
+    def bucket_perplexity(self, curve: Curve) -> list[float]:
+        return [self.perplexity(curve, low, high) for low, high in self.buckets]
+
+    def holds_to(self, curve: Curve) -> int:
+        """The length up to which every stretch of half a trained length stays within TOLERANCE of the cut text; 0: none."""
+        reference = next((c for c in self.curves if c.kind == "cut"), None)
+        if reference is None:
+            return 0
+        width = max(self.trained_len // 2, 1)
+        for low in range(0, self.max_len, width):
+            high = min(low + width, self.max_len)
+            if not self.perplexity(curve, low, high) <= TOLERANCE * self.perplexity(reference, low, high):
+                return low
+        return self.max_len
+
+    def difference(self, a: Curve, b: Curve, high: int) -> tuple[float, float]:
+        """Mean nats by which `a` exceeds `b` over rows below `high`, and its standard error over windows."""
+        per_window = (a.nll[:, :high] - b.nll[:, :high]).mean(axis=1)
+        error = float(per_window.std(ddof=1) / math.sqrt(len(per_window))) if len(per_window) > 1 else math.nan
+        return float(per_window.mean()), error
+
+    def to_json(self) -> dict[str, Any]:
+        """Every number of the report, rounded to what means something; no date."""
+        return {
+            "model": self.model_name,
+            "text": {"name": self.text_name, "tokens": self.text_tokens, "sha256": self.text_digest},
+            "trained_length": self.trained_len,
+            "max_length": self.max_len,
+            "target_length": self.target_len,
+            "windows": list(self.starts),
+            "buckets": [list(bucket) for bucket in self.buckets],
+            "curves": [self._curve_json(curve) for curve in self.curves],
+            "exact": None
+            if self.exact is None
+            else {
+                "of": self.exact.name,
+                "sampled_rows": self.exact.rows,
+                "points": [[round(p.position), _round(p.perplexity)] for p in self.exact.points],
+                "nats_above_exact": {name: round(value, 5) for name, value in self.exact.difference.items()},
+                "standard_error": {name: _finite(value, 5) for name, value in self.exact.error.items()},
+            },
+        }
+
+    def _curve_json(self, curve: Curve) -> dict[str, Any]:
+        return {
+            "name": curve.name,
+            "rope_scaling": curve.scaling,
+            "rope_update": curve.policy,
+            "frozen_for": curve.longest,
+            "perplexity": {name: _round(self.perplexity(curve, *span)) for name, span in self.ranges.items()},
+            "holds_to": self.holds_to(curve),
+            "by_bucket": [_round(value) for value in self.bucket_perplexity(curve)],
+        }
+
+
+def _round(value: float) -> float | None:
+    return None if math.isnan(value) else float(f"{value:.4g}")
+
+
+def _finite(value: float, digits: int) -> float | None:
+    return None if math.isnan(value) else round(value, digits)
