@@ -40,7 +40,8 @@ class KeyMove:
     """Turn the cached keys of tokens start .. end - 1 of a sequence from one spec to another, by one rotation each.
 
     sources, targets: the block of each logical block from start // block_size on; -1 where a window dropped it. Values go
-    along. from_specs, to_specs: one per rotary group; where they are equal the keys are copied as they are.
+    along unless `values` is false: then the targets have them already. from_specs, to_specs: one per rotary group; where
+    they are equal the keys are copied as they are.
     """
 
     group: int
@@ -51,6 +52,7 @@ class KeyMove:
     first_position: int
     from_specs: tuple[RotarySpec, ...]
     to_specs: tuple[RotarySpec, ...]
+    values: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ class Scheduler:
             seed=seed,
             chain=self._stages.new_chain(request, stage),
             stop_ids=stop_ids,
+            private=stage.single_length,
             arrival_number=self._next_arrival,
             arrival_time=self._clock(),
         )
@@ -192,6 +193,8 @@ class Scheduler:
         now = self._clock()
         while pending:
             seq = pending.pop(0)
+            if output.moves and seq.due_turn() is not None:
+                continue  # turning keys takes time, and a step should not: one sequence a step
             num_tokens = self._stages.capacity(seq, plan[seq])
             while num_tokens == 0:
                 # Both lists are sorted by rank, so the worst of each is its last.

@@ -59,7 +59,7 @@ class StageChanges:
         self._blocks.free(seq)
         seq.stage = stage
         seq.chain = self.new_chain(seq.request, stage)
-        seq.private = seq.rotation.exact  # frequencies of one length only: nobody else could use these keys
+        seq.private = stage.single_length
         seq.recompute_reason = "rope_update"
         if seq.status is SequenceStatus.RUNNING:
             self._swap_row(seq)
@@ -71,7 +71,8 @@ class StageChanges:
         """A preempted sequence has lost its keys, turned ones too: it begins again where its prompt did."""
         seq.recompute_reason = "preemption"
         if seq.num_turns:
-            seq.stage, seq.num_turns, seq.private = seq.rotation.stage(seq.num_prompt_tokens), 0, False
+            stage = seq.rotation.stage(seq.num_prompt_tokens)
+            seq.stage, seq.num_turns, seq.private = stage, 0, stage.single_length
 
     def _swap_row(self, seq: Sequence) -> None:
         """Exchange the rotary row of a running sequence for that of its present stage."""

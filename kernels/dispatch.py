@@ -91,15 +91,17 @@ def rotate_and_append(
         reference.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
 
 
-def move_cached_keys(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> None:
+def move_cached_keys(
+    pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+) -> None:
     """See `reference.move_cached_keys`."""
     if cpu.move_refusal(pages.key, pages.value) is None:
-        cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin)
+        cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin, values=values)
     else:
         slots = torch.stack((sources, targets))
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.key.shape[0] * pages.block_size:
             raise IndexError("move_cached_keys: a slot lies outside the pages")
-        reference.move_cached_keys(pages, sources, targets, cos, sin)
+        reference.move_cached_keys(pages, sources, targets, cos, sin, values=values)
 
 
 def paged_attention(

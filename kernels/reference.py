@@ -37,17 +37,20 @@ def rotate_and_append(
     pages.value.view(-1, *pages.value.shape[2:]).index_copy_(0, slots, v.to(pages.value.dtype))
 
 
-def move_cached_keys(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn cached keys by one rotation each, from source slots to target slots, and take their values along.
+def move_cached_keys(
+    pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+) -> None:
+    """Turn cached keys by one rotation each, from source slots to target slots, and take their values along if asked.
 
     sources, targets: [N] int64 slots; an entry may name one slot twice, to turn a key in place, but no slot may be the
     source of one entry and the target of another. cos, sin: [N, d/2] float32 of the angle at the target minus that at
     the source. Rotation runs in float32, so a key is rounded to the cache's dtype once.
     """
     keys = pages.key.view(-1, *pages.key.shape[2:])  # [slots, Hkv, D]
-    values = pages.value.view(-1, *pages.value.shape[2:])
     keys.index_copy_(0, targets, rotate_half_split(keys[sources], cos, sin).to(keys.dtype))
-    values.index_copy_(0, targets, values[sources])
+    if values:
+        stored = pages.value.view(-1, *pages.value.shape[2:])
+        stored.index_copy_(0, targets, stored[sources])
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

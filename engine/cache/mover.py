@@ -16,6 +16,8 @@ from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.rotary.tables import turn_angles
 from windlass.engine.schedule import KeyMove
 
+_SLICE = 4096  # tokens turned at once, which bounds the memory of their angles
+
 
 class KeyMover:
     """Key moves on the pages of one model."""
@@ -30,8 +32,12 @@ class KeyMover:
 
     def apply(self, move: KeyMove) -> None:
         """Turn the keys of one move by one rotation each; keys whose frequencies do not change are copied bit by bit."""
+        for start in range(move.start, move.end, _SLICE):
+            self._apply(move, start, min(start + _SLICE, move.end))
+
+    def _apply(self, move: KeyMove, start: int, end: int) -> None:
         size = self._block_size
-        tokens = np.arange(move.start, move.end)
+        tokens = np.arange(start, end)
         column = tokens // size - move.start // size
         sources, targets = np.array(move.sources)[column], np.array(move.targets)[column]
         there = sources >= 0
@@ -45,7 +51,8 @@ class KeyMover:
         for layer, group in self._layers[move.group]:
             if group not in angles:
                 angles[group] = self._angles(move, group, positions)
-            kernels.move_cached_keys(self._cache.pages(layer), source_slots, target_slots, *angles[group])
+            pages = self._cache.pages(layer)
+            kernels.move_cached_keys(pages, source_slots, target_slots, *angles[group], values=move.values)
 
     def _angles(self, move: KeyMove, group: int | None, positions: Tensor) -> tuple[Tensor, Tensor]:
         old: tuple[float, ...] = ()

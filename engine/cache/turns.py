@@ -63,9 +63,10 @@ def turn(blocks: BlockManager, seq: Sequence, stage: RotaryStage) -> tuple[list[
         start = 0
         for end, specs in kept.origins:
             span = slice(start // size, -(-end // size))
-            moves.append(
-                KeyMove(group, start, end, kept.blocks[span], table[span], seq.first_position, specs, stage.specs)
-            )
+            sources, targets = kept.blocks[span], table[span]
+            # Blocks that have turned before hold their values already.
+            new = end == computed
+            moves.append(KeyMove(group, start, end, sources, targets, seq.first_position, specs, stage.specs, new))
             start = end
     seq.stage = stage
     seq.private = True

@@ -126,6 +126,10 @@ class Decoder:
         qkv = self._linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)  # [T, H, D] views
         after = spec.qk_norm == "after"
+        if after:
+            # The original norms what the attention factor has made longer; that comes out again but for the norm's eps.
+            grown = batch.q_scale[spec.rotary_group or 0].sqrt()[:, None, None]  # [T, 1, 1]
+            q, k = (q * grown).to(x.dtype), (k * grown).to(x.dtype)
         if w.q_norm is not None and w.k_norm is not None:
             # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
             q = self._rms_norm(q, self._unit_norm if after else w.q_norm, self.spec.norm_eps)
@@ -134,7 +138,6 @@ class Decoder:
         group, pages = spec.rotary_group or 0, cache.pages(index)
         pairs = 0 if spec.rotary_group is None else self._rotated_pairs[group]
         cos, sin = batch.cos[group, :, :pairs], batch.sin[group, :, :pairs]
-        # A norm after the rotation takes an attention factor out again.
         q_scale = torch.ones_like(batch.q_scale[group]) if after else batch.q_scale[group]
         kernels.rotate_and_append(q, k, v, cos, sin, q_scale, pages, batch.slots[spec.kv_group])
         if after and w.q_norm is not None and w.k_norm is not None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from windlass.engine.errors import LoadError
 from windlass.engine.model.spec import AttentionSpec, CheckpointLayout, KVGroupSpec, LayerSpec, ModelSpec
 from windlass.engine.rotary.config_names import RotaryLayout, read_rotary_layout
-from windlass.engine.rotary.config_values import Config, read_number, read_size
+from windlass.engine.rotary.config_values import Config, read_flag, read_number, read_size
 from windlass.engine.rotary.older_names import OLDER_NAMES
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -28,7 +28,10 @@ _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (None, 1, 1.0),
     "logit_scale": (None, 1, 1.0),
     "clip_qkv": (None,),
-    "num_experts": (None, 0),
+    "num_experts": (None, 0, 1),
+    "use_cla": (None, False),
+    "use_mla": (None, False),
+    "use_mixed_mlp_moe": (None, False),
     "num_local_experts": (None, 0, 1),
     "alibi": (None, False),
     "attention_chunk_size": (None,),
@@ -183,7 +186,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         norm_eps=read_number(config, "rms_norm_eps") or family.norm_eps,
         norm_offset=1.0 if family.gemma else 0.0,
         embedding_scale=float(hidden) ** 0.5 if family.gemma else 1.0,
-        tied_embeddings=bool(config.get("tie_word_embeddings", family.tied)),
+        tied_embeddings=read_flag(config, "tie_word_embeddings", family.tied),
         logit_soft_cap=read_number(config, "final_logit_softcapping") if family.gemma else None,
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
@@ -238,7 +241,7 @@ def _layers(
 
 
 def _has_bias(config: Config, family: Family, bias: bool | str) -> bool:
-    return bool(config.get(bias, family.bias_default)) if isinstance(bias, str) else bias
+    return read_flag(config, bias, family.bias_default) if isinstance(bias, str) else bias
 
 
 def _activation(config: Config, family: Family) -> Literal["silu", "gelu_tanh"]:

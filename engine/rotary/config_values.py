@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +11,13 @@ from windlass.engine.errors import LoadError
 Config = Mapping[str, Any]
 
 
-def read_size(config: Config, key: str, default: int | None = None) -> int:
-    """A positive integer; `default` where the file has none or null, LoadError where there is no default either."""
+def read_size(config: Config, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+    """A positive integer up to `most`; `default` where the file has none or null, LoadError without a default either."""
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise LoadError(f"config.json: {key} must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise LoadError(f"config.json: {key} must be a positive integer up to {most}, got {shown(value)}")
     return value
 
 
@@ -25,16 +26,34 @@ def read_number(config: Config, key: str) -> float | None:
     value = config.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise LoadError(f"config.json: {key} must be a positive number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise LoadError(f"config.json: {key} must be a positive number, got {shown(value)}")
     return float(value)
+
+
+def read_flag(config: Config, key: str, default: bool = False) -> bool:
+    """True or false; `default` where the file has none or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise LoadError(f"config.json: {key} must be true or false, got {shown(value)}")
+    return value
+
+
+def shown(value: object) -> str:
+    """A value as a short piece of a message, however large it is."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return "a huge integer"  # repr() of such a number may itself be refused by Python
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_object(config: Config, key: str) -> Config | None:
     """An object that is not empty, or None."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise LoadError(f"config.json: {key} must be an object, got {value!r}")
+        raise LoadError(f"config.json: {key} must be an object, got {shown(value)}")
     return value or None
 
 

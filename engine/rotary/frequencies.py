@@ -74,7 +74,8 @@ def yarn(
     """
 
     def pair_that_turns(times: float) -> float:
-        return dim * math.log(original_len / (times * 2 * math.pi)) / (2 * math.log(theta))
+        # A sum of logarithms: the quotient would leave float64 for extreme counts of turns.
+        return dim * (math.log(original_len) - math.log(times) - math.log(2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
     if truncate:

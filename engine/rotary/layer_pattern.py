@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.config_values import Config, read_list, read_size
+from windlass.engine.rotary.config_values import Config, read_flag, read_list, read_size
 from windlass.engine.rotary.family_defaults import FamilyDefaults
 from windlass.engine.rotary.scaling import FULL_ATTENTION, GROUP_NAMES, SLIDING_ATTENTION
+
+_MOST_LAYERS = 10_000  # far above any model, and below what would keep a loop busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class LayerPattern:
 
 def read_layer_pattern(config: Config, defaults: FamilyDefaults) -> tuple[LayerPattern, ...]:
     """One entry per layer. Raises LoadError for a pattern the family does not have or that says nothing clear."""
-    count = read_size(config, "num_hidden_layers", defaults.num_hidden_layers)
+    count = read_size(config, "num_hidden_layers", defaults.num_hidden_layers, most=_MOST_LAYERS)
     rotates = _rotating(config, defaults, count)
     given = _layer_types(config, count)
     match defaults.pattern:
@@ -36,7 +38,7 @@ def read_layer_pattern(config: Config, defaults: FamilyDefaults) -> tuple[LayerP
             groups = types
         case "qwen":
             first = 0 if config.get("max_window_layers") == 0 else read_size(config, "max_window_layers", 28)
-            windows = bool(config.get("use_sliding_window", False))
+            windows = read_flag(config, "use_sliding_window")
             types = given or [SLIDING_ATTENTION if windows and i >= first else FULL_ATTENTION for i in range(count)]
             groups = types
             if not windows:

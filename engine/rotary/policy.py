@@ -10,6 +10,8 @@ batches or what ran before.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,17 +27,20 @@ class RotaryStage:
     """Specs, one per rotary group, that hold for contexts of up to `last_length` tokens (None: for all longer ones).
 
     effective_length: the length the frequencies are formed for, per group; None where the kind has none.
+    single_length: they are those of one length only, so that hardly anybody else computes keys under them.
     """
 
     specs: tuple[RotarySpec, ...]
     last_length: int | None
     effective_lengths: tuple[float | None, ...]
+    single_length: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryReport:
     """What one sample ran under, as answers tell it: the main group's scaling, and each group's where there are several.
 
+    fingerprint: of the frequencies and factors of all groups together.
     effective_length: tokens the frequencies were formed for last, None for kinds without a length.
     moves: how often the cached keys were turned to other frequencies.
     """
@@ -67,14 +72,16 @@ class RotaryPlan:
         if self.policy == "frozen":
             length = self.longest
         specs, ends, lengths = [], [], []
+        single = False
         for group in self.groups:
             scaling, base = group.scaling, group.base
             specs.append(resolve(scaling, base, length, exact=self.exact))
             lengths.append(effective_length(scaling, base, length, exact=self.exact))
             ends.append(last_length(scaling, base, length, exact=self.exact))
+            single |= self.exact and scaling.rope_type == "dynamic" and lengths[-1] == length > base.trained_len
         known = [end for end in ends if end is not None]
         last = min(known) if known and self.policy != "frozen" else None
-        return RotaryStage(tuple(specs), last, tuple(lengths))
+        return RotaryStage(tuple(specs), last, tuple(lengths), single)
 
     def report(self, stage: RotaryStage, moves: int) -> RotaryReport:
         """What to tell of a sample that ended in `stage` after `moves` turns of its keys."""
@@ -88,7 +95,15 @@ class RotaryPlan:
             for group, spec, effective in zip(self.groups, stage.specs, stage.effective_lengths, strict=True)
         ]
         several = dict(zip((group.name for group in self.groups), described, strict=True)) if len(described) > 1 else {}
-        return RotaryReport(**described[0], policy=self.policy, moves=moves, groups=several)
+        main = {**described[0], "fingerprint": joint_fingerprint(stage.specs)}
+        return RotaryReport(**main, policy=self.policy, moves=moves, groups=several)
+
+
+def joint_fingerprint(specs: Sequence[RotarySpec]) -> str:
+    """What all rotary groups rotate by: the fingerprint of the only one, or a digest of all."""
+    if len(specs) == 1:
+        return specs[0].fingerprint
+    return hashlib.sha256("".join(spec.fingerprint for spec in specs).encode()).hexdigest()
 
 
 def make_plan(

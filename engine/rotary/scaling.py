@@ -181,7 +181,8 @@ def last_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exact: b
     """The longest request that runs under the same frequencies as one of `length` tokens; None: any longer one does."""
     if scaling.rope_type == "longrope":
         original = original_len(scaling, base)
-        return original if length <= original else None
+        same = all(scaling.get(f"short_{name}") == scaling.get(f"long_{name}") for name in ("factor", "mscale"))
+        return original if length <= original and not same else None
     reach = effective_length(scaling, base, length, exact=exact)
     return None if reach is None else math.floor(reach)
 

@@ -131,9 +131,10 @@ def move_cached_keys(
     cos: Tensor,
     sin: Tensor,
     *,
+    values: bool = True,
     library: Library | None = None,
 ) -> None:
-    """Turn cached keys by one rotation each, from source to target slots, and take their values along.
+    """Turn cached keys by one rotation each, from source to target slots, and take their values along if asked.
 
     key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous. sources,
     targets: [N] int64 slots; an entry may name one slot twice, to turn in place, but no slot may be the source of one
@@ -168,7 +169,7 @@ def move_cached_keys(
         sin.stride(0),
         kv_heads,
         dim,
-        value_pages.shape[3],
+        value_pages.shape[3] if values else 0,
         half,
     )
     if code:

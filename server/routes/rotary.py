@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from windlass.engine.request import ModelInfo
 from windlass.engine.rotary.config_names import RotaryGroup
-from windlass.engine.rotary.policy import RotaryPlan, make_plan
+from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint, make_plan
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.server.body import read_body
 from windlass.server.errors import unavailable
@@ -65,7 +65,8 @@ def _inspect(plan: RotaryPlan, length: int) -> dict[str, Any]:
         group.name: _resolved(group, spec, effective)
         for group, spec, effective in zip(plan.groups, stage.specs, stage.effective_lengths, strict=True)
     }
-    answer = {**resolved[plan.groups[0].name], "policy": plan.policy, "length": length}
+    main = {**resolved[plan.groups[0].name], "fingerprint": joint_fingerprint(stage.specs)}
+    answer = {**main, "policy": plan.policy, "length": length}
     return {**answer, "groups": resolved} if len(resolved) > 1 else answer
 
 

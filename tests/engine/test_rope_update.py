@@ -15,6 +15,7 @@ from windlass.engine.core import EngineCore
 from windlass.engine.errors import RequestError
 from windlass.engine.request import EngineRequest, RequestOutput
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.schedule import SchedulerOutput, StepResult
 from windlass.engine.sequence import SequenceStatus
 
 M = 64
@@ -167,6 +168,54 @@ def test_turned_keys_are_nobody_elses(models: dict[str, Path]) -> None:
     short = greedy("c", PROMPT + result.token_ids[:20], 2, rope_scaling=None)
     # What was computed before the first turn is the plain model's, and stays so: 64 tokens, of which 63 were computed.
     assert run(core, [short])["c", 0].outputs[-1].cached_tokens == 64
+
+
+def test_a_preempted_rotation_takes_no_keys_that_another_request_computed_past_the_change(
+    models: dict[str, Path],
+) -> None:
+    """Up to M `rotate` and no scaling share fingerprint and keys; past it the same tokens have other keys."""
+    alone = run(core_of(models["llama"]), [request("a", "dynamic_rotate")])["a", 0]
+    core = core_of(models["llama"])
+    run(core, [greedy("plain", PROMPT + alone.token_ids, 2)])
+    step = core.step
+
+    def step_and_preempt() -> list[RequestOutput]:
+        for sequence in core.scheduler.live_sequences():
+            if sequence.num_turns == 2 and core.stats().num_preemptions == 0:
+                core.scheduler._preempt(sequence)
+        return step()
+
+    core.step = step_and_preempt  # type: ignore[method-assign]
+    assert_same(run(core, [request("b", "dynamic_rotate")])["b", 0], alone)
+    assert core.stats().num_preemptions == 1
+
+
+def test_keys_of_a_single_length_are_not_kept_for_others(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    pool = core.blocks.pools[0]
+    for prompt in (PROMPT, PROMPT * 2):
+        exact = greedy("a", prompt, 30, rope_scaling=DYNAMIC, rope_update="recompute", rope_exact=True)
+        run(core, [exact])
+        assert len(pool.cached) <= M // 16  # those up to M, which everybody shares
+    # Longrope has one switch whatever `exact` says: its keys are worth keeping.
+    run(core, [greedy("a", PROMPT, 30, rope_scaling=LONGROPE, rope_update="recompute", rope_exact=True)])
+    assert len(pool.cached) > M // 16 + 2
+
+
+def test_one_sequence_turns_its_keys_per_step(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    alone = run(core_of(models["llama"]), [request("a", "dynamic_rotate", 40)])["a", 0]
+    execute, turning = core.runner.execute, []
+
+    def watch(output: SchedulerOutput) -> list[StepResult]:
+        turning.append(sum(1 for move in output.moves if move.start == 0))
+        return execute(output)
+
+    core.runner.execute = watch  # type: ignore[method-assign]
+    results = run(core, [request(str(i), "dynamic_rotate", 40) for i in range(4)])
+    assert max(turning) == 1 and sum(turning) == 4 * 2
+    for i in range(4):
+        assert_same(results[str(i), 0], alone)
 
 
 def test_frequencies_frozen_at_admission_are_those_of_the_resolved_length(models: dict[str, Path]) -> None:

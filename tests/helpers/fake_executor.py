@@ -158,6 +158,9 @@ class FakeExecutor:
                 assert (move.from_specs == move.to_specs) == keep
                 slots = (move.group, source, i % size), (move.group, target, i % size)
                 assert slots[1] not in written, "two moves into one slot"
+                if not move.values:
+                    stood = self.store[move.group].get((target, i % size))
+                    assert stood is not None and stood[0] == key, "values were left out that are not there yet"
                 read.add(slots[0])
                 written.add(slots[1])
                 self.store[move.group][target, i % size] = key, origin, move.to_specs

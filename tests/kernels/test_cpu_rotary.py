@@ -239,6 +239,19 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
         assert torch.isfinite(cpu.rotary_angles(inv_freq, index, index, library=form)[0]).all()
 
 
+def test_values_stay_where_they_are_unless_asked_along() -> None:
+    for form in ("reference", "cpu"):
+        pages = pages_of(2, 16, 16, torch.float32)
+        before = copy_of(pages)
+        sources, targets, angle = torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
+        if form == "cpu":
+            cpu.move_cached_keys(pages.key, pages.value, sources, targets, angle.cos(), angle.sin(), values=False)
+        else:
+            reference.move_cached_keys(pages, sources, targets, angle.cos(), angle.sin(), values=False)
+        assert torch.equal(bits(pages.value), bits(before.value))
+        assert not torch.equal(pages.key.view(-1, 2, 16)[targets], before.key.view(-1, 2, 16)[targets])
+
+
 def test_move_refusals_say_why() -> None:
     kernels("generic")
     pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
