@@ -59,10 +59,11 @@ class Admission:
         copies = 2 if rotation.policy == "rotate" and last is not None and longest > last else 1
         for need, pool in zip(self._blocks.min_blocks(longest), self._blocks.pools, strict=True):
             if need * copies > pool.num_blocks:
+                static = "set rope_update to frozen or recompute, " if copies > 1 else ""
                 raise RequestError(
                     f"{longest} tokens of prompt and output need {need * copies} KV blocks"
                     f"{' (keys that turn stand there twice)' if copies > 1 else ''} and the cache has {pool.num_blocks}: "
-                    "lower max_tokens, shorten the prompt, or give the server more memory for KV pages",
+                    f"lower max_tokens, shorten the prompt, {static}or give the server more memory for KV pages",
                     "max_tokens",
                     "kv_cache_exceeded",
                 )

@@ -19,6 +19,8 @@ from windlass.engine.model.weights import Progress, load_weights, matrix_dtypes,
 from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
 from windlass.engine.rotary.learned import with_learned_frequencies
 
+_SCALING_OPTION = "--rope-scaling"  # what an operator calls EngineConfig.rope_scaling
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -85,9 +87,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _with_server_scaling(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     try:
-        return replace(spec, rotary_groups=apply_scaling(spec.rotary_groups, config.rope_scaling))
+        return replace(
+            spec, rotary_groups=apply_scaling(spec.rotary_groups, config.rope_scaling, param=_SCALING_OPTION)
+        )
     except RequestError as error:
-        raise LoadError(f"--rope-scaling: {error}") from None
+        raise LoadError(error.message) from None
 
 
 def choose_device(name: str) -> torch.device:

@@ -46,7 +46,7 @@ def parse_body(raw: bytes | bytearray, model: type[M]) -> M:
         where = _not_a_number(raw)
         if where is not None:
             raise bad_request(
-                f"{where} must be a finite number: JSON has no NaN and no Infinity", where, "invalid_json"
+                f"{where} must be a finite number: JSON has no NaN and no Infinity", where, "invalid_value"
             ) from None
         raise bad_request(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
     if not isinstance(data, dict):

@@ -107,9 +107,12 @@ def bench_engine(
     """Run the engine alone, without HTTP, and report tokens per second."""
     from windlass.server.display import LoadingDisplay
     from windlass.server.hub import resolve_model
+    from windlass.server.launch import check_scalings
 
     engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
-    config = engine.to_config(resolve_model(model))
+    path = resolve_model(model)
+    check_scalings(engine, path)
+    config = engine.to_config(path)
     from windlass.engine.bench import run_engine_benchmark  # it brings torch: this process is no server
 
     display = LoadingDisplay()

@@ -59,8 +59,13 @@ class LoadingDisplay:
             self._progress = None
 
 
-def summary(info: ModelInfo, name: str, url: str, profiles: Sequence[str] = ()) -> list[str]:
-    """The lines shown when a server is ready. profiles: names of the declared rotary scalings."""
+def summary(
+    info: ModelInfo, name: str, url: str, profiles: Sequence[str] = (), options: Sequence[str] = ()
+) -> list[str]:
+    """The lines shown when a server is ready.
+
+    profiles: names of the declared rotary scalings. options: those in force that the other lines do not show, as written.
+    """
     weights = info.dtype if info.weight_dtype == info.dtype else f"{info.dtype}, weights {info.weight_dtype}"
     if info.quantization:
         weights += f" ({info.quantization})"
@@ -81,6 +86,8 @@ def summary(info: ModelInfo, name: str, url: str, profiles: Sequence[str] = ()) 
     ]
     if profiles:
         lines.append(f"  profiles  {', '.join(profiles)}")
+    if options:
+        lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {notice}" for notice in info.notices]
     return lines
 

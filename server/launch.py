@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
-from windlass.engine.errors import LoadError
-from windlass.engine.rotary.config_names import read_rotary_groups
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
 from windlass.server.display import LoadingDisplay, say, summary
 from windlass.server.hub import resolve_model
 from windlass.server.options import EngineOptions, ServerOptions, check_log_level
@@ -56,21 +56,25 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
     engine.to_config(Path())
     path = resolve_model(model)
     settings = server.to_settings(model_name(model, path), engine)
-    _check_profiles_early(settings, path)
+    check_scalings(engine, path)
     client = make_client(engine, path, level)
     with contextlib.closing(listen(server.host, server.port)) as listener, exit_on_signal():
         client.spawn()
         say(f"loading {settings.served_model_name}; listening on {_url(listener)}")
         try:
             app = _make_app(client, path, settings)
-            return asyncio.run(_run(app, client, listener, server, settings))
+            return asyncio.run(_run(app, client, listener, server, settings, not_default(engine, server)))
         finally:
             client.kill()
 
 
-def _check_profiles_early(settings: ServerSettings, path: Path) -> None:
-    """Refuse profiles that do not suit the model before it is loaded; a config at fault is the engine's to report."""
-    if not settings.rope_profiles:
+def check_scalings(engine: EngineOptions, path: Path) -> None:
+    """Refuse profiles and a --rope-scaling that do not suit the model before it is loaded; raises LoadError, one line.
+
+    A config at fault is the engine's to report.
+    """
+    profiles, scaling = engine.profiles(), engine.parse_rope_scaling()
+    if not profiles and scaling is None:
         return
     try:
         groups = read_rotary_groups(json.loads((path / "config.json").read_text(encoding="utf-8")))
@@ -78,7 +82,25 @@ def _check_profiles_early(settings: ServerSettings, path: Path) -> None:
         return
     if any(group.base.inv_freq == () for group in groups):
         return  # learned frequencies, known once the weights are read
-    check_profiles(settings.rope_profiles, groups)
+    check_profiles(profiles, groups)
+    try:
+        apply_scaling(groups, scaling, param="--rope-scaling")
+    except RequestError as error:
+        raise LoadError(error.message) from None
+
+
+def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
+    """The options, as written, that change what answers are or what requests may ask for, where they are in force."""
+    return [
+        option
+        for option, given in (
+            ("--deterministic", engine.deterministic),
+            (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
+            (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
+            ("--rope-exact", server.rope_exact),
+        )
+        if given
+    ]
 
 
 def make_client(engine: EngineOptions, path: Path, log_level: str) -> ProcessClient:
@@ -148,7 +170,12 @@ def _make_app(client: ProcessClient, path: Path, settings: ServerSettings) -> Fa
 
 
 async def _run(
-    app: FastAPI, client: ProcessClient, listener: socket.socket, options: ServerOptions, settings: ServerSettings
+    app: FastAPI,
+    client: ProcessClient,
+    listener: socket.socket,
+    options: ServerOptions,
+    settings: ServerSettings,
+    shown_options: list[str],
 ) -> int:
     import uvicorn
 
@@ -174,7 +201,7 @@ async def _run(
     client.progress = loading
     client.start_nowait()
     http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    engine = asyncio.create_task(_follow(client, loading, settings, _url(listener)), name="engine")
+    engine = asyncio.create_task(_follow(client, loading, settings, _url(listener), shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -196,12 +223,14 @@ async def _run(
         await client.close()
 
 
-async def _follow(client: ProcessClient, loading: LoadingDisplay, settings: ServerSettings, url: str) -> int:
+async def _follow(
+    client: ProcessClient, loading: LoadingDisplay, settings: ServerSettings, url: str, shown_options: list[str]
+) -> int:
     """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
     info = await client.wait_ready()
     loading.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
-    for line in summary(info, settings.served_model_name, url, tuple(settings.rope_profiles)):
+    for line in summary(info, settings.served_model_name, url, tuple(settings.rope_profiles), shown_options):
         say(line)
     await client.wait_state("failed")
     say(f"error: {client.failure}")

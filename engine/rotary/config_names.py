@@ -13,7 +13,7 @@ from typing import Any
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.config_values import read_list, read_number, read_object, read_size
 from windlass.engine.rotary.family_defaults import FAMILY_DEFAULTS, FamilyDefaults
-from windlass.engine.rotary.fields import ALIASES
+from windlass.engine.rotary.fields import ALIASES, INVALID, shown
 from windlass.engine.rotary.layer_pattern import LayerPattern, read_layer_pattern
 from windlass.engine.rotary.older_names import with_current_names
 from windlass.engine.rotary.scaling import (
@@ -70,7 +70,9 @@ def read_rotary_layout(config: Mapping[str, Any]) -> RotaryLayout:
     family = config.get("model_type")
     defaults = FAMILY_DEFAULTS.get(family) if isinstance(family, str) else None
     if defaults is None:
-        raise LoadError(f"config.json: model_type {family!r} is not supported: known are {', '.join(FAMILY_DEFAULTS)}")
+        raise LoadError(
+            f"config.json: model_type {shown(family)} is not supported: known are {', '.join(FAMILY_DEFAULTS)}"
+        )
     config = with_current_names(config, _head_dim(config, defaults))
     layers = read_layer_pattern(config, defaults)
     # A model none of whose layers rotates keeps one group, which nothing uses.
@@ -108,7 +110,9 @@ def apply_scaling(
         for name in chosen:
             if name not in names:
                 raise RequestError(
-                    f"{param}.{name}: this model has no such rotary group, it has {', '.join(names)}", f"{param}.{name}"
+                    f"{param}.{name}: this model has no such rotary group, it has {', '.join(names)}",
+                    f"{param}.{name}",
+                    INVALID,
                 )
         params = {name: f"{param}.{name}" for name in chosen}
     else:
@@ -257,7 +261,7 @@ def _read_base(config: Mapping[str, Any], defaults: FamilyDefaults, partial: Any
     head_dim = _head_dim(config, defaults)
     partial = defaults.partial_rotary_factor if partial is None else partial
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
-        raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {partial!r}")
+        raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {shown(partial)}")
     proportional = kind == "proportional"
     rotary_dim = head_dim if proportional else int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:

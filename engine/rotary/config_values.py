@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.engine.errors import LoadError
+from windlass.engine.rotary.fields import shown
 
 Config = Mapping[str, Any]
 
@@ -39,14 +40,6 @@ def read_flag(config: Config, key: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise LoadError(f"config.json: {key} must be true or false, got {shown(value)}")
     return value
-
-
-def shown(value: object) -> str:
-    """A value as a short piece of a message, however large it is."""
-    if isinstance(value, int) and value.bit_length() > 200:
-        return "a huge integer"  # repr() of such a number may itself be refused by Python
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_object(config: Config, key: str) -> Config | None:

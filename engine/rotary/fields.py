@@ -7,7 +7,7 @@ lengths and everything else that needs one is checked where the object meets the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from windlass.engine.errors import RequestError
@@ -56,6 +56,9 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 }
 _MAX_LIST = 4096
 
+# The codes of errors, as everywhere in the API.
+UNKNOWN, MISSING, INVALID = "unknown_field", "missing_field", "invalid_value"
+
 
 def fields_of(rope_type: str) -> tuple[str, ...]:
     """Every key an object of this kind may carry beside `rope_type` and SECTION_FIELDS, in canonical order."""
@@ -66,19 +69,19 @@ def read_rope_type(obj: dict[str, Any], param: str) -> str:
     """The canonical kind of a flat object, from `rope_type` or the older `type`; raises RequestError."""
     names = [key for key in ("rope_type", "type") if obj.get(key) is not None]
     if not names:
-        raise RequestError(f"{param}.rope_type is missing: give one of {_listed(KNOWN)}", f"{param}.rope_type")
+        raise RequestError(f"{param}.rope_type is missing: give one of {_listed(KNOWN)}", f"{param}.rope_type", MISSING)
     kinds = []
     for key in names:
         kind = obj[key]
         canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
         if canonical not in KINDS:
             raise RequestError(
-                f"{param}.{key} {_shown(kind)} is not known: use one of {_listed(KNOWN)}", f"{param}.{key}"
+                f"{param}.{key} {shown(kind)} is not known: use one of {_listed(KNOWN)}", f"{param}.{key}", INVALID
             )
         kinds.append(canonical)
     if len(set(kinds)) > 1:
         raise RequestError(
-            f"{param} says rope_type {kinds[0]!r} and type {kinds[1]!r}: keep rope_type only", f"{param}.type"
+            f"{param} says rope_type {kinds[0]!r} and type {kinds[1]!r}: keep rope_type only", f"{param}.type", INVALID
         )
     return kinds[0]
 
@@ -96,16 +99,18 @@ def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[
             raise RequestError(
                 f"{param}.partial_rotary_factor belongs to the model and cannot be changed: leave it out",
                 f"{param}.partial_rotary_factor",
+                UNKNOWN,
             )
         if key not in known:
             raise RequestError(
                 f"{param}.{_shown_key(key)} is not a field of rope_type {rope_type!r}: it takes {_listed(known)}",
                 f"{param}.{_shown_key(key)}",
+                UNKNOWN,
             )
     values = {key: _READERS[key](obj[key], f"{param}.{key}") for key in known if obj.get(key) is not None}
     for key in _REQUIRED.get(rope_type, ()):
         if key not in values:
-            raise RequestError(f"{param}.{key} is missing: rope_type {rope_type!r} needs it", f"{param}.{key}")
+            raise RequestError(f"{param}.{key} is missing: rope_type {rope_type!r} needs it", f"{param}.{key}", MISSING)
     _check_together(values, rope_type, param)
     return tuple(values.items())
 
@@ -114,7 +119,8 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
     """Refuse values that are fine alone and make no sense beside each other."""
 
     def refuse(key: str, message: str) -> None:
-        raise RequestError(f"{param}.{key} {message}", f"{param}.{key}")
+        code = MISSING if message.startswith("is missing") else INVALID
+        raise RequestError(f"{param}.{key} {message}", f"{param}.{key}", code)
 
     if rope_type == "dynamic":
         if "factor" not in values and "alpha" not in values:
@@ -141,64 +147,64 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
 
 def _number(value: Any, param: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{param} must be a number, got {_shown(value)}", param)
+        raise RequestError(f"{param} must be a number, got {shown(value)}", param, INVALID)
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RequestError(f"{param} must be a finite number, got {_shown(value)}", param)
+        raise RequestError(f"{param} must be a finite number, got {shown(value)}", param, INVALID)
     return number
 
 
 def _positive(value: Any, param: str) -> float:
     number = _number(value, param)
     if number <= 0:
-        raise RequestError(f"{param} must be greater than 0, got {_shown(value)}", param)
+        raise RequestError(f"{param} must be greater than 0, got {shown(value)}", param, INVALID)
     return number
 
 
 def _not_negative(value: Any, param: str) -> float:
     number = _number(value, param)
     if number < 0:
-        raise RequestError(f"{param} must not be negative, got {_shown(value)}", param)
+        raise RequestError(f"{param} must not be negative, got {shown(value)}", param, INVALID)
     return number
 
 
 def _theta(value: Any, param: str) -> float:
     number = _number(value, param)
     if number <= 1:
-        raise RequestError(f"{param} must be greater than 1, got {_shown(value)}", param)
+        raise RequestError(f"{param} must be greater than 1, got {shown(value)}", param, INVALID)
     return number
 
 
 def _length(value: Any, param: str) -> int:
     number = _number(value, param)
     if number != int(number) or not 2 <= number < 2**53:
-        raise RequestError(f"{param} must be a whole number of tokens, at least 2, got {_shown(value)}", param)
+        raise RequestError(f"{param} must be a whole number of tokens, at least 2, got {shown(value)}", param, INVALID)
     return int(number)
 
 
 def _sections(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_LIST:
-        raise RequestError(f"{param} must be a list of pair counts, got {_shown(value)}", param)
+        raise RequestError(f"{param} must be a list of pair counts, got {shown(value)}", param, INVALID)
     counts = tuple(_number(entry, f"{param}[{i}]") for i, entry in enumerate(value))
     if any(count != int(count) or count < 0 for count in counts):
-        raise RequestError(f"{param} must hold whole numbers of pairs, not negative", param)
+        raise RequestError(f"{param} must hold whole numbers of pairs, not negative", param, INVALID)
     return tuple(int(count) for count in counts)
 
 
 def _flag(value: Any, param: str) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{param} must be true or false, got {_shown(value)}", param)
+        raise RequestError(f"{param} must be true or false, got {shown(value)}", param, INVALID)
     return value
 
 
 def _positives(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{param} must be a list of numbers, got {_shown(value)}", param)
+        raise RequestError(f"{param} must be a list of numbers, got {shown(value)}", param, INVALID)
     if not 1 <= len(value) <= _MAX_LIST:
-        raise RequestError(f"{param} must hold one number per rotated pair, got {len(value)} numbers", param)
+        raise RequestError(f"{param} must hold one number per rotated pair, got {len(value)} numbers", param, INVALID)
     return tuple(_positive(entry, f"{param}[{i}]") for i, entry in enumerate(value))
 
 
@@ -228,11 +234,19 @@ def _listed(names: Any) -> str:
     return ", ".join(names)
 
 
-def _shown(value: Any) -> str:
-    """A value as a short piece of a message, however large it is."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 200:
-        return "a huge integer"  # repr() of such a number may itself be refused by Python
-    text = repr(value) if not isinstance(value, list | tuple | dict) else f"a {type(value).__name__}"
+def shown(value: Any) -> str:
+    """A value as a short piece of a message, in JSON's names and however large it is."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a huge integer"  # repr() of a very long one is refused by Python
+    text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary import frequencies
-from windlass.engine.rotary.fields import KINDS, Value, read_fields, read_rope_type
+from windlass.engine.rotary.fields import INVALID, KINDS, UNKNOWN, Value, read_fields, read_rope_type, shown
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -47,7 +47,11 @@ class RopeScaling:
     def from_dict(cls, obj: Mapping[str, Any], *, param: str = "rope_scaling") -> RopeScaling:
         """Read a flat object, or one nested by group name; raises RequestError naming the field as `param`.field."""
         if not isinstance(obj, Mapping):
-            raise RequestError(f"{param} must be an object such as {{'rope_type': 'yarn', 'factor': 4}}", param)
+            raise RequestError(
+                f'{param} must be an object such as {{"rope_type": "yarn", "factor": 4}}, got {shown(obj)}',
+                param,
+                INVALID,
+            )
         obj = dict(obj)
         if any(name in obj for name in GROUP_NAMES):
             return cls._nested_from_dict(obj, param)
@@ -61,6 +65,7 @@ class RopeScaling:
                 raise RequestError(
                     f"{param}.{str(key)[:60]} stands beside group names: put it inside {' or '.join(GROUP_NAMES)}",
                     f"{param}.{str(key)[:60]}",
+                    UNKNOWN,
                 )
         groups = []
         for name in GROUP_NAMES:
@@ -68,10 +73,12 @@ class RopeScaling:
                 continue
             inner = cls.from_dict(obj[name], param=f"{param}.{name}")
             if inner.groups:
-                raise RequestError(f"{param}.{name} must be flat, without group names inside", f"{param}.{name}")
+                raise RequestError(
+                    f"{param}.{name} must be flat, without group names inside", f"{param}.{name}", INVALID
+                )
             groups.append((name, inner))
         if not groups:
-            raise RequestError(f"{param} names groups but gives none an object", param)
+            raise RequestError(f"{param} names groups but gives none an object", param, INVALID)
         return cls(NESTED, (), tuple(groups))
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,18 +212,30 @@ def resolve(
     except (OverflowError, ZeroDivisionError):
         inv_freq, rotary_scale = (math.inf,), 1.0
     if not all(0 <= w <= _MAX_FREQUENCY for w in inv_freq):
+        cause = _cause(scaling)
+        field = f"{param}.{cause}" if cause else param
         raise RequestError(
-            f"{param} gives frequencies outside 0 .. {_MAX_FREQUENCY:g} radians per token: use a more moderate "
-            "factor or rope_theta",
-            param,
+            f"{field} gives frequencies outside 0 .. {_MAX_FREQUENCY:g} radians per token: use "
+            f"{'a more moderate value' if cause else 'more moderate values'}",
+            field,
+            INVALID,
         )
     if not 1 / _MAX_ATTENTION_FACTOR <= rotary_scale <= _MAX_ATTENTION_FACTOR:
         raise RequestError(
             f"{param} gives an attention factor of {rotary_scale:g}: it must lie between {1 / _MAX_ATTENTION_FACTOR:g} "
             f"and {_MAX_ATTENTION_FACTOR:g}",
             f"{param}.attention_factor",
+            INVALID,
         )
     return RotarySpec(inv_freq, rotary_scale)
+
+
+def _cause(scaling: RopeScaling) -> str:
+    """The field that frequencies out of range come from, where only one can be meant, else ""."""
+    if scaling.rope_type == "longrope":  # its factor goes into the attention factor alone
+        return ""
+    given = [name for name in ("factor", "alpha", "rope_theta") if scaling.get(name) is not None]
+    return given[0] if len(given) == 1 else ""
 
 
 def check(scaling: RopeScaling, base: RotaryBase, *, param: str = "rope_scaling") -> None:
@@ -234,11 +253,13 @@ def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
         raise RequestError(
             f"{param}.rope_type {scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}",
             f"{param}.rope_type",
+            INVALID,
         )
     if base.inv_freq is not None and scaling.get("rope_theta") is not None:
         raise RequestError(
             f"{param}.rope_theta has nothing to change: this model's frequencies are learned: leave it out",
             f"{param}.rope_theta",
+            INVALID,
         )
 
 
@@ -247,8 +268,9 @@ def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
     if sections is not None and sum(sections) != base.rotary_dim // 2:
         raise RequestError(
             f"{param}.mrope_section must add up to the {base.rotary_dim // 2} rotated pairs of this model, "
-            f"got {sum(sections)}",
+            f"got {shown(sum(sections))}",
             f"{param}.mrope_section",
+            INVALID,
         )
     for name in ("short_factor", "long_factor"):
         given = scaling.get(name)
@@ -257,6 +279,7 @@ def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
                 f"{param}.{name} must hold {base.rotary_dim // 2} numbers, one per rotated pair of this model, "
                 f"got {len(given)}",
                 f"{param}.{name}",
+                INVALID,
             )
 
 

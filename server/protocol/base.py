@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
@@ -86,16 +86,21 @@ def check_free_form(value: Any, *, numbers: bool = True) -> Any:
 def _rope_scaling(value: Any) -> Any:
     if value is not None and not isinstance(value, str | dict):
         raise PydanticCustomError(
-            "type", "should be an object such as {'rope_type': 'yarn', 'factor': 4.0}, or the name of a profile"
+            "type", 'should be an object such as {"rope_type": "yarn", "factor": 4}, or the name of a profile'
         )
     return check_free_form(value, numbers=False)  # whoever reads the object names the very field
 
 
 def _rope_update(value: Any) -> Any:
-    if not isinstance(value, str):
+    if value is None or isinstance(value, dict):
         return value
-    if value not in ROPE_UPDATES:
-        raise PydanticCustomError("type", "should be {allowed}", {"allowed": " or ".join(map(repr, ROPE_UPDATES))})
+    if not isinstance(value, str) or value not in ROPE_UPDATES:
+        *others, last = map(repr, ROPE_UPDATES)
+        raise PydanticCustomError(
+            "type",
+            "should be {allowed}",
+            {"allowed": f"{', '.join(others)} or {last}, or an object {{'policy': …, 'exact': …}}"},
+        )
     return {"policy": value}
 
 
@@ -116,14 +121,16 @@ class RopeUpdateObject(StrictModel):
     policy: RopeUpdate
     exact: bool | None = None
 
-    @model_validator(mode="after")
-    def _exact_recomputes(self) -> Self:
-        if self.exact and self.policy != "recompute":
-            raise PydanticCustomError("exact", "exact goes with the policy 'recompute'")
-        return self
+    @field_validator("exact")
+    @classmethod
+    def _exact_recomputes(cls, exact: bool | None, info: ValidationInfo) -> bool | None:
+        if exact and info.data.get("policy", "recompute") != "recompute":  # a policy at fault has its own error
+            raise PydanticCustomError("exact", "goes with the policy 'recompute': leave it out")
+        return exact
 
 
-RopeScalingField = Annotated[Any, BeforeValidator(_rope_scaling)]  # an object, the name of a profile, or null
+# An object, the name of a profile, or null.
+RopeScalingField = Annotated[Any, BeforeValidator(_rope_scaling, json_schema_input_type=dict[str, Any] | str | None)]
 RopeUpdateField = Annotated[
     RopeUpdateObject,
     BeforeValidator(_rope_update, json_schema_input_type=RopeUpdate | RopeUpdateObject),

@@ -35,9 +35,11 @@ def inspect(
     from windlass.server.rope.inspection import inspect_scaling
 
     if png is not None:
+        from windlass.server.rope.outputs import check_outputs
         from windlass.server.rope.pictures import require_matplotlib
 
         require_matplotlib()
+        check_outputs({"--png": png})
     result = inspect_scaling(resolve_model(model), _parse(scaling), length)
     if as_json:
         print(json.dumps(result.to_json(), allow_nan=False))

@@ -13,7 +13,10 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling, read_rotary_groups
+from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
+
+_MAX_LENGTH = 2**31 - 1  # as `POST /v1/rotary/inspect` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +108,8 @@ def inspect_scaling(directory: Path, scaling: RopeScaling | None, length: int | 
     own = read_groups(directory)
     if length is None:
         length = own[0].base.trained_len
-    if length < 1:
-        raise LoadError(f"--length must be at least 1, got {length}")
+    if not 1 <= length <= _MAX_LENGTH:
+        raise LoadError(f"--length must lie between 1 and {_MAX_LENGTH}, got {shown(length)}")
     scaled = apply_scaling(own, scaling)
     return Inspection(directory.name, length, tuple(_inspect(a, b, length) for a, b in zip(own, scaled, strict=True)))
 

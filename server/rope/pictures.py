@@ -37,7 +37,9 @@ _DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate":
 def require_matplotlib() -> None:
     """Raise LoadError, one line, where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise LoadError("pictures need matplotlib: run `pip install 'windlass[plots]'`")
+        raise LoadError(
+            "pictures need matplotlib: run `pip install 'windlass[plots]'`, or in a clone `.venv/bin/pip install -e '.[plots]'`"
+        )
 
 
 def save(figure: Figure, path: Path) -> None:

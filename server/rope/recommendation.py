@@ -94,7 +94,9 @@ def _reasons(result: SweepResult, chosen: Curve, others: list[Curve]) -> list[st
         spread = "" if math.isnan(error) else f" ± {100 * ratio * error:.1f}"
         way = "better" if mean < 0 else "worse"
         note = ", and asks more of the server" if mean < 0 else ""
-        reasons.append(f"Next comes {others[0].name}: {100 * (ratio - 1):.1f}{spread} % {way}{note}.")
+        # Below what the figure shows there is nothing to call better or worse.
+        gap = "the same" if ratio - 1 < 0.0005 else f"{100 * (ratio - 1):.1f}{spread} % {way}"
+        reasons.append(f"Next comes {others[0].name}: {gap}{note}.")
     cut = next((curve for curve in result.curves if curve.kind == "cut"), None)
     if cut is not None:
         reference = result.perplexity(cut, 0, target)

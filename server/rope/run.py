@@ -22,6 +22,7 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling, original_len
 from windlass.server.display import LoadingDisplay, say
 from windlass.server.rope.inspection import read_groups
+from windlass.server.rope.outputs import check_outputs
 from windlass.server.rope.plan import (
     Candidate,
     factor_of,
@@ -80,9 +81,8 @@ def run_sweep(options: SweepOptions) -> SweepResult:
             f"--target-len must lie above the trained length of {trained:,} and at most at --max-len "
             f"{options.max_len}, got {target}"
         )
-    for path in (options.html, options.json, options.png, options.markdown):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise LoadError(f"cannot write {path}: {path.absolute().parent} is no directory")
+    outputs = {"--out": options.html, "--json": options.json, "--png": options.png, "--markdown": options.markdown}
+    check_outputs(outputs, {"--text": options.text})
     text = _read_text(options.text)
     from windlass.server.tokenizer import Tokenizer
 

@@ -233,6 +233,7 @@ def test_a_request_whose_keys_would_not_fit_twice_is_refused(models: dict[str, P
     with pytest.raises(RequestError, match="twice") as caught:
         core.add(request("a", "dynamic_rotate", 100))
     assert caught.value.code == "kv_cache_exceeded"
+    assert "set rope_update to frozen or recompute" in caught.value.message
     assert run(core, [request("a", "dynamic_recompute", 100)])["a", 0].finish_reason == "length"
 
 

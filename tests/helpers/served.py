@@ -26,7 +26,7 @@ class Served:
             [sys.executable, "-m", "windlass.server.cli", "serve", str(model), "--port", "0", *arguments],
             env={
                 **inherited,
-                "PYTHONPATH": str(TESTS),
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
                 CORE_VARIABLE: "helpers.scripted_core:ScriptedCore",
                 "SCRIPT_STEP_SECONDS": "0.02",
                 **environment,

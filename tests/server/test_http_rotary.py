@@ -195,6 +195,16 @@ WRONG: list[tuple[Any, str, str]] = [
 ]
 
 
+CODES = {  # of the messages above; the others are invalid_value
+    "needs it": "missing_field",
+    "give one of default, linear": "missing_field",
+    "missing": "missing_field",
+    "it takes rope_theta, factor": "unknown_field",
+    "belongs to the model": "unknown_field",
+    "full_attention or sliding_attention": "unknown_field",
+}
+
+
 @pytest.mark.parametrize(("scaling", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_wrong_scaling_is_a_400_that_names_field_and_values(
@@ -205,23 +215,34 @@ def test_a_wrong_scaling_is_a_400_that_names_field_and_values(
     body = json.dumps({"prompt": "a", "stream": stream, "rope_scaling": scaling})  # NaN and Infinity as Python has them
     error = live.refuse(PATH, body.encode())
     assert error["param"] == param and says in error["message"] and error["type"] == "invalid_request_error"
+    assert error["code"] == CODES.get(says, "unknown_profile" if scaling == "" else "invalid_value")
     assert live.engine.requests == []
 
 
-def test_a_number_too_large_for_json_is_named_too(live: Live) -> None:
-    body = b'{"prompt": "a", "rope_scaling": {"rope_type": "yarn", "factor": 1e999}}'
-    error = live.refuse(PATH, body)
-    assert error["param"] == "rope_scaling.factor" and "finite" in error["message"]
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity"])
+def test_numbers_json_cannot_have_are_named_alike(live: Live, number: str) -> None:
+    body = f'{{"prompt": "a", "rope_scaling": {{"rope_type": "yarn", "factor": {number}}}}}'
+    error = live.refuse(PATH, body.encode())
+    assert (error["param"], error["code"]) == ("rope_scaling.factor", "invalid_value")
+    assert "finite number" in error["message"]
+    neighbour = live.refuse(PATH, f'{{"prompt": "a", "temperature": {number}}}'.encode())
+    assert (neighbour["param"], neighbour["code"]) == ("temperature", "invalid_value")
+
+
+CODES_OF_UPDATES = {"invalid_value", "missing_field", "unknown_field", "rope_exact_not_allowed"}
+UPDATES = "rope_update: should be 'frozen', 'recompute' or 'rotate', or an object {'policy': …, 'exact': …}"
 
 
 @pytest.mark.parametrize(
     ("update", "param", "says"),
     [
-        ("sometimes", "rope_update", "'frozen' or 'recompute' or 'rotate'"),
-        (5, "rope_update", ""),
+        *((value, "rope_update", UPDATES) for value in ("sometimes", "", 5, 1.5, [], ["rotate"], True, False)),
         ({"policy": "never"}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
         ({"exact": True}, "rope_update.policy", "missing"),
-        ({"policy": "rotate", "exact": True}, "rope_update", "exact goes with the policy 'recompute'"),
+        ({"policy": 5}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
+        ({"policy": "never", "exact": True}, "rope_update.policy", "'frozen', 'recompute' or 'rotate'"),
+        ({"policy": "rotate", "exact": True}, "rope_update.exact", "goes with the policy 'recompute'"),
+        ({"policy": "frozen", "exact": True}, "rope_update.exact", "goes with the policy 'recompute'"),
         ({"policy": "recompute", "exact": 1}, "rope_update.exact", ""),
         ({"policy": "recompute", "speed": 1}, "rope_update.speed", "unknown field"),
         ({"policy": "recompute", "exact": True}, "rope_update.exact", "--rope-exact"),
@@ -230,7 +251,15 @@ def test_a_number_too_large_for_json_is_named_too(live: Live) -> None:
 def test_a_wrong_rope_update(live: Live, update: Any, param: str, says: str) -> None:
     error = live.refuse(PATH, {"prompt": "a", "rope_update": update})
     assert error["param"] == param and says in error["message"]
+    assert "RopeUpdate" not in error["message"] and error["code"] in CODES_OF_UPDATES
     assert live.engine.requests == []
+
+
+def test_the_description_for_machines_says_what_the_fields_take(live: Live) -> None:
+    schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatRequest", "RotaryInspectRequest"):
+        taken = schemas[name]["properties"]["rope_scaling"]
+        assert {one["type"] for one in taken["anyOf"]} == {"object", "string", "null"}, name
 
 
 def test_exact_where_the_operator_allows_it() -> None:

@@ -15,6 +15,8 @@ import pytest
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
+from windlass.server import cli
+
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -67,15 +69,22 @@ def until(condition, seconds: float = 10.0) -> None:
 
 
 def test_it_listens_while_it_loads_and_drains_on_sigterm(model):
-    with Served(model, "--max-model-len", "300", SCRIPT_LOAD_SECONDS="1.5") as served:
+    with Served(model, "--max-model-len", "300", "--deterministic", SCRIPT_LOAD_SECONDS="1.5") as served:
         url = served.url
         assert httpx.get(f"{url}/health", timeout=5.0).status_code == 503
         assert complete(url).status_code == 503
         served.wait_ready()
         assert httpx.get(f"{url}/health").status_code == 200
         assert "reading weights ..." in served.lines
-        for expected in ("5.4 M parameters", "300 tokens", "64 blocks of 16", "full_attention", "note: this model"):
+        for expected in (
+            "5.4 M parameters",
+            "300 tokens",
+            "64 blocks of 16",
+            "full_attention",
+            "  options   --deterministic\n",
+        ):
             assert expected in served.errors
+        assert "note: this model" in served.errors
         # Independent of Python's view: no torch library is mapped into the API process.
         assert "libtorch" not in Path(f"/proc/{served.process.pid}/maps").read_text()
         assert complete(url).status_code == 200
@@ -96,6 +105,7 @@ def test_it_listens_while_it_loads_and_drains_on_sigterm(model):
 def test_after_the_grace_period_streams_end_with_an_error(model):
     with Served(model, "--grace-period", "0.3") as served:
         stream = Stream(served.wait_ready(), max_tokens=400)
+        assert "options" not in served.errors  # all are the defaults
         start = time.monotonic()
         served.signal(signal.SIGINT)
         events = stream.finish()
@@ -139,6 +149,39 @@ def test_a_load_failure_is_one_line_and_exit_code_2(model):
 LISTS = '{"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2]}'
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 4}
+WRONG_SCALINGS = [
+    ('{"rope_type": "learned"}', "--rope-scaling.rope_type 'learned' cannot run on this model: use one of default,"),
+    (LISTS, "--rope-scaling.short_factor must hold 16 numbers, one per rotated pair of this model, got 2"),
+    ('{"rope_type": "linear", "factor": 1e-300}', "--rope-scaling.factor gives frequencies outside 0 .. 1e+06"),
+    ('{"sliding_attention": {"rope_type": "linear", "factor": 2}}', "--rope-scaling.sliding_attention: this model has"),
+]
+
+
+def write_model(directory: Path, model: Path) -> None:
+    (directory / "config.json").write_text(json.dumps(LLAMA))
+    (directory / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+
+
+@pytest.mark.parametrize(("scaling", "says"), WRONG_SCALINGS, ids=lambda value: str(value)[:30])
+def test_a_scaling_the_model_cannot_run_is_refused_before_the_listener_opens(model, tmp_path, scaling, says):
+    write_model(tmp_path, model)
+    with Served(tmp_path, "--rope-scaling", scaling, SCRIPT_LOAD_SECONDS="100") as served:
+        assert served.wait() == 2
+        assert len(served.lines) == 1 and served.lines[0].startswith(f"error: {says}")
+
+
+@pytest.mark.parametrize("command", [["generate", "hi", "--model"], ["bench", "engine"]])
+def test_other_commands_that_load_a_model_refuse_the_same(model, tmp_path, command, capsys):
+    write_model(tmp_path, model)
+    for scaling, says in WRONG_SCALINGS:
+        assert cli.run([*command, str(tmp_path), "--rope-scaling", scaling]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {says}") and error.count("\n") == 1
+    assert cli.run([*command, str(tmp_path), "--rope-profile", f"phi={LISTS}"]) == 2
+    assert capsys.readouterr().err.startswith("error: --rope-profile phi.short_factor must hold 16 numbers")
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_a_profile_the_model_cannot_run_is_one_line_and_exit_code_2(model, tmp_path, early):
     """Before the model is loaded where config.json tells enough, else before it is said to serve."""
@@ -162,6 +205,7 @@ def test_profiles_and_the_rules_for_requests_reach_the_server(model):
     with Served(model, *options, WINDLASS_ROPE_PROFILE=profiles) as served:
         url = served.wait_ready()
         assert "  profiles  long, grow" in served.lines
+        assert "  options   --rope-update rotate, --rope-policy profiles, --rope-exact" in served.lines
         assert any(
             line.startswith("  rotary    full_attention: dynamic, theta 10000, 32 of 32") for line in served.lines
         )

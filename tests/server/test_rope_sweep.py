@@ -18,6 +18,7 @@ from helpers.rotary_oracles import Uncached, dynamic_frequencies, plain_frequenc
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
+from windlass.engine.scoring import Scorer
 from windlass.server import cli, launch
 from windlass.server.rope.recommendation import recommend
 from windlass.server.rope.results import Curve, SweepResult
@@ -225,6 +226,15 @@ def test_within_one_per_cent_the_simpler_wins() -> None:
     assert recommend(result(replace(NONE, nll=frozen.nll), CUT, rotate, frozen)).curve == "no scaling"
 
 
+def test_a_difference_that_rounds_to_nothing_is_called_the_same() -> None:
+    linear = curve("l", "linear", 20, 10)
+    for level, words in ((20, "Next comes l: the same."), (20.005, "the same."), (20.02, "0.1 ± 0.0 % worse.")):
+        other = curve("y", "yarn", 40 - level, 10)  # as much better as level is above 20
+        reasons = recommend(result(NONE, CUT, other, linear)).reasons
+        assert any(words in reason for reason in reasons), reasons
+        assert not any(": 0.0 " in reason for reason in reasons)
+
+
 def test_frozen_for_another_length_is_not_recommended() -> None:
     other = replace(curve("f", "dynamic", 12, 10, "frozen"), longest=200)
     assert recommend(result(NONE, CUT, other, curve("yarn", "yarn", 20, 12))).curve == "yarn"
@@ -246,18 +256,29 @@ def test_how_far_a_scaling_holds() -> None:
         (["--text", "{text}", "--max-len", "128", "--target-len", "129"], "--target-len"),
         (["--text", "{missing}"], "cannot read --text"),
         (["--text", "{binary}"], "not UTF-8"),
-        (["--text", "{text}", "--json", "{missing}/x.json"], "cannot write"),
+        (["--text", "{text}", "--json", "{missing}/x.json"], "cannot write --json"),
+        (["--text", "{text}", "--out", "{missing}/.."], "is a directory, give the name of a file"),
+        (["--text", "{text}", "--markdown", "{missing}/../r.html"], "--out and --markdown are both"),
+        (["--text", "{text}", "--json", "{missing}.1", "--png", "{missing}.1"], "--json and --png are both"),
+        (["--text", "{text}", "--png", "{text}"], "--text and --png are both"),
         (["--text", "{text}", "--windows", "0"], "--windows"),
     ],
 )
 def test_what_is_wrong_is_one_line(
-    arguments: list[str], words: str, model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: str,
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00x")
     places = {"{text}": text, "{missing}": tmp_path / "missing", "{binary}": tmp_path / "binary"}
     given = list(arguments)
     for mark, path in places.items():
         given = [word.replace(mark, str(path)) for word in given]
+    monkeypatch.setattr(Scorer, "load", None)  # all of it is said before the model is read
     assert cli.run(["rope", "sweep", str(model), "--out", str(tmp_path / "r.html"), *given]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and words in error, error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import subprocess
@@ -455,15 +456,60 @@ def test_refusals_name_the_field_and_say_what_to_do(obj: Any, param: str, says: 
     assert says in caught.value.message
     assert caught.value.message.startswith("rope_scaling")
     assert len(caught.value.message) < 300
+    says = caught.value.message
+    expected = "missing_field" if "is missing" in says else "invalid_value"
+    foreign = ("is not a field", "belongs to the model", "beside group names")
+    assert caught.value.code == ("unknown_field" if any(words in says for words in foreign) else expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (True, "got true"),
+        ([1], "got a list"),
+        ({}, "got an object"),
+        ("4", "got '4'"),
+        (math.inf, "got Infinity"),
+        (-math.inf, "got -Infinity"),
+        (math.nan, "got NaN"),
+        (-(10**400), "got a huge integer"),
+    ],
+)
+def test_values_are_shown_in_json_s_names(value: Any, shown: str) -> None:
+    with pytest.raises(RequestError, match=f"{shown}$"):
+        RopeScaling.from_dict({"rope_type": "linear", "factor": value})
+
+
+@pytest.mark.parametrize(("value", "shown"), [(None, "null"), ([YARN], "a list"), (False, "false"), (4, "4")])
+def test_what_is_no_object_is_shown_in_json_s_names(value: Any, shown: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        RopeScaling.from_dict(value)
+    example = '{"rope_type": "yarn", "factor": 4}'
+    assert caught.value.message == f"rope_scaling must be an object such as {example}, got {shown}"
+    assert json.loads(example) == YARN
+    assert (caught.value.param, caught.value.code) == ("rope_scaling", "invalid_value")
 
 
 @pytest.mark.parametrize(
     ("obj", "param", "says"),
     [
         ({**LONGROPE, "short_factor": [1.0], "long_factor": [1.0]}, ".short_factor", "must hold 32 numbers"),
-        ({"rope_type": "ntk", "factor": 1e308}, "", "moderate"),
-        ({"rope_type": "dynamic", "factor": 1e308}, "", "moderate"),
-        ({"rope_type": "linear", "factor": 1e-300}, "", "moderate"),
+        ({"rope_type": "ntk", "factor": 1e308}, ".factor", "rope.factor gives frequencies outside"),
+        ({"rope_type": "dynamic", "factor": 1e308}, ".factor", "moderate"),
+        ({"rope_type": "dynamic", "alpha": 1e308}, ".alpha", "rope.alpha gives frequencies outside"),
+        ({"rope_type": "linear", "factor": 1e-300}, ".factor", "moderate"),
+        (
+            {"rope_type": "linear", "factor": 1e-300, "rope_theta": 5e5},
+            "",
+            "more moderate values",
+        ),  # either may be meant
+        ({**LONGROPE, "short_factor": [1e-300] * 32, "factor": 4.0}, "", "moderate"),  # factor has no part in it
+        (
+            {**YARN, "mrope_section": [10**300, 1]},
+            ".mrope_section",
+            "32 rotated pairs of this model, got a huge integer",
+        ),
+        ({**YARN, "mrope_section": [40]}, ".mrope_section", "got 40"),
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e30}, ".attention_factor", "must lie between"),
     ],
 )
@@ -472,7 +518,8 @@ def test_check_refuses_what_does_not_fit_the_model(obj: dict[str, Any], param: s
     with pytest.raises(RequestError) as caught:
         check(scaling, BASE, param="rope")
     assert caught.value.param == f"rope{param}"
-    assert says in caught.value.message
+    assert caught.value.code == "invalid_value"
+    assert says in caught.value.message and len(caught.value.message) < 200
 
 
 def test_check_accepts_every_case() -> None:

@@ -1,0 +1,31 @@
+"""Whether the files a command is to write can be written, asked before the work. Knows nothing of what goes into them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from windlass.engine.errors import LoadError
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path] | None = None) -> None:
+    """Raise LoadError for a file that cannot be written, and for two options that name one file.
+
+    outputs: the file each option is to write, None where it was not given. inputs: files that are read, so that no
+    output replaces one.
+    """
+    taken = {path.resolve(): option for option, path in (inputs or {}).items()}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        target = path.resolve()
+        if target.is_dir():
+            raise LoadError(f"cannot write {option} {path}: it is a directory, give the name of a file")
+        if not target.parent.is_dir():
+            raise LoadError(f"cannot write {option} {path}: {target.parent} is no directory")
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise LoadError(f"cannot write {option} {path}: no permission")
+        if target in taken:
+            raise LoadError(f"{taken[target]} and {option} are both {path}: give each a file of its own")
+        taken[target] = option
