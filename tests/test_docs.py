@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
 from windlass.engine.rotary.fields import KINDS, fields_of
+from windlass.engine.rotary.policy import RotaryReport, make_plan
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 from windlass.server import cli
 from windlass.server.app import create_app
@@ -23,7 +24,9 @@ from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.generation import StreamOptions
 from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
+from windlass.server.rotary import report_at, report_object
 from windlass.server.settings import ServerSettings
+from windlass.server.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,8 +88,8 @@ def test_every_endpoint_is_on_the_page():
             assert f"`{method.upper()} {shown}`" in table, f"{method} {path}"
 
 
-def create_toy_app():
-    return create_app(ScriptedEngine(), toy_tokenizer(), None, ServerSettings(served_model_name="toy"))
+def create_toy_app(engine: ScriptedEngine | None = None):
+    return create_app(engine or ScriptedEngine(), toy_tokenizer(), None, ServerSettings(served_model_name="toy"))
 
 
 def test_every_metric_is_on_the_page():
@@ -178,6 +181,59 @@ def test_the_grid_is_the_one_on_the_page():
     assert [int(number) for number in numbers.split(", ")] == expected
     dynamic, base = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2}), RotaryBase(1e4, 64, 64, 2048)
     assert resolve(dynamic, base, 3000) == resolve(dynamic, base, 3444) != resolve(dynamic, base, 3445)
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DEMO = ROOT / "models" / "demo"
+
+
+def demo_report(scaling: dict | None, update: str | None, prompt: int, tokens: int, context: int) -> RotaryReport:
+    """The report of an answer of `tokens` tokens by the bundled model."""
+    groups = read_rotary_groups(json.loads((DEMO / "config.json").read_text()))
+    groups = apply_scaling(groups, scaling and RopeScaling.from_dict(scaling))
+    plan = make_plan(groups, min(prompt + tokens, context), update)
+    return report_at(plan, prompt, tokens)
+
+
+def test_the_first_answer_in_the_readme_is_one_the_server_gives():
+    """Its fields are those of an answer, its text and numbers those of the bundled model."""
+    (shown,) = re.findall(r"```json\n(.*?)```", section(README, "## A first request"), re.DOTALL)
+    answer = json.loads(shown.replace("\n ", " "))
+
+    report = demo_report(None, None, 7, 40, 512)
+
+    async def ask() -> dict:
+        transport = httpx.ASGITransport(create_toy_app(ScriptedEngine(report=lambda request: report)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return (await client.post("/v1/completions", json={"prompt": "a"})).json()
+
+    real = asyncio.run(ask())
+    assert list(answer) == list(real)
+    assert answer["rotary"] == real["rotary"] and list(answer["usage"]) == list(real["usage"])
+    assert list(answer["choices"][0]) == list(real["choices"][0])
+    tokenizer = Tokenizer.from_directory(DEMO)
+    prompt = "The king said unto them,"
+    assert prompt in section(README, "## A first request")
+    assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode(prompt))
+    text = answer["choices"][0]["text"]
+    assert len(tokenizer.encode(prompt + text)) == answer["usage"]["total_tokens"]
+
+
+def test_the_rotary_report_on_the_page_is_that_of_the_example():
+    (shown,) = re.findall(r"```json\n(.*?)```", section(HTTP, "### The rotary report"), re.DOTALL)
+    report = json.loads(shown)["rotary"]
+    (body,) = re.findall(r"-d '(\{.*\"rotate\".*\})'", section(ROTARY, "## Examples"))
+    (context,) = re.findall(r"serve --max-model-len (\d+)\n", section(ROTARY, "## Examples"))
+    asked = json.loads(body)
+    prompt = len(Tokenizer.from_directory(DEMO).encode(asked["prompt"]))
+    arguments = asked["rope_scaling"], asked["rope_update"], prompt, asked["max_tokens"]
+    expected = report_object(demo_report(*arguments, int(context)))
+    assert asked["ignore_eos"] and expected["moves"] == 2  # else it may stop before the first grid point
+    start = report.pop("fingerprint").removesuffix("…")
+    assert len(start) >= 4 and expected.pop("fingerprint").startswith(start)
+    assert report == expected
+    # In the model's own context no key turns, as the page says.
+    assert demo_report(*arguments[:3], 512 - prompt, 512).moves == 0
 
 
 LIMITS = {
