@@ -86,7 +86,19 @@ def rotate_and_append(
 ) -> None:
     """See `reference.rotate_and_append`."""
     if q.is_cpu and cpu.rotate_refusal(q, k, v, pages.key, pages.value, **pages.scales) is None:
-        cpu.rotate_and_append(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots, **pages.scales)
+        cpu.rotate_and_append(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            q_scale,
+            pages.key,
+            pages.value,
+            slots,
+            key_scales=pages.key_scale,
+            value_scales=pages.value_scale,
+        )
     else:
         reference.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
 
@@ -96,7 +108,17 @@ def move_cached_keys(
 ) -> None:
     """See `reference.move_cached_keys`."""
     if cpu.move_refusal(pages.key, pages.value, **pages.scales) is None:
-        cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin, **pages.scales, values=values)
+        cpu.move_cached_keys(
+            pages.key,
+            pages.value,
+            sources,
+            targets,
+            cos,
+            sin,
+            key_scales=pages.key_scale,
+            value_scales=pages.value_scale,
+            values=values,
+        )
     else:
         slots = torch.stack((sources, targets))
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.key.shape[0] * pages.block_size:
@@ -177,7 +199,8 @@ def _compiled_attention(
         window,
         soft_cap=soft_cap,
         fewest=2,
-        **pages.scales,
+        key_scales=pages.key_scale,
+        value_scales=pages.value_scale,
     )
     singles = (query_start.diff() == 1).nonzero().squeeze(1)
     if singles.numel():
@@ -208,7 +231,8 @@ def _compiled_decode(
         score_scale,
         window=window,
         soft_cap=soft_cap,
-        **pages.scales,
+        key_scales=pages.key_scale,
+        value_scales=pages.value_scale,
     )
 
 

@@ -14,7 +14,8 @@ from windlass.kernels import SCALE_BYTES, KVPages
 class KVStorage:
     """Pages of every KV group on one device.
 
-    groups and num_blocks run in parallel. dtype int8 adds a plane of scales beside the codes. Memory is reserved, not touched, so unused pages cost nothing on a CPU.
+    groups and num_blocks run in parallel. dtype int8 adds a plane of scales beside the codes.
+    Memory is reserved, not touched, so unused pages cost nothing on a CPU.
     """
 
     def __init__(

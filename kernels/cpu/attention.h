@@ -236,9 +236,14 @@ template <class T> static void attend_cut(const Attention &p, const Scratch &s, 
             values[j] = (const T *)p.values + entry * p.value_dim;
             if (p.key_scales) key_scales[j] = p.key_scales[entry], value_scales[j] = p.value_scales[entry];
         }
+    // After the last chunk comes the next head's first, most likely on this thread: its keys lie beside this head's.
+    const T *beside[CHUNK];
+    const long beside_count = head + 1 < p.kv_heads ? min_of(CHUNK, longest) : 0;
+    for (long j = 0; j < beside_count; j++) beside[j] = keys[j] + p.dim;
     for (long j = 0; j < longest; j += CHUNK) {
-        const long next = j + CHUNK, left = max_of(0, longest - next);
-        Chunk<T> chunk = {keys + j, values + j, keys + next, min_of(CHUNK, longest - j), min_of(CHUNK, left), j == 0,
+        const long next = j + CHUNK, left = longest - next;
+        Chunk<T> chunk = {keys + j, values + j, left > 0 ? keys + next : beside, min_of(CHUNK, longest - j),
+                          left > 0 ? min_of(CHUNK, left) : beside_count, j == 0 && head == 0,
                           p.key_scales ? key_scales + j : nullptr, p.key_scales ? value_scales + j : nullptr};
         if (shortest >= min_of(next, longest)) {
             attend_chunk<T>(p, s, 0, rows * group, chunk);

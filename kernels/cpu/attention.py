@@ -6,6 +6,8 @@ whatever the storage. Knows nothing of requests, models or other backends.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -54,12 +56,13 @@ def paged_attention_decode(
     """Attention of one new token per row over its cached keys (its own, the last, included).
 
     q: [B, Hq, D] rotated, any row and head strides. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv,
-    Dv], one float dtype, or int8 with key_scales and value_scales [num_blocks, P, Hkv] float32. block_table: [B, max_blocks] int32; entries that no visible key needs are never looked at. seq_lens: [B] int32
-    or int64; 0 gives a row of zeros. Scores are q.k * scale * score_scale[b], then soft_cap * tanh(score / soft_cap);
-    window: keys seen, the last ones; sink_logits: [Hq] float32, each an extra logit in the softmax's denominator only.
-    Rows of one sequence may share a table (`table.expand(B, -1)`); then they also share the loads of its keys.
-    A row's bits depend on its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError
-    for a visible block that the table or the pages lack.
+    Dv], one float dtype, or int8 with key_scales and value_scales [num_blocks, P, Hkv] float32. block_table: [B,
+    max_blocks] int32; entries that no visible key needs are never looked at. seq_lens: [B] int32 or int64; 0 gives a row
+    of zeros. Scores are q.k * scale * score_scale[b], then soft_cap * tanh(score / soft_cap); window: keys seen, the last
+    ones; sink_logits: [Hq] float32, each an extra logit in the softmax's denominator only. Rows of one sequence may share
+    a table (`table.expand(B, -1)`); then they also share the loads of its keys. A row's bits depend on its own operands
+    only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible block that the table or the
+    pages lack.
     """
     if library is None:
         reason = attention_refusal(q, key_pages, value_pages, key_scales, value_scales)
@@ -168,7 +171,7 @@ def paged_attention_prefill(
     )
     starts = query_start.tolist()
     check(
-        starts[0] >= 0 and starts[-1] <= tokens and all(a <= b for a, b in zip(starts, starts[1:], strict=False)),
+        starts[0] >= 0 and starts[-1] <= tokens and all(a <= b for a, b in pairwise(starts)),
         f"{name}: query_start must rise from 0 to at most {tokens}",
     )
     check(

@@ -16,6 +16,8 @@ template <class T> static int attend_alone(const Attention &p) {
     // [cut][head][part_row]
     float *parts = (float *)malloc(max_of(1, first[p.batch] * p.heads * part_row) * sizeof(float));
     const long threads = keys * p.kv_heads * p.dim < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
+    // A cut's heads lie side by side in memory: one thread takes them all where there are enough cuts.
+    const long together = first[p.batch] >= 4 * threads ? p.kv_heads : 1;
     int failed = !owner || !parts;
     if (!failed) {
         for (long b = 0; b < p.batch; b++)
@@ -26,7 +28,7 @@ template <class T> static int attend_alone(const Attention &p) {
             failed |= !memory;
             Scratch s;
             s.place(p, 1, memory);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, together)
             for (long unit = 0; unit < units; unit++) {
                 if (!memory) continue;
                 const long cut = unit / p.kv_heads, head = unit % p.kv_heads, b = owner[cut];

@@ -36,7 +36,9 @@ def scales_refusal(key_pages: Tensor, key_scales: Tensor | None, value_scales: T
             and scales.is_cpu
             and scales.is_contiguous()
         ):
-            return f"scales are {scales.dtype} {tuple(scales.shape)}, not float32 {tuple(key_pages.shape[:3])}, contiguous"
+            return (
+                f"scales are {scales.dtype} {tuple(scales.shape)}, not float32 {tuple(key_pages.shape[:3])}, contiguous"
+            )
     return None
 
 

@@ -135,5 +135,8 @@ def test_turned_keys_are_rounded_once_however_often_they_turn(tmp_path: Path) ->
 
 
 def test_the_prefix_cache_tells_dtypes_apart() -> None:
-    roots = {dtype: core_of(DEMO, kv_cache_dtype=dtype).scheduler._stages._namespace for dtype in ("int8", "float32", "bfloat16")}
+    roots = {
+        dtype: core_of(DEMO, kv_cache_dtype=dtype).scheduler._stages._namespace
+        for dtype in ("int8", "float32", "bfloat16")
+    }
     assert len(set(roots.values())) == 3

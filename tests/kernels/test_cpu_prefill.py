@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
@@ -174,7 +176,7 @@ def test_chunks_do_not_change_the_bits(form: Library, page_type: torch.dtype, wi
     whole = case.got(form)
     for cuts in ([0, 1, 130, 137, 400], [0, 64, 400]):
         parts = []
-        for begin, end in zip(cuts, cuts[1:], strict=False):
+        for begin, end in itertools.pairwise(cuts):
             parts.append(
                 cpu.paged_attention_prefill(
                     case.q[begin:end],

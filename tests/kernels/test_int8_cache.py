@@ -169,6 +169,22 @@ def test_moves(name, seed, kv_heads, dims, half, moved, in_place):  # type: igno
         assert not copied or torch.equal(got[targets], had[sources])
 
 
+@pytest.mark.parametrize("name", [*FORMS, "plain torch"])
+def test_values_stay_where_they_are_unless_asked_along(name: str) -> None:
+    pages = int8_pages(2, 16, 16)
+    before, sources, targets, angle = copy_of(pages), torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
+    operands = sources, targets, angle.cos(), angle.sin()
+    if name == "plain torch":
+        reference.move_cached_keys(pages, *operands, values=False)
+    else:
+        form = kernels(name)
+        cpu.move_cached_keys(pages.key, pages.value, *operands, values=False, library=form, **pages.scales)
+    assert torch.equal(pages.value, before.value)
+    assert torch.equal(pages.value_scale, before.value_scale)
+    assert not torch.equal(pages.key, before.key)
+    assert not torch.equal(pages.key_scale, before.key_scale)
+
+
 def test_huge_positions_and_back(form: Library) -> None:
     """A key turned by ten million positions and back differs by the two roundings, not by the angle."""
     pages = int8_pages(2, 64, 64)
@@ -213,7 +229,9 @@ def test_decode(name, seed, lengths, heads, dims, window, soft_cap):  # type: ig
     pages.key_scale[~seen] = torch.nan
     pages.value_scale[~seen] = torch.nan
     pages.key_scale[0, 0] *= 0.0  # zeros
-    keys, values = (part.float().view(codes.shape) for part, codes in zip(wide(pages), (pages.key, pages.value), strict=True))
+    keys, values = (
+        part.float().view(codes.shape) for part, codes in zip(wide(pages), (pages.key, pages.value), strict=True)
+    )
     q, temperature = torch.randn(len(lengths), q_heads, dim), torch.rand(len(lengths)) + 0.5
     rest = (table, torch.tensor(lengths), dim**-0.5, temperature, window, None, soft_cap)
     got = cpu.paged_attention_decode(q, pages.key, pages.value, *rest, library=form, **pages.scales)
