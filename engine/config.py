@@ -75,6 +75,16 @@ def parse_dtype(name: str) -> str:
     return full
 
 
+def parse_cache_dtype(name: str) -> str:
+    """As `parse_dtype`, for cached keys and values, which may be int8 too."""
+    if name.lower() == "int8":
+        return "int8"
+    try:
+        return parse_dtype(name)
+    except LoadError:
+        raise LoadError(f"unknown cache dtype {name!r}: use auto, float32, bfloat16, float16 or int8") from None
+
+
 def parse_size(text: str) -> int:
     """Bytes from "4GiB", "500MB", "1.5g" or a plain number; raises LoadError that shows the form."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())

@@ -16,7 +16,7 @@ import torch
 
 from windlass import kernels
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.storage import KVStorage, plan_blocks
+from windlass.engine.cache.storage import KVStorage, bytes_per_token, plan_blocks
 from windlass.engine.config import EngineConfig
 from windlass.engine.errors import LoadError
 from windlass.engine.loader import LoadedModel, load_model
@@ -147,7 +147,7 @@ def _plan(config: EngineConfig, model: LoadedModel) -> tuple[int, ...]:
         spec.kv_groups,
         budget_bytes=budget,
         block_size=config.block_size,
-        element_size=model.cache_dtype.itemsize,
+        dtype=model.cache_dtype,
         max_blocks=config.max_num_seqs * -(-length // config.block_size),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -183,8 +183,7 @@ def _describe(
     seconds: float,
 ) -> ModelInfo:
     decoder, spec = model.decoder, model.decoder.spec
-    element = model.cache_dtype.itemsize
-    per_token = [group.bytes_per_token(element) for group in spec.kv_groups]
+    per_token = [bytes_per_token(group, model.cache_dtype) for group in spec.kv_groups]
     dtype = str(decoder.dtype).removeprefix("torch.")
     kernel_notice = () if decoder.device.type != "cpu" or kernels.reads_narrow_weights() else (kernels.explain(),)
     return ModelInfo(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from windlass import kernels
-from windlass.engine.config import EngineConfig, parse_dtype
+from windlass.engine.config import EngineConfig, parse_cache_dtype, parse_dtype
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.families import read_spec
@@ -47,9 +47,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     spec = _with_server_scaling(spec, config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, hf_config, device)
-    cache_dtype = (
-        dtype if parse_dtype(config.kv_cache_dtype) == "auto" else _torch_dtype(parse_dtype(config.kv_cache_dtype))
-    )
+    cache_name = parse_cache_dtype(config.kv_cache_dtype)
+    cache_dtype = dtype if cache_name == "auto" else _torch_dtype(cache_name)
     try:
         weight_dtype = choose_weight_dtype(config, hf_config, dtype, device)
         decoder = Decoder(spec, dtype, device, weight_dtype, deterministic=config.deterministic)
@@ -135,4 +134,5 @@ def choose_weight_dtype(
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+    return known[name]

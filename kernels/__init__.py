@@ -19,9 +19,10 @@ from windlass.kernels.dispatch import (
     rotate_and_append,
     soft_cap,
 )
-from windlass.kernels.pages import KVPages
+from windlass.kernels.pages import SCALE_BYTES, KVPages
 
 __all__ = [
+    "SCALE_BYTES",
     "KVPages",
     "explain",
     "gated_activation",

@@ -94,8 +94,8 @@ def decode_attention(
         tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1).to(torch.int64))
         first_key = first_block * block_size
     flat = tables.clamp(min=0).reshape(-1).long()
-    keys = pages.key.index_select(0, flat).view(batch, num_blocks * block_size, num_kv_heads, -1).float()
-    values = pages.value.index_select(0, flat).view(batch, num_blocks * block_size, num_kv_heads, -1).float()
+    keys = pages.keys_of(flat).view(batch, num_blocks * block_size, num_kv_heads, -1)
+    values = pages.values_of(flat).view(batch, num_blocks * block_size, num_kv_heads, -1)
     key_index = first_key[:, None] + torch.arange(num_blocks * block_size, device=query.device)  # [B, S]
     hidden = key_index >= seq_lens[:, None]
     if window is not None:
@@ -135,8 +135,8 @@ def prefill_attention(
         first_key = 0 if window is None else max(0, first_query + begin - window + 1) // block_size * block_size
         blocks = table[first_key // block_size : -(-last_key // block_size)].long()
         span = last_key - first_key
-        keys = pages.key.index_select(0, blocks).flatten(0, 1)[:span].float().transpose(0, 1)  # [Hkv, S, D]
-        values = pages.value.index_select(0, blocks).flatten(0, 1)[:span].float().transpose(0, 1)
+        keys = pages.keys_of(blocks).flatten(0, 1)[:span].transpose(0, 1)  # [Hkv, S, D]
+        values = pages.values_of(blocks).flatten(0, 1)[:span].transpose(0, 1)
         query_index = torch.arange(first_query + begin, last_key, device=query.device)[:, None]
         key_index = torch.arange(first_key, last_key, device=query.device)[None]
         visible = key_index <= query_index

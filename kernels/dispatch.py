@@ -85,8 +85,20 @@ def rotate_and_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
 ) -> None:
     """See `reference.rotate_and_append`."""
-    if q.is_cpu and cpu.rotate_refusal(q, k, v, pages.key, pages.value) is None:
-        cpu.rotate_and_append(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots)
+    if q.is_cpu and cpu.rotate_refusal(q, k, v, pages.key, pages.value, **pages.scales) is None:
+        cpu.rotate_and_append(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            q_scale,
+            pages.key,
+            pages.value,
+            slots,
+            key_scales=pages.key_scale,
+            value_scales=pages.value_scale,
+        )
     else:
         reference.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
 
@@ -95,8 +107,18 @@ def move_cached_keys(
     pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
 ) -> None:
     """See `reference.move_cached_keys`."""
-    if cpu.move_refusal(pages.key, pages.value) is None:
-        cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin, values=values)
+    if cpu.move_refusal(pages.key, pages.value, **pages.scales) is None:
+        cpu.move_cached_keys(
+            pages.key,
+            pages.value,
+            sources,
+            targets,
+            cos,
+            sin,
+            key_scales=pages.key_scale,
+            value_scales=pages.value_scale,
+            values=values,
+        )
     else:
         slots = torch.stack((sources, targets))
         if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.key.shape[0] * pages.block_size:
@@ -118,7 +140,7 @@ def paged_attention(
     deterministic: bool = False,
 ) -> Tensor:
     """See `reference.paged_attention`."""
-    compiled = q.is_cpu and cpu.attention_refusal(q, pages.key, pages.value) is None
+    compiled = q.is_cpu and cpu.attention_refusal(q, pages.key, pages.value, **pages.scales) is None
     if deterministic and not compiled:
         return rowwise.paged_attention(
             q,
@@ -130,6 +152,10 @@ def paged_attention(
             scale=scale,
             window=window,
             soft_cap=soft_cap,
+        )
+    if compiled and not deterministic:
+        return _compiled_attention(
+            q, pages, block_tables, query_start, seq_lens, score_scale, scale=scale, window=window, soft_cap=soft_cap
         )
     return batched.paged_attention(
         q,
@@ -146,6 +172,45 @@ def paged_attention(
     )
 
 
+def _compiled_attention(
+    q: Tensor,
+    pages: KVPages,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    score_scale: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> Tensor:
+    """Single-token rows by the decode kernel, longer rows by the blocked one."""
+    if q.shape[0] == seq_lens.shape[0]:  # nothing but single-token rows
+        return _compiled_decode(q, pages, block_tables, seq_lens, score_scale, scale, window, soft_cap)
+    out = cpu.paged_attention_prefill(
+        q,
+        pages.key,
+        pages.value,
+        block_tables,
+        query_start,
+        seq_lens,
+        scale,
+        score_scale,
+        window,
+        soft_cap=soft_cap,
+        fewest=2,
+        key_scales=pages.key_scale,
+        value_scales=pages.value_scale,
+    )
+    singles = (query_start.diff() == 1).nonzero().squeeze(1)
+    if singles.numel():
+        rows = query_start[singles]
+        out[rows] = _compiled_decode(
+            q[rows], pages, block_tables[singles], seq_lens[singles], score_scale[rows], scale, window, soft_cap
+        )
+    return out
+
+
 def _compiled_decode(
     q: Tensor,
     pages: KVPages,
@@ -157,7 +222,17 @@ def _compiled_decode(
     soft_cap: float | None,
 ) -> Tensor:
     return cpu.paged_attention_decode(
-        q, pages.key, pages.value, tables, seq_lens, scale, score_scale, window=window, soft_cap=soft_cap
+        q,
+        pages.key,
+        pages.value,
+        tables,
+        seq_lens,
+        scale,
+        score_scale,
+        window=window,
+        soft_cap=soft_cap,
+        key_scales=pages.key_scale,
+        value_scales=pages.value_scale,
     )
 
 

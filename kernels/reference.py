@@ -21,20 +21,49 @@ def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
+SMALLEST_SCALE = 2.0**-100  # of an int8 head; below it the head counts as zeros
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes of every head of x [..., D] and their float32 scales [...]: x is about codes * scale.
+
+    A scale is the largest magnitude of its head over 127, so a code is off by half a step at most. It is 0 for a head of
+    (almost) nothing and NaN for one that is not finite, so that whatever reads such a head shows it.
+    """
+    x = x.float()
+    largest = x.abs().amax(dim=-1)
+    scale = torch.where(largest.isfinite(), largest / 127.0, torch.nan)
+    usable = scale >= SMALLEST_SCALE
+    codes = torch.where(usable[..., None], x / scale[..., None], 0.0).round().to(torch.int8)
+    return codes, torch.where(usable | scale.isnan(), scale, 0.0)
+
+
+def _store(pages: Tensor, scale: Tensor | None, slots: Tensor, x: Tensor) -> None:
+    """Write x [N, H, D] float32 to slots of the pages, rounded to their dtype."""
+    flat = pages.view(-1, *pages.shape[2:])
+    if scale is None:
+        flat.index_copy_(0, slots, x.to(pages.dtype))
+    else:
+        codes, scales = quantize(x)
+        flat.index_copy_(0, slots, codes)
+        scale.view(-1, scale.shape[-1]).index_copy_(0, slots, scales)
+
+
 def rotate_and_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
 ) -> None:
     """Rotate q in place, and write k rotated and v as it is to the pages.
 
     q: [T, Hq, D] in any float dtype, scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged.
-    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct. Rotation runs in float32.
+    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct. Rotation runs in float32; int8 pages
+    take what `quantize` makes of the result.
     """
     rotary_dim = 2 * cos.shape[-1]
     rotated = rotate_half_split(q, cos, sin)
     rotated[..., :rotary_dim] *= q_scale[:, None, None]
     q.copy_(rotated)
-    pages.key.view(-1, *pages.key.shape[2:]).index_copy_(0, slots, rotate_half_split(k, cos, sin).to(pages.key.dtype))
-    pages.value.view(-1, *pages.value.shape[2:]).index_copy_(0, slots, v.to(pages.value.dtype))
+    _store(pages.key, pages.key_scale, slots, rotate_half_split(k, cos, sin))
+    _store(pages.value, pages.value_scale, slots, v)
 
 
 def move_cached_keys(
@@ -45,12 +74,24 @@ def move_cached_keys(
     sources, targets: [N] int64 slots; an entry may name one slot twice, to turn a key in place, but no slot may be the
     source of one entry and the target of another. cos, sin: [N, d/2] float32 of the angle at the target minus that at
     the source. Rotation runs in float32, so a key is rounded to the cache's dtype once.
+    Values, and keys that no pair turns, are copied bit by bit.
     """
     keys = pages.key.view(-1, *pages.key.shape[2:])  # [slots, Hkv, D]
-    keys.index_copy_(0, targets, rotate_half_split(keys[sources], cos, sin).to(keys.dtype))
-    if values:
-        stored = pages.value.view(-1, *pages.value.shape[2:])
-        stored.index_copy_(0, targets, stored[sources])
+    moved = keys[sources]
+    if pages.key_scale is None:
+        _store(pages.key, None, targets, rotate_half_split(moved, cos, sin))
+    else:
+        scale = pages.key_scale.view(-1, pages.key_scale.shape[-1])
+        if cos.shape[-1]:
+            wide = moved.float() * scale[sources][..., None]
+            _store(pages.key, pages.key_scale, targets, rotate_half_split(wide, cos, sin))
+        else:
+            keys.index_copy_(0, targets, moved)
+            scale.index_copy_(0, targets, scale[sources])
+    for plane in (pages.value, pages.value_scale) if values else ():
+        if plane is not None:
+            stored = plane.view(-1, *plane.shape[2:])
+            stored.index_copy_(0, targets, stored[sources])
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,8 +132,8 @@ def paged_attention(
         first_query = length - num_queries
         first_key = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
         table = block_tables[b, first_key // block_size : -(-length // block_size)].long()
-        keys = pages.key[table].flatten(0, 1)[: length - first_key].float()  # [S, Hkv, D]
-        values = pages.value[table].flatten(0, 1)[: length - first_key].float()  # [S, Hkv, Dv]
+        keys = pages.keys_of(table).flatten(0, 1)[: length - first_key]  # [S, Hkv, D]
+        values = pages.values_of(table).flatten(0, 1)[: length - first_key]  # [S, Hkv, Dv]
         query = q[rows].float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, -1)
         scores = torch.einsum("qhgd,khd->hgqk", query, keys) * (scale * score_scale[rows][:, None])
         if soft_cap is not None:

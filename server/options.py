@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import typer
 
-from windlass.engine.config import EngineConfig, parse_dtype, parse_size
+from windlass.engine.config import EngineConfig, parse_cache_dtype, parse_dtype, parse_size
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
@@ -54,7 +54,9 @@ class EngineOptions:
 
     device: Annotated[str, option("--device", panel=_engine, help="cpu, cuda, cuda:1 or auto.")] = "auto"
     dtype: Annotated[str, option("--dtype", panel=_engine, help="auto, float32, bfloat16 or float16.")] = "auto"
-    kv_cache_dtype: Annotated[str, option("--kv-cache-dtype", panel=_engine, help="The same for cached keys.")] = "auto"
+    kv_cache_dtype: Annotated[
+        str, option("--kv-cache-dtype", panel=_engine, help="The same for cached keys and values, or int8.")
+    ] = "auto"
     load_format: Annotated[
         str, option("--load-format", panel=_engine, help="safetensors, or dummy: random weights, for benchmarks.")
     ] = "safetensors"
@@ -157,7 +159,7 @@ class EngineOptions:
             model=str(model),
             device=self.device,
             dtype=_dtype("--dtype", self.dtype),
-            kv_cache_dtype=_dtype("--kv-cache-dtype", self.kv_cache_dtype),
+            kv_cache_dtype=_dtype("--kv-cache-dtype", self.kv_cache_dtype, parse_cache_dtype),
             load_format=cast(Literal["safetensors", "dummy"], self.load_format),
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -313,9 +315,9 @@ def expands_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _dtype(name: str, value: str) -> str:
+def _dtype(name: str, value: str, parse: Callable[[str], str] = parse_dtype) -> str:
     try:
-        return parse_dtype(value)
+        return parse(value)
     except LoadError as error:
         raise LoadError(f"{name}: {error}") from error
 

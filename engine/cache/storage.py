@@ -8,13 +8,14 @@ import torch
 
 from windlass.engine.model.spec import KVGroupSpec
 from windlass.engine.schedule import BlockCopy
-from windlass.kernels import KVPages
+from windlass.kernels import SCALE_BYTES, KVPages
 
 
 class KVStorage:
     """Pages of every KV group on one device.
 
-    groups and num_blocks run in parallel. Memory is reserved, not touched, so unused pages cost nothing on a CPU.
+    groups and num_blocks run in parallel. dtype int8 adds a plane of scales beside the codes.
+    Memory is reserved, not touched, so unused pages cost nothing on a CPU.
     """
 
     def __init__(
@@ -26,14 +27,17 @@ class KVStorage:
         device: torch.device,
     ) -> None:
         self._pages: dict[int, KVPages] = {}
-        self._groups: list[torch.Tensor] = []
+        self._groups: list[tuple[torch.Tensor, ...]] = []
         for group, blocks in zip(groups, num_blocks, strict=True):
             # [keys and values, layers of the group, num_blocks, P, Hkv, D]
             shape = (2, len(group.layers), blocks, block_size, group.num_kv_heads, group.head_dim)
             tensor = torch.empty(shape, dtype=dtype, device=device)
-            self._groups.append(tensor)
+            planes = [tensor]
+            if dtype == torch.int8:
+                planes.append(torch.empty(shape[:-1], dtype=torch.float32, device=device))
+            self._groups.append(tuple(planes))
             for i, layer in enumerate(group.layers):
-                self._pages[layer] = KVPages(tensor[0, i], tensor[1, i])
+                self._pages[layer] = KVPages(*(plane[part, i] for plane in planes for part in (0, 1)))
 
     def pages(self, layer: int) -> KVPages:
         return self._pages[layer]
@@ -41,8 +45,13 @@ class KVStorage:
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Apply whole-block copies in order, all layers of the group at once."""
         for copy in copies:
-            tensor = self._groups[copy.group]
-            tensor[:, :, copy.target] = tensor[:, :, copy.source]
+            for plane in self._groups[copy.group]:
+                plane[:, :, copy.target] = plane[:, :, copy.source]
+
+
+def bytes_per_token(group: KVGroupSpec, dtype: torch.dtype) -> int:
+    """What one token takes in a KV group's pages, scales included."""
+    return group.bytes_per_token(dtype.itemsize, SCALE_BYTES if dtype == torch.int8 else 0)
 
 
 def plan_blocks(
@@ -50,7 +59,7 @@ def plan_blocks(
     *,
     budget_bytes: int,
     block_size: int,
-    element_size: int,
+    dtype: torch.dtype,
     max_blocks: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -60,7 +69,7 @@ def plan_blocks(
     A window group never needs more than its windows plus one step's tokens for every running sequence, so whatever it
     does not need goes to the full-attention groups. max_blocks: what all sequences at full length could hold.
     """
-    cost = [group.bytes_per_token(element_size) * block_size for group in groups]
+    cost = [bytes_per_token(group, dtype) * block_size for group in groups]
 
     def blocks_for(count: int) -> tuple[int, ...]:
         result = []

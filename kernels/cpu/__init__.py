@@ -1,15 +1,14 @@
 """C++ SIMD kernels for CPUs: few-row linear, attention, rotation and moves of keys, norm and gated activations.
 
-`library` finds and binds the compiled library and says why it cannot be used; `linear`, `ops` and `rotary` are the
+`library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops` and `rotary` are the
 operations on tensors. They only ever run here or raise: choosing between backends is `windlass.kernels.dispatch`'s business.
 """
 
+from windlass.kernels.cpu.attention import attention_refusal, paged_attention_decode, paged_attention_prefill
 from windlass.kernels.cpu.library import Library, load, runnable, unavailable_reason
 from windlass.kernels.cpu.linear import linear_refusal, linear_small, linear_widened, prefers
 from windlass.kernels.cpu.ops import (
-    attention_refusal,
     gated_activation,
-    paged_attention_decode,
     rms_norm,
     silu_and_mul,
     soft_cap,
@@ -33,6 +32,7 @@ __all__ = [
     "move_cached_keys",
     "move_refusal",
     "paged_attention_decode",
+    "paged_attention_prefill",
     "prefers",
     "rms_norm",
     "rotary_angles",

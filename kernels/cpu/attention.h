@@ -17,7 +17,7 @@ constexpr long PACK = 16;      // queries of one kv head, over all rows of a pac
 
 struct Attention {
     const void *q; long q_row, q_head; int q_type;
-    const void *keys, *values; int page_type;
+    const void *keys, *values; const float *key_scales, *value_scales; int page_type;  // scales: of int8 pages, else null
     long block_size, kv_heads, dim, value_dim;
     const int32_t *tables; long table_row;
     const void *lengths; int lengths_are_64;
@@ -62,6 +62,7 @@ template <class T> struct Chunk {
     const T *const *keys, *const *values, *const *next_keys;
     long count, next_count;
     bool first;  // of its unit: nothing has asked for its keys yet
+    const float *key_scales, *value_scales;  // of int8 keys and values, whole vectors readable
 };
 
 INLINE void prefetch_row(const void *row, long bytes) {
@@ -118,10 +119,14 @@ static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, c
             score_tail(s.query + (i + n) * s.query_row, chunk.keys, p.dim, chunk.count, s.scores + (i + n) * CHUNK);
 }
 
-// Scores become weights exp(score - top); acc and total are brought to the new top.
-static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count) {
+// Scores become weights exp(score - top); acc and total are brought to the new top. The scales of int8 keys and values are
+// those of their scores and weights.
+static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count, const float *key_scales,
+                            const float *value_scales) {
     float *scores = s.scores + i * CHUNK;
     const long padded = round_up(count, W);
+    if (key_scales)
+        for (long j = 0; j < padded; j += W) store(scores + j, load(scores + j) * load(key_scales + j));
     for (long j = count; j < padded; j++) scores[j] = -__builtin_inff();
     vf most = splat(-__builtin_inff());
     for (long j = 0; j < padded; j += W) {
@@ -141,7 +146,7 @@ static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long c
     vf total = {};
     for (long j = 0; j < padded; j += W) {
         const vf weight = exp_of(load(scores + j) - base);
-        store(scores + j, weight);
+        store(scores + j, value_scales ? weight * load(value_scales + j) : weight);
         total += weight;
     }
     s.total[i] = s.total[i] * shrink + sum(total);
@@ -194,7 +199,7 @@ static void attend_chunk(const Attention &p, const Scratch &s, long first, long 
     for (; i + QUERIES <= last; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, chunk);
     for (; i + 2 <= last; i += 2) score_chunk<T, 2>(p, s, i, chunk);
     for (; i < last; i++) score_chunk<T, 1>(p, s, i, chunk);
-    for (i = first; i < last; i++) soften(p, s, i, chunk.count);
+    for (i = first; i < last; i++) soften(p, s, i, chunk.count, chunk.key_scales, chunk.value_scales);
     for (i = first; i + QUERIES <= last; i += QUERIES) add_values<T, QUERIES>(p, s, i, chunk);
     for (; i + 2 <= last; i += 2) add_values<T, 2>(p, s, i, chunk);
     for (; i < last; i++) add_values<T, 1>(p, s, i, chunk);
@@ -220,16 +225,26 @@ template <class T> static void attend_cut(const Attention &p, const Scratch &s, 
     }
     const int32_t *table = p.tables + b * p.table_row;
     const T *keys[SPLIT], *values[SPLIT];
+    float key_scales[SPLIT], value_scales[SPLIT];
+    if (p.key_scales)
+        for (long j = max_of(0, longest - W); j < SPLIT; j++) key_scales[j] = value_scales[j] = 0.0f;
     long block = begin / p.block_size, offset = begin % p.block_size;
     for (long j = 0; j < longest; block++, offset = 0)
         for (; offset < p.block_size && j < longest; offset++, j++) {
             const long entry = ((long)table[block] * p.block_size + offset) * p.kv_heads + head;
             keys[j] = (const T *)p.keys + entry * p.dim;
             values[j] = (const T *)p.values + entry * p.value_dim;
+            if (p.key_scales) key_scales[j] = p.key_scales[entry], value_scales[j] = p.value_scales[entry];
         }
+    // After the last chunk comes the next head's first, most likely on this thread: its keys lie beside this head's.
+    const T *beside[CHUNK];
+    const long beside_count = head + 1 < p.kv_heads ? min_of(CHUNK, longest) : 0;
+    for (long j = 0; j < beside_count; j++) beside[j] = keys[j] + p.dim;
     for (long j = 0; j < longest; j += CHUNK) {
-        const long next = j + CHUNK, left = max_of(0, longest - next);
-        Chunk<T> chunk = {keys + j, values + j, keys + next, min_of(CHUNK, longest - j), min_of(CHUNK, left), j == 0};
+        const long next = j + CHUNK, left = longest - next;
+        Chunk<T> chunk = {keys + j, values + j, left > 0 ? keys + next : beside, min_of(CHUNK, longest - j),
+                          left > 0 ? min_of(CHUNK, left) : beside_count, j == 0 && head == 0,
+                          p.key_scales ? key_scales + j : nullptr, p.key_scales ? value_scales + j : nullptr};
         if (shortest >= min_of(next, longest)) {
             attend_chunk<T>(p, s, 0, rows * group, chunk);
             continue;

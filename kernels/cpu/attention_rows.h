@@ -16,6 +16,8 @@ template <class T> static int attend_alone(const Attention &p) {
     // [cut][head][part_row]
     float *parts = (float *)malloc(max_of(1, first[p.batch] * p.heads * part_row) * sizeof(float));
     const long threads = keys * p.kv_heads * p.dim < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
+    // A cut's heads lie side by side in memory: one thread takes them all where there are enough cuts.
+    const long together = first[p.batch] >= 4 * threads ? p.kv_heads : 1;
     int failed = !owner || !parts;
     if (!failed) {
         for (long b = 0; b < p.batch; b++)
@@ -26,7 +28,7 @@ template <class T> static int attend_alone(const Attention &p) {
             failed |= !memory;
             Scratch s;
             s.place(p, 1, memory);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, together)
             for (long unit = 0; unit < units; unit++) {
                 if (!memory) continue;
                 const long cut = unit / p.kv_heads, head = unit % p.kv_heads, b = owner[cut];
@@ -117,11 +119,11 @@ static bool blocks_are_there(const Attention &p, long b, long table_columns, lon
 // Shapes as in ops.py. A length of 0 gives a row of zeros. Returns 1 when out of memory, 2 for a block that the tables
 // name in a query's sight and the pages lack. With a table_row of 0 all rows share the first one's table.
 EXPORT int WINDLASS_NAME(paged_attention_decode)(
-    const void *q, long q_row, long q_head, int q_type, const void *keys, const void *values, int page_type,
-    long num_blocks, long block_size, long kv_heads, long dim, long value_dim, const int32_t *tables, long table_row,
+    const void *q, long q_row, long q_head, int q_type, const void *keys, const void *values, const float *key_scales,
+    const float *value_scales, int page_type, long num_blocks, long block_size, long kv_heads, long dim, long value_dim, const int32_t *tables, long table_row,
     long table_columns, const void *lengths, int lengths_are_64, long window, float scale, float soft_cap,
     const float *score_scale, const float *sinks, void *out, long batch, long heads) {
-    const Attention p = {q, q_row, q_head, q_type, keys, values, page_type, block_size, kv_heads, dim, value_dim, tables,
+    const Attention p = {q, q_row, q_head, q_type, keys, values, key_scales, value_scales, page_type, block_size, kv_heads, dim, value_dim, tables,
                          table_row, lengths, lengths_are_64, window, scale, soft_cap, score_scale, sinks, out, batch, heads};
     for (long b = 0; b < batch; b++)
         if (!blocks_are_there(p, b, table_columns, num_blocks)) return 2;
@@ -130,5 +132,7 @@ EXPORT int WINDLASS_NAME(paged_attention_decode)(
         typedef __typeof__(*page) T;
         return packed ? attend_packed<T>(p) : attend_alone<T>(p);
     };
-    return page_type == 0 ? attend((float *)nullptr) : page_type == 1 ? attend((bf16 *)nullptr) : attend((f16 *)nullptr);
+    if (page_type == 0) return attend((float *)nullptr);
+    if (page_type == 1) return attend((bf16 *)nullptr);
+    return page_type == 2 ? attend((f16 *)nullptr) : attend((int8_t *)nullptr);
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.cpu.library import TYPE_CODES
+from windlass.kernels.cpu.library import PAGE_CODES
 
 
 def check(condition: bool, message: str) -> None:
@@ -16,12 +16,29 @@ def check(condition: bool, message: str) -> None:
 
 def pages_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
     """Why these are not pages that the kernels take, or None when they are."""
-    if key_pages.dtype not in TYPE_CODES or key_pages.dtype != value_pages.dtype:
-        return f"pages are {key_pages.dtype} and {value_pages.dtype}, not one of float32, bfloat16, float16"
+    if key_pages.dtype not in PAGE_CODES or key_pages.dtype != value_pages.dtype:
+        return f"pages are {key_pages.dtype} and {value_pages.dtype}, not one of float32, bfloat16, float16, int8"
     if key_pages.dim() != 4 or key_pages.shape[:3] != value_pages.shape[:3]:
         return f"pages {tuple(key_pages.shape)} and {tuple(value_pages.shape)} differ before their last dimension"
     if not (key_pages.is_cpu and key_pages.is_contiguous() and value_pages.is_cpu and value_pages.is_contiguous()):
         return "the pages are not contiguous CPU tensors"
+    return None
+
+
+def scales_refusal(key_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> str | None:
+    """Why these are not the scales of such pages, or None when they are."""
+    for scales in (key_scales, value_scales):
+        if (scales is not None) != (key_pages.dtype == torch.int8):
+            return "int8 pages need scales for keys and values, pages of floats have none"
+        if scales is not None and not (
+            scales.dtype == torch.float32
+            and scales.shape == key_pages.shape[:3]
+            and scales.is_cpu
+            and scales.is_contiguous()
+        ):
+            return (
+                f"scales are {scales.dtype} {tuple(scales.shape)}, not float32 {tuple(key_pages.shape[:3])}, contiguous"
+            )
     return None
 
 

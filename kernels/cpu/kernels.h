@@ -12,6 +12,8 @@ namespace {
 #include "linear.h"
 #include "pointwise.h"
 #include "rotary.h"
+#include "rotary_int8.h"
 #include "attention.h"
 #include "attention_rows.h"
+#include "attention_prefill.h"
 }  // namespace

@@ -21,6 +21,7 @@ ISA_VARIABLE = "WINDLASS_CPU_ISA"
 ISAS = ("generic", "avx2", "avx512")  # worst to best; the index is the level in windlass_can_run
 
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
@@ -39,6 +40,17 @@ _SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
         *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
     ],
+    "rotate_and_append_int8": [
+        *(*_TENSOR3, *_TENSOR3, *_TENSOR3, _INT),  # q, k, v
+        *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER),  # pages, their scales, slots
+        *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # tokens, heads, kv heads, dim, value dim, half
+    ],
+    "move_cached_keys_int8": [
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG),  # pages, scales, sources, targets
+        *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
+        *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
+    ],
     "rotary_angles": [
         *(_POINTER, _LONG, _LONG, _LONG),  # inverse frequencies: groups, rows, half
         *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER),  # rows, positions, tokens, cos, sin
@@ -48,10 +60,19 @@ _SIGNATURES: dict[str, list[type]] = {
     "soft_cap": [_POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG],
     "paged_attention_decode": [
         *(*_TENSOR3, _INT),  # q
-        *(_POINTER, _POINTER, _INT, _LONG, _LONG, _LONG, _LONG, _LONG),  # pages: blocks, block size, kv heads, dims
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),  # pages and their scales
+        *(_LONG, _LONG, _LONG, _LONG, _LONG),  # blocks, block size, kv heads, dims
         *(_POINTER, _LONG, _LONG, _POINTER, _INT),  # block table, lengths
         *(_LONG, _FLOAT, _FLOAT, _POINTER, _POINTER),  # window, scale, soft cap, score scale, sinks
         *(_POINTER, _LONG, _LONG),  # out: batch, heads
+    ],
+    "paged_attention_prefill": [
+        *(*_TENSOR3, _INT),  # q
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),  # pages and their scales
+        *(_LONG, _LONG, _LONG, _LONG, _LONG),  # blocks, block size, kv heads, dims
+        *(_POINTER, _LONG, _LONG, _POINTER, _POINTER),  # block table, query starts, lengths
+        *(_LONG, _FLOAT, _FLOAT, _POINTER, _POINTER),  # window, scale, soft cap, score scale, sinks
+        *(_POINTER, _LONG, _LONG, _LONG),  # out: batch, heads, fewest queries
     ],
 }
 
@@ -71,11 +92,14 @@ class Library:
     linear: Function
     rotate_and_append: Function
     move_cached_keys: Function
+    rotate_and_append_int8: Function
+    move_cached_keys_int8: Function
     rotary_angles: Function
     rms_norm: Function
     gated_activation: Function
     soft_cap: Function
     paged_attention_decode: Function
+    paged_attention_prefill: Function
 
 
 def find() -> Path | None:

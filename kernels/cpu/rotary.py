@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from windlass.kernels.cpu.checks import check, pages_refusal, table_ok, vector_ok
+from windlass.kernels.cpu.checks import check, pages_refusal, scales_refusal, table_ok, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load, unavailable_reason
 
 _CACHE_SIZE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # Linux
@@ -19,9 +19,17 @@ _USUAL_CACHE_BYTES = 32 << 20
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
-def rotate_refusal(q: Tensor, k: Tensor, v: Tensor, key_pages: Tensor, value_pages: Tensor) -> str | None:
+def rotate_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> str | None:
     """Why `rotate_and_append` cannot take these operands, or None when it can."""
-    reason = unavailable_reason() or pages_refusal(key_pages, value_pages)
+    reason = move_refusal(key_pages, value_pages, key_scales, value_scales)
     if reason is not None:
         return reason
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -61,6 +69,8 @@ def rotate_and_append(
     value_pages: Tensor,
     slots: Tensor,
     *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     library: Library | None = None,
 ) -> None:
     """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
@@ -68,11 +78,12 @@ def rotate_and_append(
     q: [T, Hq, D], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv]: left unchanged. The three share
     a dtype (float32, bfloat16, float16) and may be views with any token and head strides. cos, sin: [T, d/2] float32,
     d <= D. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
-    dtype, contiguous. slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing.
+    dtype, contiguous; or int8, and key_scales, value_scales [num_blocks, P, Hkv] float32 (see `reference.quantize`).
+    slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing.
     Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
     """
     if library is None:
-        reason = rotate_refusal(q, k, v, key_pages, value_pages)
+        reason = rotate_refusal(q, k, v, key_pages, value_pages, key_scales, value_scales)
         check(reason is None, f"rotate_and_append: {reason}")
     tokens, q_heads, dim = q.shape
     half = cos.shape[-1]
@@ -85,42 +96,37 @@ def rotate_and_append(
         vector_ok(q_scale, torch.float32, tokens) and vector_ok(slots, torch.int64, tokens),
         f"rotate_and_append: q_scale must be float32 and slots int64, contiguous [{tokens}]",
     )
-    code = (library or load()).rotate_and_append(
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        k.data_ptr(),
-        k.stride(0),
-        k.stride(1),
-        v.data_ptr(),
-        v.stride(0),
-        v.stride(1),
-        TYPE_CODES[q.dtype],
-        cos.data_ptr(),
-        cos.stride(0),
-        sin.data_ptr(),
-        sin.stride(0),
-        q_scale.data_ptr(),
-        key_pages.data_ptr(),
-        value_pages.data_ptr(),
-        TYPE_CODES[key_pages.dtype],
-        key_pages.shape[0] * key_pages.shape[1],
-        slots.data_ptr(),
-        tokens,
-        q_heads,
-        k.shape[1],
-        dim,
-        v.shape[2],
-        half,
-        int(_outgrows_caches(key_pages, value_pages, tokens)),
+    library = library or load()
+    # fmt: off
+    rows = (
+        q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0),
+        v.stride(1), TYPE_CODES[q.dtype], cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0),
+        q_scale.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(),
     )
+    sizes = (
+        key_pages.shape[0] * key_pages.shape[1], slots.data_ptr(), tokens, q_heads, k.shape[1], dim, v.shape[2], half,
+    )
+    # fmt: on
+    if key_scales is not None and value_scales is not None:
+        code = library.rotate_and_append_int8(*rows, key_scales.data_ptr(), value_scales.data_ptr(), *sizes)
+    else:
+        past_caches = _outgrows_caches(key_pages, value_pages, tokens)
+        code = library.rotate_and_append(*rows, TYPE_CODES[key_pages.dtype], *sizes, int(past_caches))
+    if code == 1:
+        raise MemoryError("rotate_and_append: no memory for a head")
     if code:
         raise IndexError("rotate_and_append: a slot lies past the pages")
 
 
-def move_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
+def move_refusal(
+    key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None = None, value_scales: Tensor | None = None
+) -> str | None:
     """Why `move_cached_keys` cannot take these pages, or None when it can."""
-    return unavailable_reason() or pages_refusal(key_pages, value_pages)
+    return (
+        unavailable_reason()
+        or pages_refusal(key_pages, value_pages)
+        or scales_refusal(key_pages, key_scales, value_scales)
+    )
 
 
 def move_cached_keys(
@@ -132,6 +138,8 @@ def move_cached_keys(
     sin: Tensor,
     *,
     values: bool = True,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     library: Library | None = None,
 ) -> None:
     """Turn cached keys by one rotation each, from source to target slots, and take their values along if asked.
@@ -139,10 +147,12 @@ def move_cached_keys(
     key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous. sources,
     targets: [N] int64 slots; an entry may name one slot twice, to turn in place, but no slot may be the source of one
     entry and the target of another. cos, sin: [N, d/2] float32, d <= D. Arithmetic is float32; dims past d and values
-    are copied bit by bit. Raises ValueError, and IndexError for a slot outside the pages (nothing is written then).
+    are copied bit by bit. int8 pages come with key_scales and value_scales [num_blocks, P, Hkv] float32; a turned key is
+    rounded once, as a whole; without pairs it is copied. Raises ValueError, and IndexError for a slot outside the pages
+    (nothing is written then).
     """
     if library is None:
-        reason = move_refusal(key_pages, value_pages)
+        reason = move_refusal(key_pages, value_pages, key_scales, value_scales)
         check(reason is None, f"move_cached_keys: {reason}")
     count, half = sources.shape[0], cos.shape[-1]
     num_blocks, block_size, kv_heads, dim = key_pages.shape
@@ -155,23 +165,20 @@ def move_cached_keys(
         vector_ok(sources, torch.int64, count) and vector_ok(targets, torch.int64, count),
         f"move_cached_keys: sources and targets must be int64, contiguous [{count}]",
     )
-    code = (library or load()).move_cached_keys(
-        key_pages.data_ptr(),
-        value_pages.data_ptr(),
-        TYPE_CODES[key_pages.dtype],
-        num_blocks * block_size,
-        sources.data_ptr(),
-        targets.data_ptr(),
-        count,
-        cos.data_ptr(),
-        cos.stride(0),
-        sin.data_ptr(),
-        sin.stride(0),
-        kv_heads,
-        dim,
-        value_pages.shape[3] if values else 0,
-        half,
+    library = library or load()
+    # fmt: off
+    entries = (
+        num_blocks * block_size, sources.data_ptr(), targets.data_ptr(), count, cos.data_ptr(), cos.stride(0),
+        sin.data_ptr(), sin.stride(0), kv_heads, dim, value_pages.shape[3] if values else 0, half,
     )
+    # fmt: on
+    addresses = key_pages.data_ptr(), value_pages.data_ptr()
+    if key_scales is not None and value_scales is not None:
+        code = library.move_cached_keys_int8(*addresses, key_scales.data_ptr(), value_scales.data_ptr(), *entries)
+    else:
+        code = library.move_cached_keys(*addresses, TYPE_CODES[key_pages.dtype], *entries)
+    if code == 1:
+        raise MemoryError("move_cached_keys: no memory for a head")
     if code:
         raise IndexError("move_cached_keys: a slot lies outside the pages")
 

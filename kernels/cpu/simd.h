@@ -16,6 +16,8 @@ typedef uint16_t vh __attribute__((vector_size(2 * W)));
 typedef vf vf_any __attribute__((aligned(4), may_alias));
 typedef vu vu_any __attribute__((aligned(2), may_alias));
 typedef vh vh_any __attribute__((aligned(2), may_alias));
+typedef int8_t vb __attribute__((vector_size(W)));
+typedef vb vb_any __attribute__((aligned(1), may_alias));
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
@@ -62,6 +64,8 @@ INLINE float widen(f16 x) {
     return float_of(u | (uint32_t(x.bits & 0x8000u) << 16));
 }
 
+INLINE float widen(int8_t x) { return float(x); }
+
 INLINE void narrow(float x, float &y) { y = x; }
 INLINE void narrow(float x, bf16 &y) {
     const uint32_t u = bits_of(x);
@@ -99,6 +103,15 @@ INLINE vf load(const f16 *p) {
     vu u = (vu)((vf)(magnitude << 13) * 0x1p112f);
     u |= (vu)(magnitude >= splat_bits(0x7c00u)) & 0x7f800000u;
     return (vf)(u | ((h & 0x8000u) << 16));
+#endif
+}
+INLINE vf load(const int8_t *p) {
+#if defined(WINDLASS_F16C) && WINDLASS_LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+    return __builtin_convertvector(*(const vb_any *)p, vf);
 #endif
 }
 INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
@@ -190,6 +203,22 @@ INLINE vf exp_of(vf x) {
     return x < low ? vf{} : y;
 }
 INLINE float exp_of(float x) { return exp_of(splat(x))[0]; }
+
+// 2^x for x <= 0, to 1e-7 relative: a polynomial (minimax, exact at 0) about the nearest integer. 0 below -127; NaN stays NaN.
+INLINE vf exp2_of(vf x) {
+    const vf low = splat(-127.0f);
+    const vf magic = splat(12582912.0f + 127.0f);  // 1.5 * 2^23 and the exponent's bias
+    const vf clamped = x < low ? low : x;
+    const vf shifted = clamped + magic;
+    const vf f = clamped - (shifted - magic);
+    vf p = splat(1.326472731e-3f);
+    p = p * f + 9.671512991e-3f;
+    p = p * f + 5.550733581e-2f;
+    p = p * f + 2.402224243e-1f;
+    p = p * f + 6.931470037e-1f;
+    p = p * f + 1.0f;
+    return p * (vf)((vi)shifted << 23);
+}
 
 // Cephes' tanhf: an odd polynomial near zero, else through exp.
 INLINE vf tanh_of(vf x) {

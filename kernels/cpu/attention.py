@@ -1,0 +1,225 @@
+"""Attention over paged keys and values on the CPU, through the compiled kernels: one query per sequence, or prompts.
+
+Checks what would make the C code read or write astray, cheaply, and raises with what is wrong. Arithmetic is float32
+whatever the storage. Knows nothing of requests, models or other backends.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.cpu.checks import check, pages_refusal, scales_refusal, vector_ok
+from windlass.kernels.cpu.library import PAGE_CODES, TYPE_CODES, Library, load, unavailable_reason
+
+
+def attention_refusal(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> str | None:
+    """Why the functions below cannot take these operands, or None when they can."""
+    reason = (
+        unavailable_reason()
+        or pages_refusal(key_pages, value_pages)
+        or scales_refusal(key_pages, key_scales, value_scales)
+    )
+    if reason is not None:
+        return reason
+    if q.dtype not in TYPE_CODES or q.dim() != 3 or (q.shape[2] > 1 and q.stride(2) != 1) or not q.is_cpu:
+        return f"q is {q.dtype} {tuple(q.shape)} on {q.device}, not a float tensor [B, Hq, D] with adjacent elements"
+    if q.shape[2] != key_pages.shape[3] or key_pages.shape[2] == 0 or q.shape[1] % key_pages.shape[2]:
+        return f"q {tuple(q.shape)} does not fit key pages {tuple(key_pages.shape)}"
+    return None
+
+
+def paged_attention_decode(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    score_scale: Tensor,
+    window: int | None = None,
+    sink_logits: Tensor | None = None,
+    soft_cap: float | None = None,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    library: Library | None = None,
+) -> Tensor:
+    """Attention of one new token per row over its cached keys (its own, the last, included).
+
+    q: [B, Hq, D] rotated, any row and head strides. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv,
+    Dv], one float dtype, or int8 with key_scales and value_scales [num_blocks, P, Hkv] float32. block_table: [B,
+    max_blocks] int32; entries that no visible key needs are never looked at. seq_lens: [B] int32 or int64; 0 gives a row
+    of zeros. Scores are q.k * scale * score_scale[b], then soft_cap * tanh(score / soft_cap); window: keys seen, the last
+    ones; sink_logits: [Hq] float32, each an extra logit in the softmax's denominator only. Rows of one sequence may share
+    a table (`table.expand(B, -1)`); then they also share the loads of its keys. A row's bits depend on its own operands
+    only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible block that the table or the
+    pages lack.
+    """
+    if library is None:
+        reason = attention_refusal(q, key_pages, value_pages, key_scales, value_scales)
+        check(reason is None, f"paged_attention_decode: {reason}")
+    batch, heads, dim = q.shape
+    num_blocks, block_size, kv_heads, value_dim = value_pages.shape
+    wide = seq_lens.dtype == torch.int64
+    check(
+        block_table.dtype == torch.int32
+        and block_table.dim() == 2
+        and block_table.shape[0] == batch
+        and block_table.is_cpu,
+        f"paged_attention_decode: block_table must be int32 [{batch}, max_blocks]",
+    )
+    check(
+        vector_ok(seq_lens, torch.int64 if wide else torch.int32, batch)
+        and vector_ok(score_scale, torch.float32, batch)
+        and (sink_logits is None or vector_ok(sink_logits, torch.float32, heads)),
+        f"paged_attention_decode: seq_lens (int), score_scale [{batch}] and sink_logits [{heads}] (float32), contiguous",
+    )
+    check(window is None or window > 0, "paged_attention_decode: window must be positive")
+    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    out = torch.empty((batch, heads, value_dim), dtype=q.dtype)
+    code = (library or load()).paged_attention_decode(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        TYPE_CODES[q.dtype],
+        key_pages.data_ptr(),
+        value_pages.data_ptr(),
+        None if key_scales is None else key_scales.data_ptr(),
+        None if value_scales is None else value_scales.data_ptr(),
+        PAGE_CODES[key_pages.dtype],
+        num_blocks,
+        block_size,
+        kv_heads,
+        dim,
+        value_dim,
+        block_table.data_ptr(),
+        block_table.stride(0),
+        block_table.shape[1],
+        seq_lens.data_ptr(),
+        int(wide),
+        window or 0,
+        scale,
+        soft_cap or 0.0,
+        score_scale.data_ptr(),
+        None if sink_logits is None else sink_logits.data_ptr(),
+        out.data_ptr(),
+        batch,
+        heads,
+    )
+    if code == 1:
+        raise MemoryError("paged_attention_decode: no memory for partial results")
+    if code:
+        raise IndexError("paged_attention_decode: a visible key lies in a block that the table or the pages lack")
+    return out
+
+
+def paged_attention_prefill(
+    q: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    score_scale: Tensor,
+    window: int | None = None,
+    sink_logits: Tensor | None = None,
+    soft_cap: float | None = None,
+    *,
+    out: Tensor | None = None,
+    fewest: int = 1,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    library: Library | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
+
+    q: [T, Hq, D] rotated, any row and head strides; rows query_start[b] to query_start[b + 1] are the last tokens of
+    sequence b. block_tables: [B, max_blocks] int32. query_start: [B + 1] int64, seq_lens: [B] int64, new tokens
+    included. Pages, scores, window, sinks and soft_cap: as in `paged_attention_decode`, score_scale one per row of q.
+    Sequences with fewer than `fewest` queries are passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype)
+    keep what they held. A row's bits depend neither on the chunk it came in nor on the rows beside it. Returns out.
+    Raises ValueError, and IndexError for a visible block that the tables or the pages lack.
+    """
+    name = "paged_attention_prefill"
+    if library is None:
+        reason = attention_refusal(q, key_pages, value_pages, key_scales, value_scales)
+        check(reason is None, f"{name}: {reason}")
+    tokens, heads, dim = q.shape
+    num_blocks, block_size, kv_heads, value_dim = value_pages.shape
+    batch = seq_lens.shape[0]
+    check(
+        block_tables.dtype == torch.int32
+        and block_tables.dim() == 2
+        and block_tables.shape[0] == batch
+        and block_tables.is_cpu,
+        f"{name}: block_tables must be int32 [{batch}, max_blocks]",
+    )
+    check(
+        vector_ok(seq_lens, torch.int64, batch) and vector_ok(query_start, torch.int64, batch + 1),
+        f"{name}: seq_lens [{batch}] and query_start [{batch + 1}] must be int64, contiguous",
+    )
+    starts = query_start.tolist()
+    check(
+        starts[0] >= 0 and starts[-1] <= tokens and all(a <= b for a, b in pairwise(starts)),
+        f"{name}: query_start must rise from 0 to at most {tokens}",
+    )
+    check(
+        vector_ok(score_scale, torch.float32, tokens)
+        and (sink_logits is None or vector_ok(sink_logits, torch.float32, heads)),
+        f"{name}: score_scale [{tokens}] and sink_logits [{heads}] must be float32, contiguous",
+    )
+    check(window is None or window > 0, f"{name}: window must be positive")
+    if block_tables.shape[1] > 1 and block_tables.stride(1) != 1:
+        block_tables = block_tables.contiguous()
+    if out is None:
+        out = torch.empty((tokens, heads, value_dim), dtype=q.dtype)
+    check(
+        out.shape == (tokens, heads, value_dim) and out.dtype == q.dtype and out.is_cpu and out.is_contiguous(),
+        f"{name}: out must be {q.dtype} [{tokens}, {heads}, {value_dim}], contiguous",
+    )
+    code = (library or load()).paged_attention_prefill(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        TYPE_CODES[q.dtype],
+        key_pages.data_ptr(),
+        value_pages.data_ptr(),
+        None if key_scales is None else key_scales.data_ptr(),
+        None if value_scales is None else value_scales.data_ptr(),
+        PAGE_CODES[key_pages.dtype],
+        num_blocks,
+        block_size,
+        kv_heads,
+        dim,
+        value_dim,
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        block_tables.shape[1],
+        query_start.data_ptr(),
+        seq_lens.data_ptr(),
+        window or 0,
+        scale,
+        soft_cap or 0.0,
+        score_scale.data_ptr(),
+        None if sink_logits is None else sink_logits.data_ptr(),
+        out.data_ptr(),
+        batch,
+        heads,
+        fewest,
+    )
+    if code == 1:
+        raise MemoryError(f"{name}: no memory for packed keys and values")
+    if code:
+        raise IndexError(f"{name}: a visible key lies in a block that the tables or the pages lack")
+    return out

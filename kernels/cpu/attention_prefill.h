@@ -1,0 +1,364 @@
+// Attention of the queries of prompts over their paged keys, in blocks: "FlashAttention" (2205.14135).
+//
+// A unit of work is a run of one sequence's queries for one kv head: its rows are (token, head of the group) pairs, so
+// the heads that share keys share their packing. Keys go in blocks at absolute multiples of BLOCK_KEYS. A block's keys are
+// packed transposed, its values as they are, both as float32 in panels as wide as a register tile; then all rows pass over
+// it: scores, running softmax in base 2, weighted values. Panels that no row of a tile sees are left out.
+//
+// Blocks stand at absolute places and a row's sums run in one order, so its bits depend neither on how the prompt was cut
+// into chunks nor on its neighbours. They are not those of the decode kernel, whose sums run in another order.
+
+#if WINDLASS_REGISTERS >= 32
+constexpr int TILE_ROWS = 12;  // 24 accumulators, 2 vectors of a panel, 1 broadcast
+#else
+constexpr int TILE_ROWS = 6;   // 12 accumulators, 2 vectors of a panel, 1 broadcast
+#endif
+constexpr long PANEL = 2 * W;         // columns of a register tile
+constexpr long BLOCK_KEYS = 128;      // a multiple of PANEL
+constexpr long PASS_ROWS = 24;        // rows whose scores are held; a multiple of TILE_ROWS
+constexpr long UNIT_FLOATS = 80 << 10;  // queries and results of the rows that share the packing of a block: most of an L2
+constexpr long FEWEST_ROWS = 48;      // smaller units would pack more than they multiply
+constexpr float LOG2_E = 1.44269504f;
+
+struct Prefill {
+    const void *q; long q_row, q_head; int q_type;
+    const void *keys, *values; const float *key_scales, *value_scales;  // scales of int8 pages, else null
+    long block_size, kv_heads, dim, value_dim;
+    const int32_t *tables; long table_row;
+    const int64_t *query_start, *lengths;
+    long window;             // 0: none
+    float scale, soft_cap;   // soft_cap 0: none
+    const float *score_scale, *sinks;
+    void *out; long heads;
+
+    INLINE_MEMBER long group() const { return heads / kv_heads; }
+};
+
+// Queries [token, token + count) of sequence b for one kv head, the first of them at this position in the cache.
+struct Unit { long b, token, count, position; };
+
+// Working memory of a thread, rows rounded up to whole tiles.
+struct Workspace {
+    long rows, padded_values;
+    float *query;    // [row tile][dim][TILE_ROWS], scaled
+    float *acc;      // [row][padded_values]
+    float *top, *total, *shrink;  // [row]
+    float *scores;   // [PASS_ROWS][BLOCK_KEYS]
+    float *keys;     // [panel of keys][dim][PANEL]
+    float *values;   // [panel of dims][BLOCK_KEYS][PANEL]
+
+    static long floats(const Prefill &p, long rows) {
+        const long values = round_up(p.value_dim, PANEL);
+        return rows * (p.dim + values + 3) + PASS_ROWS * BLOCK_KEYS + BLOCK_KEYS * (p.dim + values) + 8 * 16;
+    }
+    void place(const Prefill &p, long most_rows, float *memory) {
+        const auto take = [&](long count) {
+            float *part = memory;
+            memory += round_up(count, 16);  // whole cache lines
+            return part;
+        };
+        rows = most_rows, padded_values = round_up(p.value_dim, PANEL);
+        scores = take(PASS_ROWS * BLOCK_KEYS);
+        keys = take(BLOCK_KEYS * p.dim);
+        values = take(BLOCK_KEYS * padded_values);
+        query = take(rows * p.dim);
+        acc = take(rows * padded_values);
+        top = take(rows), total = take(rows), shrink = take(rows);
+    }
+};
+
+// c[i][:] = shrink[i] * c[i][:] + sum over k of a[i][k] * b[k][:] for a tile of rows and one panel; a[i][k] lies at
+// a[i * row_step + k * depth_step], b[k] at b[k * PANEL]. fresh: c starts from zero.
+template <bool fresh, long row_step, long depth_step>
+static NOINLINE void multiply_panel(const float *a, const float *b, long depth, float *c, long c_row, const float *shrink) {
+    vf sums[TILE_ROWS][2];
+    for (int i = 0; i < TILE_ROWS; i++) {
+        if constexpr (fresh) {
+            sums[i][0] = sums[i][1] = vf{};
+        } else {
+            sums[i][0] = load(c + i * c_row) * shrink[i];
+            sums[i][1] = load(c + i * c_row + W) * shrink[i];
+        }
+    }
+    for (long k = 0; k < depth; k++, a += depth_step, b += PANEL) {
+        const vf first = load(b), second = load(b + W);
+        for (int i = 0; i < TILE_ROWS; i++) {
+            const vf x = splat(a[i * row_step]);
+            sums[i][0] = add_product(sums[i][0], first, x);
+            sums[i][1] = add_product(sums[i][1], second, x);
+        }
+    }
+    for (int i = 0; i < TILE_ROWS; i++) store(c + i * c_row, sums[i][0]), store(c + i * c_row + W, sums[i][1]);
+}
+
+// rows[i][j] becomes rows[j][i].
+INLINE void transpose(vf (&rows)[W]) {
+    const auto exchange = [&](int step, vi low, vi high) {
+        for (int i = 0; i < W; i++) {
+            if (i & step) continue;
+            const vf a = rows[i], b = rows[i + step];
+            rows[i] = __builtin_shuffle(a, b, low);
+            rows[i + step] = __builtin_shuffle(a, b, high);
+        }
+    };
+#if WINDLASS_LANES == 4
+    exchange(1, vi{0, 4, 2, 6}, vi{1, 5, 3, 7});
+    exchange(2, vi{0, 1, 4, 5}, vi{2, 3, 6, 7});
+#elif WINDLASS_LANES == 8
+    exchange(1, vi{0, 8, 2, 10, 4, 12, 6, 14}, vi{1, 9, 3, 11, 5, 13, 7, 15});
+    exchange(2, vi{0, 1, 8, 9, 4, 5, 12, 13}, vi{2, 3, 10, 11, 6, 7, 14, 15});
+    exchange(4, vi{0, 1, 2, 3, 8, 9, 10, 11}, vi{4, 5, 6, 7, 12, 13, 14, 15});
+#else
+    exchange(1, vi{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
+             vi{1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
+    exchange(2, vi{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
+             vi{2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
+    exchange(4, vi{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27},
+             vi{4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
+    exchange(8, vi{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
+             vi{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+#endif
+}
+
+// packed[panel][d][key of the panel] of keys [begin, end) of a block; the other keys of their panels are zeros.
+template <class T>
+static NOINLINE void pack_keys(const T *const *keys, const float *scales, long begin, long end, long dim, float *packed) {
+    for (long j = begin / W * W; j < end; j += W) {
+        float *target = packed + j / PANEL * PANEL * dim + j % PANEL;
+        long d = 0;
+        if (j >= begin && j + W <= end)
+            for (; d + W <= dim; d += W) {
+                vf rows[W];
+                for (int i = 0; i < W; i++) rows[i] = load(keys[j + i] + d);
+                if (scales)
+                    for (int i = 0; i < W; i++) rows[i] *= scales[j + i];
+                transpose(rows);
+                for (int i = 0; i < W; i++) store(target + (d + i) * PANEL, rows[i]);
+            }
+        for (; d < dim; d++)
+            for (long i = 0; i < W; i++) {
+                const bool there = j + i >= begin && j + i < end;
+                target[d * PANEL + i] = there ? widen(keys[j + i][d]) * (scales ? scales[j + i] : 1.0f) : 0.0f;
+            }
+    }
+    if (end % PANEL && end % PANEL <= W)  // the last panel's second half
+        for (long d = 0; d < dim; d++) store(packed + end / PANEL * PANEL * dim + d * PANEL + W, vf{});
+    if (begin % PANEL >= W)  // the first panel's first half
+        for (long d = 0; d < dim; d++) store(packed + begin / PANEL * PANEL * dim + d * PANEL, vf{});
+}
+
+// packed[panel][key][dim of the panel] of keys [begin, end) of a block and zeros for the other keys of their panels.
+template <class T>
+static NOINLINE void pack_values(const T *const *values, const float *scales, long begin, long end, long dim, float *packed) {
+    const long first = begin / PANEL * PANEL, last = round_up(end, PANEL);
+    for (long j = first; j < last; j++) {
+        float *target = packed + j * PANEL;
+        const bool there = j >= begin && j < end;
+        const vf scale = splat(there && scales ? scales[j] : 1.0f);
+        for (long d = 0; d < dim; d += PANEL, target += BLOCK_KEYS * PANEL)
+            for (long half = 0; half < PANEL; half += W) {
+                const long rest = dim - d - half;
+                const vf x = !there || rest <= 0 ? vf{} : rest >= W ? load(values[j] + d + half)
+                                                                    : load_some(values[j] + d + half, rest);
+                store(target + half, x * scale);
+            }
+    }
+}
+
+// Scores [first, last) of a row, of which the row sees [begin, end), become weights 2^(score - top); the row's top and
+// total go on, and what its weighted values must shrink by is returned.
+INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float &top, float &total) {
+    const vf nothing = splat(-__builtin_inff());
+    if (soft_cap != 0.0f)
+        for (long j = first; j < last; j += W) store(scores + j, tanh_of(load(scores + j) / soft_cap) * (soft_cap * LOG2_E));
+    for (long j = first; j < begin; j++) scores[j] = -__builtin_inff();
+    for (long j = max_of(first, end); j < last; j++) scores[j] = -__builtin_inff();
+    vf most[2] = {nothing, nothing};
+    for (long j = first; j < last; j += 2 * W) {
+        most[0] = larger(load(scores + j), most[0]);
+        most[1] = larger(load(scores + j + W), most[1]);
+    }
+    const float old = top, here = largest(larger(most[0], most[1]));
+    top = here > old ? here : old;
+    const float base = top == -__builtin_inff() ? 0.0f : top;
+    vf sums[2] = {};
+    for (long j = first; j < last; j += 2 * W) {
+        const vf x = exp2_of(load(scores + j) - base), y = exp2_of(load(scores + j + W) - base);
+        store(scores + j, x), store(scores + j + W, y);
+        sums[0] += x, sums[1] += y;
+    }
+    const float shrink = top == old ? 1.0f : exp2_of(splat(old - base))[0];
+    total = total * shrink + sum(sums[0] + sums[1]);
+    return shrink;
+}
+
+static NOINLINE void start_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+    const long group = p.group(), rows = unit.count * group, padded = round_up(rows, TILE_ROWS);
+    const float unit_scale = p.soft_cap != 0.0f ? p.scale : p.scale * LOG2_E;
+    for (long r = 0; r < padded; r++) {
+        float *target = w.query + r / TILE_ROWS * TILE_ROWS * p.dim + r % TILE_ROWS;
+        const long token = unit.token + r / group;
+        const long source = token * p.q_row + (head * group + r % group) * p.q_head;
+        const float scale = r < rows ? unit_scale * p.score_scale[token] : 0.0f;
+        for (long d = 0; d < p.dim; d++) target[d * TILE_ROWS] = r < rows ? element(p.q, p.q_type, source + d) * scale : 0.0f;
+        w.top[r] = -__builtin_inff();
+        w.total[r] = 0.0f;
+    }
+    for (long i = 0; i < padded * w.padded_values; i += W) store(w.acc + i, vf{});
+}
+
+// All rows of a unit over the packed block that begins at key `start` and of which `there` keys from `skip` on are packed.
+static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there) {
+    const long group = p.group(), rows = unit.count * group;
+    for (long r0 = 0; r0 < rows; r0 += PASS_ROWS) {
+        const long tiles = ceil_div(min_of(PASS_ROWS, rows - r0), TILE_ROWS);
+        long first[PASS_ROWS / TILE_ROWS], last[PASS_ROWS / TILE_ROWS];  // panels' range per tile, in keys of the block
+        long lowest = BLOCK_KEYS, highest = 0;
+        for (long t = 0; t < tiles; t++) {
+            const long early = unit.position + (r0 + t * TILE_ROWS) / group;
+            const long late = unit.position + min_of(r0 + (t + 1) * TILE_ROWS - 1, rows - 1) / group;
+            const long begin = max_of(skip, p.window ? early - p.window + 1 - start : 0);
+            const long end = min_of(there, late + 1 - start);
+            first[t] = begin / PANEL * PANEL, last[t] = round_up(end, PANEL);
+            if (begin >= end) first[t] = last[t] = 0;
+            else lowest = min_of(lowest, first[t]), highest = max_of(highest, last[t]);
+        }
+        for (long j = lowest; j < highest; j += PANEL)
+            for (long t = 0; t < tiles; t++)
+                if (j >= first[t] && j < last[t])
+                    multiply_panel<true, 1, TILE_ROWS>(w.query + (r0 + t * TILE_ROWS) * p.dim, w.keys + j * p.dim, p.dim,
+                                                 w.scores + t * TILE_ROWS * BLOCK_KEYS + j, BLOCK_KEYS, nullptr);
+        for (long i = 0; i < tiles * TILE_ROWS; i++) {
+            const long t = i / TILE_ROWS, r = r0 + i;
+            if (first[t] == last[t]) continue;
+            const long at = unit.position + min_of(r, rows - 1) / group - start;
+            const long begin = max_of(skip, p.window ? at - p.window + 1 : 0), end = min_of(there, at + 1);
+            w.shrink[r] = soften_row(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, w.top[r], w.total[r]);
+        }
+        for (long d = 0; d < w.padded_values; d += PANEL)
+            for (long t = 0; t < tiles; t++) {
+                const long r = r0 + t * TILE_ROWS;
+                if (first[t] == last[t]) continue;
+                multiply_panel<false, BLOCK_KEYS, 1>(w.scores + t * TILE_ROWS * BLOCK_KEYS + first[t],
+                                              w.values + d * BLOCK_KEYS + first[t] * PANEL, last[t] - first[t],
+                                              w.acc + r * w.padded_values + d, w.padded_values, w.shrink + r);
+            }
+    }
+}
+
+template <class TO> static void finish_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head, TO *out) {
+    const long group = p.group();
+    for (long r = 0; r < unit.count * group; r++) {
+        const long h = head * group + r % group;
+        const float *acc = w.acc + r * w.padded_values;
+        float total = w.total[r], shrink = 1.0f;
+        if (p.sinks) {
+            const float sink = p.sinks[h] * LOG2_E, top = sink > w.top[r] ? sink : w.top[r];
+            shrink = exp2_of(splat(w.top[r] - top))[0];
+            total = total * shrink + exp2_of(splat(sink - top))[0];
+        }
+        TO *target = out + ((unit.token + r / group) * p.heads + h) * p.value_dim;
+        for (long d = 0; d < p.value_dim; d += W) {
+            const vf x = load(acc + d) * shrink / total;
+            if (d + W <= p.value_dim) store(target + d, x);
+            else store_some(target + d, x, p.value_dim - d);
+        }
+    }
+}
+
+template <class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+    start_unit(p, w, unit, head);
+    const int32_t *table = p.tables + unit.b * p.table_row;
+    const long first_key = p.window ? max_of(0, unit.position - p.window + 1) : 0, end_key = unit.position + unit.count;
+    for (long start = first_key / BLOCK_KEYS * BLOCK_KEYS; start < end_key; start += BLOCK_KEYS) {
+        const long skip = max_of(0, first_key - start), there = min_of(BLOCK_KEYS, end_key - start);
+        const T *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
+        float key_scales[BLOCK_KEYS], value_scales[BLOCK_KEYS];
+        for (long j = skip; j < there; j++) {
+            const long at = start + j, slot = (long)table[at / p.block_size] * p.block_size + at % p.block_size;
+            const long entry = slot * p.kv_heads + head;
+            keys[j] = (const T *)p.keys + entry * p.dim;
+            values[j] = (const T *)p.values + entry * p.value_dim;
+            if (p.key_scales) key_scales[j] = p.key_scales[entry], value_scales[j] = p.value_scales[entry];
+        }
+        pack_keys(keys, p.key_scales ? key_scales : nullptr, skip, there, p.dim, w.keys);
+        pack_values(values, p.key_scales ? value_scales : nullptr, skip, there, p.value_dim, w.values);
+        pass_block(p, w, unit, start, skip, there);
+    }
+    with_type(p.q_type, [&](auto *type) { finish_unit(p, w, unit, head, (decltype(type))p.out); });
+}
+
+// The units of every sequence with at least `fewest` queries. Returns their number; units may be null, to count only.
+static long cut_units(const Prefill &p, long batch, long fewest, long most_tokens, Unit *units) {
+    long count = 0;
+    for (long b = 0; b < batch; b++) {
+        const long queries = p.query_start[b + 1] - p.query_start[b], pieces = ceil_div(queries, most_tokens);
+        if (queries < fewest) continue;
+        for (long i = pieces - 1; i >= 0; i--, count++) {  // the last sees most keys: it goes first
+            const long begin = queries * i / pieces, end = queries * (i + 1) / pieces;
+            if (units) units[count] = {b, p.query_start[b] + begin, end - begin, p.lengths[b] - queries + begin};
+        }
+    }
+    return count;
+}
+
+template <class T> static int prefill_all(const Prefill &p, long batch, long fewest) {
+    const long group = p.group(), all_threads = max_of(1, omp_get_max_threads());
+    long queries = 0, elements = 0;
+    for (long b = 0; b < batch; b++) {
+        const long own = p.query_start[b + 1] - p.query_start[b];
+        if (own < fewest) continue;
+        queries += own;
+        elements += own * (p.lengths[b] - own / 2) * p.heads;
+    }
+    if (!queries) return 0;
+    // About four units per thread, so that none is left alone with the last, but no smaller than pays for the packing.
+    const long fair = ceil_div(queries * p.kv_heads, 4 * all_threads);
+    const long fitting = max_of(1, UNIT_FLOATS / (p.dim + p.value_dim) / group);
+    const long most = max_of(ceil_div(FEWEST_ROWS, group), min_of(fair, fitting));
+    const long count = cut_units(p, batch, fewest, most, nullptr), rows = round_up(most * group, PASS_ROWS);
+    Unit *units = (Unit *)malloc(count * sizeof(Unit));
+    if (!units) return 1;
+    cut_units(p, batch, fewest, most, units);
+    const long threads = elements * p.dim < SERIAL_ELEMENTS ? 1 : min_of(count * p.kv_heads, all_threads);
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        void *memory = nullptr;
+        failed |= posix_memalign(&memory, 64, Workspace::floats(p, rows) * sizeof(float)) != 0;
+        Workspace w;
+        if (!failed) w.place(p, rows, (float *)memory);
+#pragma omp for schedule(dynamic, 1) nowait
+        for (long i = 0; i < count * p.kv_heads; i++)
+            if (!failed) run_unit<T>(p, w, units[i / p.kv_heads], i % p.kv_heads);
+        free(memory);
+    }
+    free(units);
+    return failed;
+}
+
+// Shapes as in attention.py. Sequences with fewer than `fewest` queries are passed over, their rows of out untouched.
+// Returns 1 when out of memory, 2 for a block that a query sees and the tables or the pages lack.
+EXPORT int WINDLASS_NAME(paged_attention_prefill)(
+    const void *q, long q_row, long q_head, int q_type, const void *keys, const void *values, const float *key_scales,
+    const float *value_scales, int page_type, long num_blocks, long block_size, long kv_heads, long dim, long value_dim,
+    const int32_t *tables, long table_row, long table_columns, const int64_t *query_start, const int64_t *lengths,
+    long window, float scale, float soft_cap, const float *score_scale, const float *sinks, void *out, long batch, long heads,
+    long fewest) {
+    const Prefill p = {q, q_row, q_head, q_type, keys, values, key_scales, value_scales, block_size, kv_heads, dim,
+                       value_dim, tables, table_row, query_start, lengths, window, scale, soft_cap, score_scale, sinks,
+                       out, heads};
+    for (long b = 0; b < batch; b++) {
+        const long queries = query_start[b + 1] - query_start[b];
+        if (queries < fewest || queries < 1) continue;
+        const long last = ceil_div(lengths[b], block_size);
+        const long first = window ? max_of(0, lengths[b] - queries - window + 1) / block_size : 0;
+        if (lengths[b] < queries || last > table_columns) return 2;
+        for (long i = first; i < last; i++)
+            if (tables[b * table_row + i] < 0 || tables[b * table_row + i] >= num_blocks) return 2;
+    }
+    if (page_type == 0) return prefill_all<float>(p, batch, max_of(1, fewest));
+    if (page_type == 1) return prefill_all<bf16>(p, batch, max_of(1, fewest));
+    if (page_type == 2) return prefill_all<f16>(p, batch, max_of(1, fewest));
+    return prefill_all<int8_t>(p, batch, max_of(1, fewest));
+}

@@ -1,0 +1,105 @@
+// Rotation with append, and moves of keys, for caches of int8 codes with one float32 scale per token and head.
+//
+// code = round(x / scale) with scale = largest |x| / 127, so every head uses its whole range. A head of (almost) nothing
+// has scale 0; one that holds an infinity or a NaN has scale NaN, so that whatever reads it shows it.
+
+constexpr float SMALLEST_SCALE = 0x1p-100f;
+
+// Codes of n floats; returns their scale.
+INLINE float quantize(const float *x, long n, int8_t *codes) {
+    vf most = {}, poison = {};
+    for (long j = 0; j < n; j += W) {
+        const vf value = n - j >= W ? load(x + j) : load_some(x + j, n - j);
+        most = larger((vf)((vu)value & 0x7fffffffu), most);
+        poison += value * 0.0f;
+    }
+    float scale = largest(most) / 127.0f + sum(poison);
+    if (!(scale >= SMALLEST_SCALE)) {
+        __builtin_memset(codes, 0, n);
+        return scale != scale ? scale : 0.0f;
+    }
+    const vf magic = splat(12582912.0f), divisor = splat(scale);  // 1.5 * 2^23: adding it rounds to the nearest, even
+    long j = 0;
+    for (; j + W <= n; j += W) {
+        const vi code = (vi)(load(x + j) / divisor + magic) - (vi)magic;
+        *(vb_any *)(codes + j) = __builtin_convertvector(code, vb);
+    }
+    for (; j < n; j++) codes[j] = (int8_t)(int32_t)(bits_of(x[j] / scale + 12582912.0f) - 0x4b400000u);
+    return scale;
+}
+
+// As rotate_and_append, into codes. Returns 1 when out of memory, 2 for a slot past num_slots, with nothing touched.
+EXPORT int WINDLASS_NAME(rotate_and_append_int8)(
+    void *q, long q_row, long q_head, const void *k, long k_row, long k_head, const void *v, long v_row, long v_head,
+    int type, const float *cos, long cos_row, const float *sin, long sin_row, const float *q_scale, int8_t *key_pages,
+    int8_t *value_pages, float *key_scales, float *value_scales, long num_slots, const int64_t *slots, long tokens,
+    long q_heads, long kv_heads, long dim, long value_dim, long half) {
+    for (long t = 0; t < tokens; t++)
+        if (slots[t] >= num_slots) return 2;
+    const long threads = threads_for(tokens * (q_heads + 2 * kv_heads) * dim, tokens), widest = max_of(dim, value_dim);
+    float *memory = (float *)malloc(max_of(1, threads * widest) * sizeof(float));
+    if (!memory) return 1;
+    with_type(type, [&](auto *element_type) {
+        typedef __typeof__(*element_type) T;
+#pragma omp parallel num_threads(threads)
+        {
+            float *head = memory + omp_get_thread_num() * widest;
+#pragma omp for schedule(static) nowait
+            for (long t = 0; t < tokens; t++) {
+                const float *c = cos + t * cos_row, *s = sin + t * sin_row;
+                for (long h = 0; h < q_heads; h++) {
+                    T *own = (T *)q + t * q_row + h * q_head;
+                    rotate_head<false>(own, own, dim, half, c, s, q_scale[t]);
+                }
+                if (slots[t] < 0) continue;
+                for (long h = 0; h < kv_heads; h++) {
+                    const long at = slots[t] * kv_heads + h;
+                    rotate_head<false>((const T *)k + t * k_row + h * k_head, head, dim, half, c, s, 1.0f);
+                    key_scales[at] = quantize(head, dim, key_pages + at * dim);
+                    copy_row<false>((const T *)v + t * v_row + h * v_head, head, value_dim);
+                    value_scales[at] = quantize(head, value_dim, value_pages + at * value_dim);
+                }
+            }
+        }
+    });
+    free(memory);
+    return 0;
+}
+
+// As move_cached_keys, on codes: a key is widened, turned and rounded once; values, and keys that no pair turns, are
+// copied. Returns 1 when out of memory, 2 for a slot outside the pages, with nothing touched.
+EXPORT int WINDLASS_NAME(move_cached_keys_int8)(
+    int8_t *key_pages, int8_t *value_pages, float *key_scales, float *value_scales, long num_slots, const int64_t *sources,
+    const int64_t *targets, long count, const float *cos, long cos_row, const float *sin, long sin_row, long kv_heads,
+    long dim, long value_dim, long half) {
+    for (long n = 0; n < count; n++)
+        if (sources[n] < 0 || sources[n] >= num_slots || targets[n] < 0 || targets[n] >= num_slots) return 2;
+    const long threads = threads_for(count * kv_heads * (dim + value_dim), count);
+    float *memory = (float *)malloc(max_of(1, threads * dim) * sizeof(float));
+    if (!memory) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        float *head = memory + omp_get_thread_num() * dim;
+#pragma omp for schedule(static) nowait
+        for (long n = 0; n < count; n++) {
+            const bool moves = sources[n] != targets[n];
+            for (long h = 0; half && h < kv_heads; h++) {
+                const long from = sources[n] * kv_heads + h, to = targets[n] * kv_heads + h;
+                for (long d = 0; d < dim; d++) head[d] = widen(key_pages[from * dim + d]) * key_scales[from];
+                rotate_head<false>(head, head, dim, half, cos + n * cos_row, sin + n * sin_row, 1.0f);
+                key_scales[to] = quantize(head, dim, key_pages + to * dim);
+            }
+            if (!moves) continue;
+            const long from = sources[n] * kv_heads, to = targets[n] * kv_heads;
+            if (!half) {
+                __builtin_memcpy(key_pages + to * dim, key_pages + from * dim, kv_heads * dim);
+                __builtin_memcpy(key_scales + to, key_scales + from, kv_heads * sizeof(float));
+            }
+            if (!value_dim) continue;  // values stay where they are
+            __builtin_memcpy(value_pages + to * value_dim, value_pages + from * value_dim, kv_heads * value_dim);
+            __builtin_memcpy(value_scales + to, value_scales + from, kv_heads * sizeof(float));
+        }
+    }
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,289 @@
+"""paged_attention_prefill against a float64 softmax per query and head, in every instruction set available."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
+
+from windlass.kernels import cpu
+from windlass.kernels.cpu.library import Library
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Library:
+    return kernels(request.param)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs():
+    """torch.empty hands out NaN, so an output element that is never written shows."""
+    torch.manual_seed(13)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Case:
+    """Sequences of (cached, new) tokens over shuffled blocks. What no query may see is poison, table entries before it -1."""
+
+    def __init__(
+        self,
+        shapes: list[tuple[int, int]],
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 64,
+        value_dim: int | None = None,
+        block_size: int = 16,
+        window: int | None = None,
+        q_type: torch.dtype = torch.float32,
+        page_type: torch.dtype = torch.float32,
+        spread: float = 1.0,
+    ) -> None:
+        value_dim = value_dim or dim
+        self.shapes, self.window = shapes, window
+        lengths = [old + new for old, new in shapes]
+        blocks = sum(-(-n // block_size) for n in lengths) + 3
+        free = torch.randperm(blocks).tolist()
+        self.wide = [torch.full((blocks, block_size, kv_heads, d), torch.nan) for d in (dim, value_dim)]
+        self.table = torch.full((len(shapes), max(-(-n // block_size) for n in lengths) + 2), -1, dtype=torch.int32)
+        for b, (old, new) in enumerate(shapes):
+            first = 0 if window is None else max(0, old - window + 1)
+            for i in range(first // block_size, -(-(old + new) // block_size)):
+                self.table[b, i] = free.pop()
+            at = torch.arange(first, old + new)
+            where = self.table[b].long()[at // block_size], at % block_size
+            for part in self.wide:
+                part[where] = torch.randn(len(at), kv_heads, part.shape[-1])
+        if page_type == torch.int8:
+            # Codes and scales at random; the scales of what no query may see stay NaN.
+            seen = self.wide[0].isfinite().all(-1)
+            self.pages = [torch.randint(-127, 128, part.shape).to(torch.int8) for part in self.wide]
+            scales = [torch.where(seen, torch.rand(seen.shape) / 60, torch.nan) for _ in range(2)]
+            self.scales = {"key_scales": scales[0], "value_scales": scales[1]}
+            self.wide = [p.float() * s[..., None] for p, s in zip(self.pages, scales, strict=True)]
+        else:
+            self.pages = [part.to(page_type) for part in self.wide]
+            self.wide = [part.float() for part in self.pages]
+            self.scales = {}
+        self.q = (torch.randn(sum(new for _, new in shapes), heads, dim) * spread).to(q_type)
+        self.start = torch.tensor([0, *(new for _, new in shapes)]).cumsum(0)
+        self.lengths = torch.tensor(lengths)
+        self.temperature = torch.rand(len(self.q)) + 0.5
+        self.scale = dim**-0.5
+
+    def expected(self, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        heads, (_, block_size, kv_heads, _) = self.q.shape[1], self.wide[0].shape
+        out = torch.zeros(*self.q.shape[:2], self.wide[1].shape[-1], dtype=torch.float64)
+        for b, (old, new) in enumerate(self.shapes):
+            for i in range(new):
+                last, row = old + i, int(self.start[b]) + i
+                at = torch.arange(0 if self.window is None else max(0, last - self.window + 1), last + 1)
+                where = self.table[b].long()[at // block_size], at % block_size
+                keys, values = (part[where].double().repeat_interleave(heads // kv_heads, 1) for part in self.wide)
+                scores = torch.einsum("shd,hd->hs", keys, self.q[row].double())
+                scores *= self.scale * self.temperature[row].double()
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[:, None].double()), dim=1)
+                out[row] = torch.einsum("hs,shd->hd", scores.softmax(1)[:, : len(at)], values)
+        return out
+
+    def got(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None, **options):  # type: ignore[no-untyped-def]
+        return cpu.paged_attention_prefill(
+            self.q,
+            *self.pages,
+            self.table,
+            self.start,
+            self.lengths,
+            self.scale,
+            self.temperature,
+            self.window,
+            sinks,
+            soft_cap,
+            library=library,
+            **self.scales,
+            **options,
+        )
+
+    def check(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> None:
+        want, got = self.expected(sinks, soft_cap), self.got(library, sinks, soft_cap)
+        assert got.dtype == self.q.dtype
+        assert ((got.double() - want).abs() <= 5e-6 + ROUNDING[got.dtype] * want.abs()).all(), (got - want).abs().max()
+
+
+@pytest.mark.parametrize("page_type", TYPES)
+def test_types_and_lengths_about_every_boundary(form: Library, page_type: torch.dtype) -> None:
+    Case([(0, 1), (0, 5), (3, 13), (0, 33), (127, 2), (100, 40), (256, 7)], page_type=page_type).check(form)
+    for q_type in (torch.bfloat16, torch.float16):
+        Case([(10, 31)], q_type=q_type, page_type=page_type, dim=32).check(form)
+
+
+@pytest.mark.parametrize("dim", [1, 5, 16, 24, 40, 80, 100, 128])
+@pytest.mark.parametrize("page_type", [torch.float32, torch.int8])
+def test_head_dims(form: Library, dim: int, page_type: torch.dtype) -> None:
+    Case([(3, 40)], dim=dim, page_type=page_type).check(form)
+    Case([(0, 21)], dim=dim, value_dim=dim // 2 + 1, page_type=page_type).check(form)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (9, 3), (40, 1)])
+def test_groups(form: Library, heads: int, kv_heads: int) -> None:
+    Case([(0, 37), (150, 9)], heads=heads, kv_heads=kv_heads, dim=16).check(form)
+
+
+@pytest.mark.parametrize("window", [1, 5, 17, 64, 130])
+@pytest.mark.parametrize("page_type", [torch.float32, torch.int8])
+def test_windows_never_touch_what_they_hide(form: Library, window: int, page_type: torch.dtype) -> None:
+    Case([(0, 30), (150, 20), (301, 70)], window=window, dim=16, block_size=8, page_type=page_type).check(form)
+
+
+@pytest.mark.parametrize("block_size", [1, 48])
+def test_block_sizes(form: Library, block_size: int) -> None:
+    Case([(60, 50)], block_size=block_size, dim=16).check(form)
+
+
+def test_sinks_and_soft_cap(form: Library) -> None:
+    case = Case([(0, 9), (140, 30)], heads=6, kv_heads=2, dim=32, spread=4.0)
+    sinks = torch.tensor([-100.0, -1.0, 0.0, 2.0, 30.0, -torch.inf])
+    case.check(form, sinks=sinks)
+    case.check(form, soft_cap=2.0)
+    case.check(form, sinks=sinks, soft_cap=15.0)
+
+
+def test_scores_far_beyond_the_range_of_exp(form: Library) -> None:
+    """One key takes all, wherever it stands; nothing overflows."""
+    case = Case([(0, 300)], dim=16, heads=2)
+    case.q.fill_(0.0)
+    case.q[..., 0] = 1e4
+    blocks = case.table[0].long()
+    for at in range(300):
+        case.pages[0][blocks[at // 16], at % 16, :, 0] = -1.0 + at / 300 if at != 7 else 1.0
+    got = case.got(form)
+    winner = case.pages[1][blocks[0], 7]
+    torch.testing.assert_close(got[7:], winner.expand(293, -1, -1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("page_type", [torch.float32, torch.int8])
+@pytest.mark.parametrize("window", [None, 90])
+def test_chunks_do_not_change_the_bits(form: Library, page_type: torch.dtype, window: int | None) -> None:
+    case = Case([(0, 400)], dim=20, page_type=page_type, window=window)
+    whole = case.got(form)
+    for cuts in ([0, 1, 130, 137, 400], [0, 64, 400]):
+        parts = []
+        for begin, end in itertools.pairwise(cuts):
+            parts.append(
+                cpu.paged_attention_prefill(
+                    case.q[begin:end],
+                    *case.pages,
+                    case.table,
+                    torch.tensor([0, end - begin]),
+                    torch.tensor([end]),
+                    case.scale,
+                    case.temperature[begin:end],
+                    window,
+                    library=form,
+                    **case.scales,
+                )
+            )
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    case, before, found = Case([(50, 300), (0, 90)]), torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(case.got(kernels("generic")))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_a_poisoned_query_harms_only_its_own_row(form: Library) -> None:
+    case = Case([(20, 60)], dim=32)
+    want = case.got(form)
+    case.q[31, 2, 3] = torch.nan
+    got = case.got(form)
+    assert got[31, 2].isnan().all()
+    want[31, 2] = 0.0
+    assert torch.equal(got.nan_to_num(0.0), want)
+
+
+def test_a_poisoned_key_shows_in_every_later_row_and_in_no_row_that_comes_tiles_before(form: Library) -> None:
+    case = Case([(0, 120)], dim=32, heads=2)
+    case.pages[0][int(case.table[0, 5]), 0, 1] = torch.nan  # key 80 of the second head
+    got = case.got(form)
+    assert got[80:, 1].isnan().all()
+    assert torch.isfinite(got[:, 0]).all()
+    assert torch.isfinite(got[:60]).all()
+
+
+def test_strided_queries(form: Library) -> None:
+    case = Case([(9, 40)], dim=32)
+    fused = torch.randn(40, 6, 40)
+    fused[:, 1:5, 4:36] = case.q
+    case.q = fused[:, 1:5, 4:36]
+    case.check(form)
+
+
+@pytest.mark.parametrize("page_type", TYPES)
+def test_nothing_past_the_operands_is_read(form: Library, page_type: torch.dtype) -> None:
+    for dim in (5, 36, 64):
+        case = Case([(9, 39)], heads=3, kv_heads=1, dim=dim, page_type=page_type)
+        used = case.table[0, :3].long()
+        case.pages = [at_the_end_of_memory(part[used]) for part in case.pages]
+        case.scales = {name: at_the_end_of_memory(scale[used]) for name, scale in case.scales.items()}
+        case.wide = [part[used] for part in case.wide]
+        case.table = at_the_end_of_memory(torch.arange(3, dtype=torch.int32)[None])
+        case.q = at_the_end_of_memory(case.q)
+        case.check(form)
+
+
+def test_short_sequences_are_passed_over(form: Library) -> None:
+    case = Case([(5, 1), (0, 20), (8, 1), (40, 3)], dim=16)
+    out = torch.full((25, 4, 16), 7.0)
+    case.table[0].fill_(-1)  # nothing of theirs is looked at
+    assert case.got(form, out=out, fewest=2) is out
+    assert (out[[0, 21]] == 7.0).all()
+    case.table[0] = case.table[2]
+    torch.testing.assert_close(out[1:21].double(), case.expected()[1:21], rtol=0, atol=5e-6)
+    torch.testing.assert_close(out[22:].double(), case.expected()[22:], rtol=0, atol=5e-6)
+
+
+def test_missing_blocks_and_impossible_lengths_are_refused(form: Library) -> None:
+    for column, value in ((0, -1), (2, -1), (1, 99)):
+        case = Case([(10, 30)], dim=16)
+        case.table[0, column] = value
+        with pytest.raises(IndexError, match="block"):
+            case.got(form)
+    case = Case([(10, 30)], dim=16)
+    for length in (29, 16 * case.table.shape[1] + 1):
+        case.lengths = torch.tensor([length])
+        with pytest.raises(IndexError, match="block"):
+            case.got(form)
+
+
+def test_refusals_say_why() -> None:
+    library = kernels("generic")
+    case = Case([(4, 6)], dim=16)
+    for change, message in (
+        ({"start": torch.tensor([0, 7])}, "query_start"),
+        ({"start": torch.tensor([3, 0])}, "query_start"),
+        ({"window": 0}, "window"),
+        ({"table": case.table.long()}, "block_tables"),
+        ({"lengths": case.lengths.int()}, "seq_lens"),
+        ({"temperature": case.temperature[:3]}, "score_scale"),
+    ):
+        before = {name: getattr(case, name) for name in change}
+        for name, value in change.items():
+            setattr(case, name, value)
+        with pytest.raises(ValueError, match=message):
+            case.got(library)
+        for name, value in before.items():
+            setattr(case, name, value)
+    with pytest.raises(ValueError, match="out"):
+        case.got(library, out=torch.empty(6, 4, 15))

@@ -1,0 +1,300 @@
+"""int8 pages: what a head is rounded to, how it is turned, and what attention reads of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.kernels import KVPages, cpu, dispatch, reference
+from windlass.kernels.cpu import library
+from windlass.kernels.cpu.library import Library
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Library:
+    return kernels(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(17)
+
+
+def int8_pages(kv_heads: int, dim: int, value_dim: int, blocks: int = 6, size: int = 8) -> KVPages:
+    """Random codes and scales."""
+    codes = (torch.randint(-127, 128, (blocks, size, kv_heads, d)).to(torch.int8) for d in (dim, value_dim))
+    return KVPages(*codes, *(torch.rand(blocks, size, kv_heads) / 60 + 1e-3 for _ in range(2)))
+
+
+def copy_of(pages: KVPages) -> KVPages:
+    assert pages.key_scale is not None
+    assert pages.value_scale is not None
+    return KVPages(pages.key.clone(), pages.value.clone(), pages.key_scale.clone(), pages.value_scale.clone())
+
+
+def wide(pages: KVPages) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as float64 [slots, Hkv, D]."""
+    assert pages.key_scale is not None
+    assert pages.value_scale is not None
+    pairs = (pages.key, pages.key_scale), (pages.value, pages.value_scale)
+    return tuple((codes.double() * scale.double()[..., None]).flatten(0, 1) for codes, scale in pairs)  # type: ignore[return-value]
+
+
+def append(form: Library | None, pages: KVPages, q, k, v, cos, sin, q_scale, slots) -> None:  # type: ignore[no-untyped-def]
+    if form is None:
+        reference.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
+    else:
+        cpu.rotate_and_append(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots, library=form, **pages.scales)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(0, 20),
+    heads=st.sampled_from([(1, 1), (6, 3), (8, 1)]),
+    dims=st.sampled_from([(64, 64), (17, 3), (80, 96), (1, 1), (6, 33)]),
+    half=st.integers(0, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    size=st.sampled_from([1e-3, 1.0, 300.0]),
+)
+@pytest.mark.parametrize("name", [*FORMS, "plain torch"])
+def test_append(name, seed, tokens, heads, dims, half, dtype, size):  # type: ignore[no-untyped-def]
+    """Every head within half a step of its float64 rotation, its largest element at 127; other slots as they were."""
+    form = None if name == "plain torch" else kernels(name)
+    torch.manual_seed(seed)
+    (q_heads, kv_heads), (dim, value_dim) = heads, dims
+    half = min(half, dim // 2)
+    pages = int8_pages(kv_heads, dim, value_dim)
+    before = copy_of(pages)
+    q, k = ((torch.randn(tokens, h, dim) * size).to(dtype) for h in (q_heads, kv_heads))
+    v = (torch.randn(tokens, kv_heads, value_dim) * size).to(dtype)
+    angle = torch.rand(tokens, half, dtype=torch.float64) * 100
+    slots = torch.randperm(48)[:tokens]
+    turned, q_scale = q.clone(), torch.rand(tokens) + 0.5
+    append(form, pages, turned, k, v, angle.cos().float(), angle.sin().float(), q_scale, slots)
+
+    c, s = angle.cos()[:, None], angle.sin()[:, None]
+    first, second = k[..., :half].double(), k[..., half : 2 * half].double()
+    rotated = torch.cat((first * c - second * s, second * c + first * s, k[..., 2 * half :].double()), dim=-1)
+    for got, codes, want in zip(wide(pages), (pages.key, pages.value), (rotated, v.double()), strict=True):
+        largest = want.abs().amax(dim=-1, keepdim=True)
+        assert ((got[slots] - want).abs() <= largest * (0.5 / 127 + 2e-6)).all()
+        assert (codes.flatten(0, 1)[slots].abs().amax(dim=-1) == 127).all()
+    plain = copy_of(before)
+    expected_q = q.clone()
+    reference.rotate_and_append(expected_q, k, v, angle.cos().float(), angle.sin().float(), q_scale, plain, slots)
+    torch.testing.assert_close(turned, expected_q, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5 * size)
+    # Nothing turns values, so theirs are the very codes of the plain form.
+    assert torch.equal(pages.value, plain.value)
+    assert torch.equal(pages.value_scale, plain.value_scale)
+    others = torch.ones(48, dtype=torch.bool)
+    others[slots] = False
+    for got, old in ((pages.key, before.key), (pages.key_scale, before.key_scale), (pages.value, before.value)):
+        assert torch.equal(got.flatten(0, 1)[others], old.flatten(0, 1)[others])
+
+
+@pytest.mark.parametrize("name", [*FORMS, "plain torch"])
+def test_adversarial_heads(name: str) -> None:
+    """Zeros, the smallest and the largest numbers, one outlier; what is not finite poisons its own head and no other."""
+    form = None if name == "plain torch" else kernels(name)
+    rows = torch.randn(9, 2, 20)
+    rows[0] = 0.0
+    rows[1] = 1e-45
+    rows[2] *= 1e-36
+    rows[3] *= 3e37
+    rows[4] = 0.01
+    rows[4, :, 3] = 1e6
+    rows[5, 0, 19] = torch.nan
+    rows[6, 0, 0] = torch.inf
+    rows[7, 0, 8] = -torch.inf
+    pages = int8_pages(2, 20, 20)
+    none, slots = torch.empty(9, 0), torch.arange(3, 12)
+    append(form, pages, rows[:, :1].clone(), rows, rows, none, none, torch.ones(9), slots)
+    keys, values = wide(pages)
+    assert torch.equal(keys[slots].nan_to_num(), values[slots].nan_to_num())
+    got = keys[slots]
+    assert (got[:3] == 0.0).all()
+    assert got[5:8, 0].isnan().all()
+    finite = torch.ones(9, 2, dtype=torch.bool)
+    finite[5:8, 0] = False
+    step = rows.double().abs().amax(dim=-1, keepdim=True) / 127
+    assert ((got - rows.double()).abs() <= step * 0.501 + 1e-28)[finite].all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    kv_heads=st.integers(1, 4),
+    dims=st.sampled_from([(64, 64), (17, 3), (80, 5), (2, 2)]),
+    half=st.integers(0, 40),
+    moved=st.integers(0, 20),
+    in_place=st.integers(0, 8),
+)
+@pytest.mark.parametrize("name", [*FORMS, "plain torch"])
+def test_moves(name, seed, kv_heads, dims, half, moved, in_place):  # type: ignore[no-untyped-def]
+    """Turned keys are rounded once; values, keys without pairs and all other slots keep their bits."""
+    form = None if name == "plain torch" else kernels(name)
+    torch.manual_seed(seed)
+    dim, value_dim = dims
+    half = min(half, dim // 2)
+    pages = int8_pages(kv_heads, dim, value_dim)
+    before = copy_of(pages)
+    order = torch.randperm(48)
+    sources, targets = order[:moved], order[20 : 20 + moved]
+    sources, targets = (torch.cat((part, order[40 : 40 + in_place])) for part in (sources, targets))
+    angle = torch.randn(len(sources), half, dtype=torch.float64) * 100
+    cos, sin = angle.cos().float(), angle.sin().float()
+    if form is None:
+        reference.move_cached_keys(pages, sources, targets, cos, sin)
+    else:
+        cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form, **pages.scales)
+    old, new = wide(before)[0], wide(pages)[0]
+    first, second = old[sources][..., :half], old[sources][..., half : 2 * half]
+    c, s = angle.cos()[:, None], angle.sin()[:, None]
+    want = torch.cat((first * c - second * s, second * c + first * s, old[sources][..., 2 * half :]), dim=-1)
+    if half:
+        assert ((new[targets] - want).abs() <= want.abs().amax(dim=-1, keepdim=True) * (0.5 / 127 + 2e-6)).all()
+    others = torch.ones(48, dtype=torch.bool)
+    others[targets] = False
+    pairs = [(pages.value, before.value, True), (pages.value_scale, before.value_scale, True)]
+    pairs += [(pages.key, before.key, not half), (pages.key_scale, before.key_scale, not half)]
+    for got, had, copied in pairs:
+        got, had = got.flatten(0, 1), had.flatten(0, 1)
+        assert torch.equal(got[others], had[others])
+        assert not copied or torch.equal(got[targets], had[sources])
+
+
+@pytest.mark.parametrize("name", [*FORMS, "plain torch"])
+def test_values_stay_where_they_are_unless_asked_along(name: str) -> None:
+    pages = int8_pages(2, 16, 16)
+    before, sources, targets, angle = copy_of(pages), torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
+    operands = sources, targets, angle.cos(), angle.sin()
+    if name == "plain torch":
+        reference.move_cached_keys(pages, *operands, values=False)
+    else:
+        form = kernels(name)
+        cpu.move_cached_keys(pages.key, pages.value, *operands, values=False, library=form, **pages.scales)
+    assert torch.equal(pages.value, before.value)
+    assert torch.equal(pages.value_scale, before.value_scale)
+    assert not torch.equal(pages.key, before.key)
+    assert not torch.equal(pages.key_scale, before.key_scale)
+
+
+def test_huge_positions_and_back(form: Library) -> None:
+    """A key turned by ten million positions and back differs by the two roundings, not by the angle."""
+    pages = int8_pages(2, 64, 64)
+    before = wide(copy_of(pages))[0]
+    angle = 1e7 * 1e4 ** -(torch.arange(32, dtype=torch.float64) / 32).repeat(16, 1)
+    slots, aside = torch.arange(16), torch.arange(20, 36)
+    for source, target, sign in ((slots, aside, 1), (aside, slots, -1)):
+        cos, sin = angle.cos().float(), (sign * angle).sin().float()
+        cpu.move_cached_keys(pages.key, pages.value, source, target, cos, sin, library=form, **pages.scales)
+    after = wide(pages)[0]
+    step = math.sqrt(2) * before[slots].abs().amax(dim=-1, keepdim=True) / 127
+    assert ((after - before)[slots].abs() <= 1.5 * step).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (6, 3), (9, 1)]),
+    dims=st.sampled_from([(64, 64), (17, 3), (80, 96), (33, 5)]),
+    window=st.sampled_from([None, 1, 40]),
+    soft_cap=st.sampled_from([None, 3.0]),
+)
+@pytest.mark.parametrize("name", FORMS)
+def test_decode(name, seed, lengths, heads, dims, window, soft_cap):  # type: ignore[no-untyped-def]
+    """As attention over the same numbers in float32 pages; scales and codes that no query sees may be anything."""
+    form = kernels(name)
+    torch.manual_seed(seed)
+    (q_heads, kv_heads), (dim, value_dim) = heads, dims
+    counts = [-(-n // 8) for n in lengths]
+    pages = int8_pages(kv_heads, dim, value_dim, blocks=sum(counts) + 1)
+    assert pages.key_scale is not None
+    assert pages.value_scale is not None
+    free = torch.randperm(sum(counts) + 1).tolist()
+    table = torch.full((len(lengths), max(counts) + 1), -1, dtype=torch.int32)
+    seen = torch.zeros(pages.key_scale.shape[:2], dtype=torch.bool)
+    for b, length in enumerate(lengths):
+        for i in range(counts[b]):
+            table[b, i] = free.pop()
+        at = torch.arange(0 if window is None else max(0, length - window), length)
+        seen[table[b].long()[at // 8], at % 8] = True
+    pages.key_scale[~seen] = torch.nan
+    pages.value_scale[~seen] = torch.nan
+    pages.key_scale[0, 0] *= 0.0  # zeros
+    keys, values = (
+        part.float().view(codes.shape) for part, codes in zip(wide(pages), (pages.key, pages.value), strict=True)
+    )
+    q, temperature = torch.randn(len(lengths), q_heads, dim), torch.rand(len(lengths)) + 0.5
+    rest = (table, torch.tensor(lengths), dim**-0.5, temperature, window, None, soft_cap)
+    got = cpu.paged_attention_decode(q, pages.key, pages.value, *rest, library=form, **pages.scales)
+    want = cpu.paged_attention_decode(q, keys, values, *rest, library=form)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_dispatch_of_mixed_batches(compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (kernels("generic"), None) if compiled else (None, "turned off by this test")
+    monkeypatch.setattr(library, "_attempt", lambda: found)
+    pages = int8_pages(2, 16, 16, blocks=30, size=16)
+    table = torch.randperm(30).view(3, 10).int()
+    q, temperature = torch.randn(61, 4, 16), torch.rand(61) + 0.5
+    arguments = (q, pages, table, torch.tensor([0, 40, 41, 61]), torch.tensor([90, 140, 20]), temperature)
+    got = dispatch.paged_attention(*arguments, scale=0.25, deterministic=deterministic)
+    keys, values = (part.float().view(30, 16, 2, 16) for part in wide(pages))
+    want = reference.paged_attention(q, KVPages(keys, values), *arguments[2:], scale=0.25)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=5e-6)
+    torch.testing.assert_close(reference.paged_attention(*arguments, scale=0.25), want, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
+    for dim in (5, 19, 64):
+        pages = KVPages(*(at_the_end_of_memory(part) for part in vars_of(int8_pages(1, dim, dim, 2, 4))))
+        index = at_the_end_of_memory(torch.arange(8))
+        x = at_the_end_of_memory(torch.randn(8, 1, dim))
+        cos, sin = (at_the_end_of_memory(torch.rand(8, dim // 2)) for _ in range(2))
+        append(form, pages, x, x.clone(), at_the_end_of_memory(x), cos, sin, torch.ones(8), index)
+        cpu.move_cached_keys(pages.key, pages.value, index, index, cos, sin, library=form, **pages.scales)
+        table = at_the_end_of_memory(torch.arange(2, dtype=torch.int32)[None])
+        operands = (x[:1], pages.key, pages.value, table, torch.tensor([8]), 1.0, torch.ones(1))
+        assert torch.isfinite(cpu.paged_attention_decode(*operands, library=form, **pages.scales)).all()
+
+
+def vars_of(pages: KVPages) -> list[torch.Tensor]:
+    assert pages.key_scale is not None
+    assert pages.value_scale is not None
+    return [pages.key, pages.value, pages.key_scale, pages.value_scale]
+
+
+def test_slots_outside_touch_nothing(form: Library) -> None:
+    pages = int8_pages(2, 16, 16)
+    before, x, half = copy_of(pages), torch.randn(2, 2, 16), torch.ones(2, 8)
+    with pytest.raises(IndexError, match="past"):
+        append(form, pages, x.clone(), x, x, half, half, torch.ones(2), torch.tensor([1, 48]))
+    for source, target in ((48, 0), (0, 48), (-1, 0), (0, -1)):
+        operands = (pages.key, pages.value, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
+        with pytest.raises(IndexError, match="outside"):
+            cpu.move_cached_keys(*operands, library=form, **pages.scales)
+    append(form, pages, x.clone(), x, x, half, half, torch.ones(2), torch.tensor([-1, -5]))  # padding
+    for got, had in zip(vars_of(pages), vars_of(before), strict=True):
+        assert torch.equal(got, had)
+
+
+def test_scales_that_do_not_fit_are_refused() -> None:
+    kernels("generic")
+    pages, q = int8_pages(2, 16, 16), torch.randn(1, 4, 16)
+    key, value, scale = pages.key, pages.value, pages.key_scale
+    assert scale is not None
+    assert cpu.attention_refusal(q, key, value, scale, scale) is None
+    for bad in (None, scale.double(), scale[:, :, :1], scale[:3], scale.transpose(0, 1).contiguous().transpose(0, 1)):
+        assert "scales" in (cpu.attention_refusal(q, key, value, scale, bad) or "")
+        assert "scales" in (cpu.move_refusal(key, value, bad, scale) or "")
+    assert "floats have none" in (cpu.move_refusal(key.float(), value.float(), scale, scale) or "")
