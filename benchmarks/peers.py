@@ -17,19 +17,21 @@ import os
 import time
 from collections import abc
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness import charts
 from harness.contestants import STARTUP_KV_BYTES, Contestant, contestants_for
-from harness.machine import cpu_clock, describe, measure_rates
+from harness.machine import describe, measure_rates
 from harness.measures import GROUPS, Measure, measures_of
 from harness.places import Places
+from harness.quiet import quiet
 from harness.report import SCHEMA, attention_rate, bound_of, check, ratios, spread, table
 from harness.shape import SHAPES
 from harness.worker import WorkerError
 from prepare_peers import prepare_windlass
 
 _CORES = os.cpu_count() or 1
+_Value = TypeVar("_Value")
 
 
 class Run:
@@ -190,23 +192,8 @@ class Run:
         if found:
             result["bound"], result["bound_reason"] = found
 
-    def _quiet(self, work: abc.Callable[[], Any]) -> tuple[Any, float, int]:
-        """(result, others' share of the machine meanwhile, results thrown away). Keeps the quietest of --retries + 1."""
-        best: tuple[Any, float] | None = None
-        for attempt in range(self.options.retries + 1):
-            start = cpu_clock()
-            value = work()
-            end = cpu_clock()
-            share = end.foreign_share(start, _CORES) if start and end else 0.0
-            if best is None or share < best[1]:
-                best = (value, share)
-            if share <= self.options.max_foreign:
-                return value, share, attempt
-            if attempt < self.options.retries:
-                print(f"    others used {share:.0%} of the machine: measuring again", flush=True)
-                time.sleep(self.options.pause)
-        assert best is not None
-        return *best, self.options.retries
+    def _quiet(self, work: abc.Callable[[], _Value]) -> tuple[_Value, float, int]:
+        return quiet(work, self.options.max_foreign, self.options.retries, self.options.pause)
 
     def _leave_out(self, contestant: Contestant, reason: str) -> None:
         print(f"left out: {contestant.name}: {reason}", flush=True)

@@ -64,8 +64,12 @@ class WindlassContestant:
         command = [sys.executable, "-m", "harness.windlass_worker", str(self._places.model), json.dumps(self._options)]
         self._worker = Worker(command, log=_log(self._places, self.name), environment=_environment(self._threads))
 
+    def info(self) -> dict[str, Any]:
+        """What the engine says about itself, byte counts among it."""
+        return self._started().info
+
     def version(self) -> str:
-        info = self._started().info
+        info = self.info()
         return f"{info['version']} with torch {info['torch']}"
 
     def measure(self, measure: Measure, repeats: int) -> list[float]:

@@ -52,6 +52,13 @@ def spread(samples: abc.Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
 
 
+def percentile(values: abc.Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` of the values do not exceed (nearest rank); ValueError for none."""
+    if not values:
+        raise ValueError("no values")
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
 def bound_of(
     shape: ModelShape,
     measure: str,
