@@ -170,7 +170,9 @@ class LlamaCppContestant:
         if measure.streams > 1:
             tool = self._tool("llama-batched-bench")
             command = llama_cpp.batched_bench_command(tool, model, measure, self._threads)
-            return llama_cpp.parse_batched_bench(self._run(command))
+            # Its log thread sometimes loses everything at exit, the result among it, with status 0.
+            outputs = (self._run(command) for _ in range(5))
+            return llama_cpp.parse_batched_bench(next(filter(str.strip, outputs), ""))
         times = repeats if measure.kind == "depth" else 1
         output = self._run(llama_cpp.bench_command(self._tool("llama-bench"), model, measure, self._threads, times))
         self._version = llama_cpp.parse_version(output)

@@ -22,8 +22,11 @@ def bench_command(tool: Path, model: Path, measure: Measure, threads: int, repea
 
 
 def batched_bench_command(tool: Path, model: Path, measure: Measure, threads: int) -> list[str]:
-    """llama-batched-bench for several streams with prompts of their own."""
-    context = measure.streams * (measure.prompt + measure.steps) + 64
+    """llama-batched-bench for several streams with prompts of their own.
+
+    The tool gives each stream a multiple of 256 cells and silently skips what does not fit the context asked for.
+    """
+    context = measure.streams * -(-(measure.prompt + measure.steps) // 256) * 256
     shape = ["-npp", str(measure.prompt), "-ntg", str(measure.steps), "-npl", str(measure.streams)]
     return [str(tool), "-m", str(model), "-c", str(context), *shape, "-t", str(threads), "--output-format", "jsonl"]
 
