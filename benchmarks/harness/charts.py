@@ -9,7 +9,7 @@ from collections import abc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.report import newest_results
+from harness.report import newest_results, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,14 +66,17 @@ def draw_bars(report: dict[str, Any]) -> Figure:
     figure = new_figure(5.6 * columns, rows * (0.9 + 0.32 * most) + 0.7)
     grid = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, measure in zip(grid, measures, strict=False):
-        _draw_measure(axes, measure, [result for _, result in pairs if result["measure"] == measure])
+        _draw_measure(axes, measure, [result for _, result in pairs if result["measure"] == measure], most)
     for axes in grid[len(measures) :]:
         axes.set_visible(False)
-    figure.suptitle(caption(pairs[0][0]), color=INK, fontsize=9)
+    dates = sorted({run["date"] for run, _ in pairs})
+    newest = max((run for run, _ in pairs), key=lambda run: run["date"])
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}, rates of the last"
+    figure.suptitle(caption(newest | {"date": span}), color=INK, fontsize=9)
     return figure
 
 
-def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]]) -> None:
+def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]], rows: int) -> None:
     longest = max(max(result["max"], result.get("bound") or 0) for result in results)
     for row, result in enumerate(results):
         median, low, high = result["median"], result["min"], result["max"]
@@ -83,8 +86,8 @@ def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]]) -> No
         if bound:
             axes.plot([bound, bound], [row - 0.42, row + 0.42], color=BOUND, linewidth=2)
         axes.annotate(
-            f"{median:.3g}" if median < 1000 else f"{median:,.0f}",
-            (max(high, bound or 0), row),
+            three_digits(median),
+            (bound if bound and high < bound < high + 0.16 * longest else high, row),  # beside the mark, not under it
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
@@ -92,12 +95,13 @@ def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]]) -> No
             fontsize=8,
         )
     axes.set_yticks(range(len(results)), [result["contestant"] for result in results])
-    axes.invert_yaxis()
+    axes.set_ylim(rows - 0.4, -0.6)  # the same bar height in every panel, first on top
     axes.set_xlim(0, longest * 1.16 or 1)
     unit = results[0]["unit"]
     bounded = any(result.get("bound") for result in results)
     axes.set_title(f"{measure}, {unit}" + (" (red: what memory allows)" if bounded else ""), fontsize=9)
     style(axes)
+    axes.grid(visible=False, axis="y")
 
 
 def draw_context_cost(report: dict[str, Any]) -> Figure:

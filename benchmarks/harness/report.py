@@ -156,6 +156,11 @@ def newest_results(report: dict[str, Any]) -> list[tuple[dict[str, Any], dict[st
     return [(run, r) for measure, run in newest.items() for r in run["results"] if r["measure"] == measure]
 
 
+def three_digits(value: float) -> str:
+    """Three digits, or a whole number with commas."""
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
 def table(run: dict[str, Any]) -> str:
     """The run in Markdown, as `make bench` prints it."""
     lines = [
@@ -176,10 +181,10 @@ def table(run: dict[str, Any]) -> str:
     ]
     for result in run["results"]:
         bound = result.get("bound")
-        share = f"{result['median'] / bound:.0%} of {bound:.3g}" if bound else "–"
+        share = f"{result['median'] / bound:.0%} of {three_digits(bound)}" if bound else "–"
         lines.append(
-            f"| {result['measure']} | {result['contestant']} | {result['median']:.3g} {result['unit']} | "
-            f"{result['min']:.3g}–{result['max']:.3g} | {share} | {max(result['foreign'] or [0]):.0%} |"
+            f"| {result['measure']} | {result['contestant']} | {three_digits(result['median'])} {result['unit']} | "
+            f"{three_digits(result['min'])}–{three_digits(result['max'])} | {share} | {max(result['foreign'] or [0]):.0%} |"
         )
     if run.get("ratios"):
         lines += ["", "| measure | ratio | | goal |", "|---|---|---|---|"]
@@ -190,5 +195,6 @@ def table(run: dict[str, Any]) -> str:
     if run.get("derived"):
         lines += ["", *(f"{name}: {value:.3g}" for name, value in run["derived"].items())]
     if run["left_out"]:
-        lines += ["", *(f"left out: {item['contestant']}: {item['reason']}" for item in run["left_out"])]
+        reasons = (f"left out: {item['contestant']}: {item['reason']}" for item in run["left_out"])
+        lines += ["", *dict.fromkeys(reasons)]  # once, though several groups may have left it out
     return "\n".join(lines)
