@@ -67,7 +67,7 @@ class Run:
             "results": self.results,
             "left_out": self.left_out,
         }
-        run["ratios"] = ratios(run)
+        run["ratios"] = ratios(run) if self.options.shape == "1b" else []  # the goals are about that shape
         run["derived"] = self._derived()
         return run
 
