@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 2
 help:
 	@echo "make serve   install if needed and serve the bundled model on $(HOST):$(PORT)   (PORT=, HOST=, MODEL=)"
 	@echo "make test    install if needed with the dev extra and run every test but the slow ones"
-	@echo "make test-slow, make check (format, lint, types), make bench (against transformers), make clean"
+	@echo "make test-slow, make check (format, lint, types), make bench (beside the peers in work/peers; BENCH=options), make clean"
 
 # A stamp per set of extras: pip runs only when the requirements have changed since.
 $(BIN)/python:
@@ -50,7 +50,9 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/transformers_side_by_side.py
+	$(BIN)/python benchmarks/prepare_peers.py
+	$(BIN)/python benchmarks/peers.py $(BENCH)
+	$(BIN)/python benchmarks/context_cost.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,156 @@
+"""What a decoded token costs as its context grows, beside what reading the weights and the cache must cost.
+
+    python benchmarks/context_cost.py [--shape 1b] [--quantization int8] [--kv-dtypes auto int8] [--rounds 5]
+
+The cache is filled with random keys and values instead of being computed, which changes nothing about the cost of reading
+it. The bound: bytes of weights and cached keys and values over the read bandwidth measured in the same run. The slope is a
+least-squares line through the medians, in bytes per token at that bandwidth; 100 % would be nothing but reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import charts
+from harness.contestants import WindlassContestant
+from harness.machine import describe, measure_rates
+from harness.measures import Measure
+from harness.places import Places
+from harness.quiet import quiet
+from harness.report import spread
+from harness.shape import SHAPES
+from harness.worker import WorkerError
+from prepare_peers import prepare_windlass
+
+DEPTHS = [256, 2048, 4096, 8192, 12288, 16384, 24576, 32768]
+
+
+def slope(depths: list[float], seconds: list[float]) -> float:
+    """Seconds per cached token: the least-squares line's."""
+    n = len(depths)
+    mean_depth, mean_seconds = sum(depths) / n, sum(seconds) / n
+    covariance = sum((d - mean_depth) * (s - mean_seconds) for d, s in zip(depths, seconds, strict=True))
+    return covariance / sum((d - mean_depth) ** 2 for d in depths)
+
+
+def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
+    """The report: a curve per KV dtype, all depths and dtypes in turns."""
+    shape, places = SHAPES[options.shape], Places(options.work.resolve(), options.shape)
+    kv_gb = (max(options.depths) + 256) * shape.kv_bytes_per_token("float32") / (1 << 30)
+    load = {"before": os.getloadavg()[0]}
+    rates = measure_rates(options.threads)
+    workers: list[WindlassContestant] = []
+    left_out: dict[str, str] = {}
+    samples: dict[str, dict[int, list[float]]] = {}
+    foreign = 0.0
+    try:
+        for kv_dtype in options.kv_dtypes:
+            worker = WindlassContestant(places, options.quantization, options.threads, kv_dtype, kv_gb)
+            try:
+                worker.start()
+            except WorkerError as error:
+                left_out[worker.name] = str(error)
+                print(f"left out: {worker.name}: {error}", flush=True)
+                continue
+            workers.append(worker)
+            samples[worker.name] = {depth: [] for depth in options.depths}
+        if not workers:
+            raise SystemExit("error: nothing to measure: " + "; ".join(left_out.values()))
+        for index in range(options.rounds):
+            for depth in options.depths:
+                for worker in workers:
+                    measure = Measure("", "depth", prompt=depth, steps=options.steps)
+                    values, share, _ = quiet(
+                        lambda w=worker, m=measure: w.measure(m, 1), options.max_foreign, options.retries, options.pause
+                    )
+                    foreign = max(foreign, share)
+                    samples[worker.name][depth] += [1000 / value for value in values]
+                    print(f"  round {index + 1}: {worker.name} at {depth:,}: {1000 / values[0]:.1f} ms", flush=True)
+        for name, more in measure_rates(options.threads).items():
+            rates[name] += more
+        info = {worker.name: worker.info() for worker in workers}
+        version = workers[0].version()
+    finally:
+        for worker in workers:
+            worker.close()
+    spreads = {name: spread(values) for name, values in rates.items()}
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": describe(),
+        "threads": options.threads,
+        "rates": spreads,
+        "load": load | {"after": os.getloadavg()[0]},
+        "largest_foreign_share": foreign,
+        "versions": {"Windlass": version},
+        "model": options.shape,
+        "weights": "bf16" if options.quantization == "none" else options.quantization,
+        "left_out": left_out,
+        "curves": {},
+        "slopes": {},
+    }
+    bandwidth = spreads["read_gb_s"]["median"] * 1e9
+    for name, by_depth in samples.items():
+        per_token, weights = info[name]["kv_bytes_per_token"], info[name]["weight_bytes"]
+        report["curves"][name] = [
+            {
+                "depth": depth,
+                "milliseconds": spread(values),
+                "bound_milliseconds": 1000 * (weights + depth * per_token) / bandwidth,
+            }
+            for depth, values in by_depth.items()
+        ]
+        medians = [point["milliseconds"]["median"] / 1000 for point in report["curves"][name]]
+        found = slope([float(depth) for depth in by_depth], medians)
+        report["slopes"][name] = {
+            "nanoseconds_per_cached_token": found * 1e9,
+            "bound_nanoseconds_per_cached_token": per_token / bandwidth * 1e9,
+            "share_of_read_bandwidth": per_token / found / bandwidth if found > 0 else None,
+        }
+    return report
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="of the weights")
+    parser.add_argument("--kv-dtypes", nargs="+", default=["auto", "int8"], help="each makes a curve")
+    parser.add_argument("--depths", nargs="+", type=int, default=DEPTHS)
+    parser.add_argument("--steps", type=int, default=6, help="decoded tokens per sample")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--max-foreign", type=float, default=0.05, help="share of the machine that others may use (0.05)"
+    )
+    parser.add_argument("--retries", type=int, default=3)
+    parser.add_argument("--pause", type=float, default=5.0)
+    parser.add_argument("--work", type=Path, default=Path("work"))
+    parser.add_argument("--out", type=Path, help="default: WORK/context_cost.json, and .png beside it")
+    options = parser.parse_args()
+    options.out = options.out or options.work / "context_cost.json"
+    if len(options.depths) < 2 or min(options.depths) < 1 or max(options.depths) > SHAPES[options.shape].context - 256:
+        parser.error(f"--depths: two or more, from 1 to {SHAPES[options.shape].context - 256}")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    prepare_windlass(Places(options.work.resolve(), options.shape), options.shape)
+    report = measure_curves(options)
+    options.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for name, found in report["slopes"].items():
+        share = found["share_of_read_bandwidth"]
+        text = "no slope, the noise is larger" if share is None else f"{share:.0%} of the read bandwidth"
+        print(f"{name}: {found['nanoseconds_per_cached_token']:.0f} ns per cached token, {text}")
+    try:
+        charts.save(lambda: charts.draw_context_cost(report), options.out.with_suffix(".png"))
+    except ImportError:
+        print("no picture: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Draws reports: bars per measure with their bound, curves over context length. Measures nothing; needs matplotlib.
+
+Backgrounds are transparent and every line and letter is a grey or a colour that reads on white and on near-black alike.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.report import newest_results, three_digits
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#808080"  # contrast of about 4 to 1 on white and 5 to 1 on black
+BOUND = "#d9534f"
+COLOURS = {"Windlass": "#2a9d8f", "OpenVINO": "#5b7fd1", "llama.cpp": "#c98a3b"}
+OTHER = "#9b72b0"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.patch.set_alpha(0.0)
+    return figure
+
+
+def style(axes: Axes) -> None:
+    """Transparent, grey ink, no box."""
+    axes.patch.set_alpha(0.0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK, labelsize=8)
+    for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
+        text.set_color(INK)
+    axes.grid(color=INK, alpha=0.2, linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def legend(axes: Axes) -> None:
+    axes.legend(frameon=False, labelcolor=INK, fontsize=8)
+
+
+def caption(run: dict[str, Any]) -> str:
+    """Machine, date and what bounds it, on one line."""
+    rates = run["rates"]
+    return (
+        f"{run['date']}  |  {run['machine']['cpu']}, {run['threads']} threads  |  "
+        f"read {rates['read_gb_s']['median']:.1f} GB/s, float32 products {rates['fp32_gflop_s']['median']:.0f} Gflop/s"
+    )
+
+
+def draw_bars(report: dict[str, Any]) -> Figure:
+    """One panel per measure. Bars are medians, whiskers minimum and maximum, red marks the memory's bound."""
+    pairs = newest_results(report)
+    if not pairs:
+        raise ValueError("the report holds no results")
+    measures = list(dict.fromkeys(result["measure"] for _, result in pairs))
+    columns = min(2, len(measures))
+    rows = -(-len(measures) // columns)
+    most = max(sum(r["measure"] == m for _, r in pairs) for m in measures)
+    figure = new_figure(5.6 * columns, rows * (0.9 + 0.32 * most) + 0.7)
+    grid = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, measure in zip(grid, measures, strict=False):
+        _draw_measure(axes, measure, [result for _, result in pairs if result["measure"] == measure], most)
+    for axes in grid[len(measures) :]:
+        axes.set_visible(False)
+    dates = sorted({run["date"] for run, _ in pairs})
+    newest = max((run for run, _ in pairs), key=lambda run: run["date"])
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}, rates of the last"
+    figure.suptitle(caption(newest | {"date": span}), color=INK, fontsize=9)
+    return figure
+
+
+def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]], rows: int) -> None:
+    longest = max(max(result["max"], result.get("bound") or 0) for result in results)
+    for row, result in enumerate(results):
+        median, low, high = result["median"], result["min"], result["max"]
+        bound = result.get("bound")
+        axes.barh(row, median, height=0.62, color=COLOURS.get(result["program"], OTHER))
+        axes.errorbar(median, row, xerr=[[median - low], [high - median]], color=INK, capsize=3, linewidth=1)
+        if bound:
+            axes.plot([bound, bound], [row - 0.42, row + 0.42], color=BOUND, linewidth=2)
+        axes.annotate(
+            three_digits(median),
+            (bound if bound and high < bound < high + 0.16 * longest else high, row),  # beside the mark, not under it
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(results)), [result["contestant"] for result in results])
+    axes.set_ylim(rows - 0.4, -0.6)  # the same bar height in every panel, first on top
+    axes.set_xlim(0, longest * 1.16 or 1)
+    unit = results[0]["unit"]
+    bounded = any(result.get("bound") for result in results)
+    axes.set_title(f"{measure}, {unit}" + (" (red: what memory allows)" if bounded else ""), fontsize=9)
+    style(axes)
+    axes.grid(visible=False, axis="y")
+
+
+def draw_context_cost(report: dict[str, Any]) -> Figure:
+    """Milliseconds per token over cached tokens, one colour per cache dtype, dashed the same at the read bandwidth."""
+    figure = new_figure(7.2, 4.4)
+    axes = figure.subplots()
+    colours = dict(
+        zip(report["curves"], (COLOURS["Windlass"], COLOURS["OpenVINO"], COLOURS["llama.cpp"], OTHER), strict=False)
+    )
+    for name, points in report["curves"].items():
+        depth = [point["depth"] for point in points]
+        middle = [point["milliseconds"]["median"] for point in points]
+        low = [m - p["milliseconds"]["min"] for m, p in zip(middle, points, strict=True)]
+        high = [p["milliseconds"]["max"] - m for m, p in zip(middle, points, strict=True)]
+        axes.errorbar(
+            depth, middle, yerr=[low, high], color=colours[name], marker="o", markersize=3, capsize=2, label=name
+        )
+        bound = [point["bound_milliseconds"] for point in points]
+        axes.plot(
+            depth, bound, color=colours[name], linestyle="--", linewidth=1, label=f"bound: bytes / bandwidth, {name}"
+        )
+    axes.set_xlabel("tokens in the cache")
+    axes.set_ylabel("milliseconds per decoded token")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"Decode cost over context, {report['model']} shape, {report['weights']} weights", fontsize=9)
+    style(axes)
+    legend(axes)
+    figure.suptitle(caption(report), color=INK, fontsize=8)
+    return figure
+
+
+def draw_latencies(report: dict[str, Any]) -> Figure:
+    """Inter-token latency of every stream over time, while a long prompt prefills beside them, and its distribution."""
+    figure = new_figure(9.0, 3.8)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for index, stream in enumerate(report["streams"]):
+        left.plot(stream["at"], stream["milliseconds"], ".", markersize=3, alpha=0.7, label=f"stream {index + 1}")
+    left.axvspan(*report["prefill_span"], color=INK, alpha=0.12, linewidth=0)
+    left.set_xlabel("seconds (grey: the prompt prefills)")
+    left.set_ylabel("milliseconds since the previous token")
+    during = sorted(report["during_milliseconds"])
+    right.plot(
+        during,
+        [(i + 1) / len(during) for i in range(len(during))],
+        color=COLOURS["Windlass"],
+        label="during the prefill",
+    )
+    alone = sorted(report["alone_milliseconds"])
+    right.plot(alone, [(i + 1) / len(alone) for i in range(len(alone))], color=COLOURS["OpenVINO"], label="before it")
+    right.axvline(report["during"]["p99"], color=BOUND, linestyle="--", label=f"p99 {report['during']['p99']:.0f} ms")
+    right.set_xlabel("milliseconds")
+    right.set_ylabel("share of tokens")
+    for axes in (left, right):
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+        style(axes)
+        legend(axes)
+    left.set_title(f"{len(report['streams'])} streams beside a prompt of {report['prompt']:,} tokens", fontsize=9)
+    figure.suptitle(caption(report), color=INK, fontsize=8)
+    return figure
+
+
+def save_bars(report: dict[str, Any], path: Path) -> None:
+    save(lambda: draw_bars(report), path)
+
+
+def save(draw: abc.Callable[[], Figure], path: Path) -> None:
+    """Raises ImportError where matplotlib is missing."""
+    draw().savefig(path, dpi=130)

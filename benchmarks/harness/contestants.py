@@ -1,0 +1,223 @@
+"""Who takes part: Windlass and whichever peers are installed, each able to start, measure and stop.
+
+A contestant that lacks something says so with WorkerError when it starts; nothing here decides what to do about that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness import llama_cpp
+from harness.measures import Measure
+from harness.places import Places
+from harness.serving import time_to_ready
+from harness.worker import Worker, WorkerError
+
+_BENCHMARKS = Path(__file__).resolve().parents[1]
+STARTUP_KV_BYTES = 512 << 20
+
+
+class Contestant(Protocol):
+    """program: Windlass, OpenVINO or llama.cpp. weights: a key of WEIGHT_BITS. kv_dtype: what the cache holds, if known.
+
+    measure returns up to `repeats` samples in tokens per second; more than one where repeating costs extra.
+    startup returns seconds until ready and peak bytes, or None where the program has no such thing.
+    """
+
+    program: str
+    name: str
+    weights: str
+    kv_dtype: str
+
+    def start(self) -> None: ...
+    def version(self) -> str: ...
+    def measure(self, measure: Measure, repeats: int) -> list[float]: ...
+    def startup(self) -> tuple[float, int] | None: ...
+    def close(self) -> None: ...
+
+
+class WindlassContestant:
+    """The engine in a worker process; `windlass serve` for the start-up."""
+
+    program = "Windlass"
+
+    def __init__(self, places: Places, quantization: str, threads: int, kv_dtype: str, kv_gb: float) -> None:
+        self.weights = quantization
+        self.kv_dtype = kv_dtype
+        label = "bf16" if quantization == "none" else quantization
+        self.name = f"Windlass {label}" + (f", {kv_dtype} KV" if kv_dtype != "auto" else "")
+        self._places, self._threads = places, threads
+        self._options: dict[str, Any] = {"threads": threads, "kv_cache_memory": int(kv_gb * (1 << 30))}
+        self._options["max_num_seqs"] = 8
+        if quantization != "none":
+            self._options["quantization"] = quantization
+        if kv_dtype != "auto":
+            self._options["kv_cache_dtype"] = kv_dtype
+        self._worker: Worker | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "harness.windlass_worker", str(self._places.model), json.dumps(self._options)]
+        self._worker = Worker(command, log=_log(self._places, self.name), environment=_environment(self._threads))
+
+    def info(self) -> dict[str, Any]:
+        """What the engine says about itself, byte counts among it."""
+        return self._started().info
+
+    def version(self) -> str:
+        info = self.info()
+        return f"{info['version']} with torch {info['torch']}"
+
+    def measure(self, measure: Measure, repeats: int) -> list[float]:
+        return self._started().measure(measure.to_dict())
+
+    def startup(self) -> tuple[float, int] | None:
+        options = ["--kv-cache-memory", str(STARTUP_KV_BYTES), "--threads", str(self._threads)]
+        if self.weights != "none":
+            options += ["--quantization", self.weights]
+        if self.kv_dtype != "auto":
+            options += ["--kv-cache-dtype", self.kv_dtype]
+        return time_to_ready(self._places.model, options, _log(self._places, self.name), _environment(self._threads))
+
+    def close(self) -> None:
+        if self._worker:
+            self._worker.close()
+            self._worker = None
+
+    def _started(self) -> Worker:
+        if self._worker is None:
+            raise WorkerError("not started")
+        return self._worker
+
+
+class OpenVINOContestant:
+    """OpenVINO GenAI's continuous batching pipeline; its KV cache is u8 on a CPU unless told otherwise."""
+
+    program = "OpenVINO"
+    kv_dtype = "u8"
+
+    def __init__(self, places: Places, weights: str, threads: int, vocab: int) -> None:
+        self.name, self.weights = f"OpenVINO {weights}", weights
+        self._places, self._options = places, {"threads": threads, "vocab": vocab}
+        self._worker: Worker | None = None
+
+    def start(self) -> None:
+        self._worker = self._launch()
+
+    def version(self) -> str:
+        if self._worker is None:
+            raise WorkerError("not started")
+        return str(self._worker.info["version"])
+
+    def measure(self, measure: Measure, repeats: int) -> list[float]:
+        if self._worker is None:
+            raise WorkerError("not started")
+        return self._worker.measure(measure.to_dict())
+
+    def startup(self) -> tuple[float, int] | None:
+        from harness.machine import peak_memory
+
+        worker = self._launch()
+        try:
+            for request in (Measure("", "decode", streams=8), Measure("", "prefill", prompt=512)):
+                worker.measure(request.to_dict())
+            return worker.ready_seconds, peak_memory([worker.process.pid])
+        finally:
+            worker.close()
+
+    def close(self) -> None:
+        if self._worker:
+            self._worker.close()
+            self._worker = None
+
+    def _launch(self) -> Worker:
+        python, model = self._places.openvino_python, self._places.openvino_model(self.weights)
+        if python is None:
+            raise WorkerError("not installed: no environment peers/openvino in the work folder")
+        if not model.exists():
+            raise WorkerError(f"no model at {model}: run benchmarks/prepare_peers.py")
+        command = [str(python), "-m", "harness.openvino_worker", str(model), json.dumps(self._options)]
+        return Worker(command, log=_log(self._places, self.name), environment={"PYTHONPATH": str(_BENCHMARKS)})
+
+
+class LlamaCppContestant:
+    """llama-bench and llama-batched-bench, one command per measure; the file is read again each time, outside the clock."""
+
+    program = "llama.cpp"
+    kv_dtype = "f16; q8_0 at depth"
+
+    def __init__(self, places: Places, weights: str, threads: int) -> None:
+        self.name, self.weights = f"llama.cpp {weights.upper()}", weights
+        self._places, self._threads = places, threads
+        self._version = "unknown"
+
+    def start(self) -> None:
+        for tool in ("llama-bench", "llama-batched-bench"):
+            if self._places.llama_tool(tool) is None:
+                raise WorkerError(f"not installed: no {tool} in peers/llama.cpp-build/bin of the work folder")
+        if not self._places.gguf(self.weights).exists():
+            raise WorkerError(f"no model at {self._places.gguf(self.weights)}: run benchmarks/prepare_peers.py")
+
+    def version(self) -> str:
+        return self._version
+
+    def measure(self, measure: Measure, repeats: int) -> list[float]:
+        model = self._places.gguf(self.weights)
+        if measure.streams > 1:
+            tool = self._tool("llama-batched-bench")
+            command = llama_cpp.batched_bench_command(tool, model, measure, self._threads)
+            # Its log thread sometimes loses everything at exit, the result among it, with status 0.
+            outputs = (self._run(command) for _ in range(5))
+            return llama_cpp.parse_batched_bench(next(filter(str.strip, outputs), ""))
+        times = repeats if measure.kind == "depth" else 1
+        output = self._run(llama_cpp.bench_command(self._tool("llama-bench"), model, measure, self._threads, times))
+        self._version = llama_cpp.parse_version(output)
+        return llama_cpp.parse_bench(output)
+
+    def startup(self) -> tuple[float, int] | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def _tool(self, name: str) -> Path:
+        tool = self._places.llama_tool(name)
+        if tool is None:
+            raise WorkerError(f"not installed: {name}")
+        return tool
+
+    def _run(self, command: list[str]) -> str:
+        with _log(self._places, self.name).open("ab") as errors:
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=7200)
+        if done.returncode:
+            raise WorkerError(f"{command[0]} exited with {done.returncode}: see {_log(self._places, self.name)}")
+        return done.stdout
+
+
+def contestants_for(
+    kind: str, places: Places, threads: int, vocab: int, kv_gb: float, kv_dtypes: list[str]
+) -> list[Contestant]:
+    """Everybody who could take part in a group; whether they can shows when they start."""
+    openvino: list[Contestant] = [OpenVINOContestant(places, w, threads, vocab) for w in ("int8", "int4")]
+    llama: list[Contestant] = [LlamaCppContestant(places, w, threads) for w in ("f16", "q8_0", "q4_0")]
+    if kind == "depth":
+        ours: list[Contestant] = [WindlassContestant(places, "int8", threads, kv, kv_gb) for kv in kv_dtypes]
+        return [*ours, openvino[0], llama[1]]
+    ours = [WindlassContestant(places, w, threads, "auto", kv_gb) for w in ("none", "int8", "int4")]
+    return [*ours, *openvino, *llama]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    inherited = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(_BENCHMARKS), *([inherited] if inherited else [])])
+    return {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+
+
+def _log(places: Places, name: str) -> Path:
+    folder = places.work / "bench-logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / (name.replace(" ", "-").replace(",", "").lower() + ".log")

@@ -1,0 +1,146 @@
+"""What this machine is, what it can do, and whether somebody else is using it.
+
+Rates are measured with torch, imported only when they are asked for. The share of foreign work needs Linux's /proc.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import time
+from collections import abc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+def describe() -> dict[str, Any]:
+    """The machine in plain data: processor, the instruction sets that matter, cores, memory."""
+    info = _key_values(Path("/proc/cpuinfo"))
+    flags = set(info.get("flags", "").split())
+    wanted = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8")
+    memory = _key_values(Path("/proc/meminfo")).get("MemTotal", "0").split()[0]
+    return {
+        "cpu": info.get("model name") or platform.processor() or "unknown",
+        "instruction_sets": [name for name in wanted if name in flags],
+        "cores": os.cpu_count(),
+        "memory_gb": round(int(memory) * 1024 / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def measure_rates(threads: int, repeats: int = 5) -> dict[str, list[float]]:
+    """Samples of what bounds everything else: read and copy bandwidth in GB/s (copies count twice), float32 products in Gflop/s.
+
+    Read: the sum of 1 GB of float32. Copy: 0.5 GB to elsewhere. Product: two square matrices of 2,048.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        data, target = torch.randn(1 << 28), torch.empty(1 << 27)
+        a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+        work: dict[str, tuple[abc.Callable[[], Any], float]] = {
+            "read_gb_s": (data.sum, data.numel() * 4 / 1e9),
+            "copy_gb_s": (lambda: target.copy_(data[: 1 << 27]), target.numel() * 8 / 1e9),
+            "fp32_gflop_s": (lambda: a @ b, 2 * 2048**3 / 1e9),
+        }
+        samples: dict[str, list[float]] = {}
+        for name, (run, amount) in work.items():
+            run()
+            samples[name] = [amount / _seconds(run) for _ in range(repeats)]
+        return samples
+    finally:
+        torch.set_num_threads(before)
+
+
+def _seconds(run: abc.Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class CpuClock:
+    """Processor time so far, in seconds: `busy` of the whole machine (stolen time included), `own` of this process and
+    its descendants. `now` is wall time."""
+
+    now: float
+    busy: float
+    own: float
+
+    def foreign_share(self, earlier: CpuClock, cores: int) -> float:
+        """The share of the machine that went to others since `earlier`, 0 to 1."""
+        wall = self.now - earlier.now
+        if wall <= 0:
+            return 0.0
+        foreign = (self.busy - earlier.busy) - (self.own - earlier.own)
+        return min(1.0, max(0.0, foreign / (wall * cores)))
+
+
+def cpu_clock() -> CpuClock | None:
+    """The clock now, or None on systems without /proc."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = (int(field) for field in fields[:8])
+    usage = (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    own = sum(u.ru_utime + u.ru_stime for u in usage)
+    own += sum(_process_seconds(pid) for pid in descendants(os.getpid()))
+    return CpuClock(time.perf_counter(), (user + nice + system + irq + softirq + steal) / _TICK, own)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`, children first."""
+    found: list[int] = []
+    waiting = [pid]
+    while waiting:
+        parent = waiting.pop()
+        children: list[int] = []
+        for task in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                children += [int(child) for child in task.read_text().split()]
+            except OSError:  # it ended meanwhile
+                continue
+        found += children
+        waiting += children
+    return found
+
+
+def _process_seconds(pid: int) -> float:
+    """Processor time of a process and of its children that have ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0.0
+    fields = text.rpartition(")")[2].split()
+    return sum(int(ticks) for ticks in fields[11:15]) / _TICK  # utime, stime, cutime, cstime
+
+
+def peak_memory(pids: abc.Iterable[int]) -> int:
+    """The sum of each process's highest resident memory, in bytes. Pages shared by two of them count twice."""
+    total = 0
+    for pid in pids:
+        peak = _key_values(Path(f"/proc/{pid}/status")).get("VmHWM", "0 kB")
+        total += int(peak.split()[0]) * 1024
+    return total
+
+
+def _key_values(path: Path) -> dict[str, str]:
+    """`name : value` lines, the first of each name."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    values: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if colon:
+            values.setdefault(name.strip(), value.strip())
+    return values

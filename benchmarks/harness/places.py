@@ -1,0 +1,52 @@
+"""Where the benchmark's models and the peers lie under the work folder. Looks, makes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """work: the folder that git ignores. shape: a key of SHAPES."""
+
+    work: Path
+    shape: str = "1b"
+
+    @property
+    def _models(self) -> Path:
+        return self.work / f"bench-{self.shape}"
+
+    @property
+    def model(self) -> Path:
+        """The safetensors checkpoint."""
+        return self._models / "model"
+
+    def gguf(self, kind: str) -> Path:
+        """kind: f16, q8_0 or q4_0."""
+        return self._models / "gguf" / f"model-{kind}.gguf"
+
+    def openvino_model(self, kind: str) -> Path:
+        """kind: int8 or int4."""
+        return self._models / f"openvino-{kind}"
+
+    @property
+    def export_python(self) -> Path | None:
+        return _existing(self.work / "peers" / "openvino-export" / "bin" / "python")
+
+    @property
+    def openvino_python(self) -> Path | None:
+        return _existing(self.work / "peers" / "openvino" / "bin" / "python")
+
+    def llama_tool(self, name: str) -> Path | None:
+        """llama-bench, llama-batched-bench or llama-quantize."""
+        return _existing(self.work / "peers" / "llama.cpp-build" / "bin" / name)
+
+    @property
+    def llama_converter(self) -> Path | None:
+        found = sorted((self.work / "peers" / "src").glob("llama_cpp_python-*/vendor/llama.cpp/convert_hf_to_gguf.py"))
+        return found[-1] if found else None
+
+
+def _existing(path: Path) -> Path | None:
+    return path if path.exists() else None

@@ -1,0 +1,109 @@
+"""A contestant that lives in a process of its own: one JSON line asks for a measure, one JSON line answers.
+
+Both ends are here. It needs nothing but the standard library, since the far end runs in the peers' environments.
+Whatever else the far end prints goes to its standard error, and from there to a log file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections import abc
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class WorkerError(Exception):
+    """The contestant cannot run or did not answer; the message says why."""
+
+
+class Handler(Protocol):
+    """The far end: `info` once it has loaded, then one result per request."""
+
+    info: dict[str, Any]
+
+    def measure(self, request: dict[str, Any]) -> list[float]: ...
+
+
+def serve(make: abc.Callable[[], Handler]) -> None:
+    """Run the far end on stdin and stdout until stdin ends. `make` loads the model."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # prints of libraries must not mix with answers
+    try:
+        handler = make()
+        print(json.dumps({"ready": True, "info": handler.info}), file=answers)
+    except Exception as error:
+        print(json.dumps({"ready": False, "reason": f"{type(error).__name__}: {error}"}), file=answers)
+        return
+    for line in sys.stdin:
+        try:
+            print(json.dumps({"values": handler.measure(json.loads(line))}), file=answers)
+        except Exception as error:  # the near end decides what to do about it
+            print(json.dumps({"reason": f"{type(error).__name__}: {error}"}), file=answers)
+
+
+class Worker:
+    """The near end. Raises WorkerError when the process cannot start, refuses or takes longer than its limit."""
+
+    def __init__(
+        self, command: list[str], *, log: Path, environment: dict[str, str] | None = None, load_seconds: float = 600.0
+    ) -> None:
+        started = time.perf_counter()
+        self.log = log
+        with log.open("ab") as errors:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, **(environment or {})},
+            )
+        try:
+            answer = self._read(load_seconds)
+            if not answer.get("ready"):
+                raise WorkerError(str(answer.get("reason", answer)))
+        except WorkerError:
+            self.close()
+            raise
+        self.ready_seconds = time.perf_counter() - started
+        self.info: dict[str, Any] = answer["info"]
+
+    def measure(self, request: dict[str, Any], timeout: float = 3600.0) -> list[float]:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerError(f"the process has ended: see {self.log}") from None
+        answer = self._read(timeout)
+        if "values" not in answer:
+            raise WorkerError(str(answer.get("reason", answer)))
+        return [float(value) for value in answer["values"]]
+
+    def close(self) -> None:
+        """End the process, gently first."""
+        if self.process.stdin:
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout:
+            self.process.stdout.close()
+
+    def _read(self, seconds: float) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                raise WorkerError(f"no answer within {seconds:.0f} s: see {self.log}")
+        line = self.process.stdout.readline()
+        if not line:
+            raise WorkerError(f"the process ended without an answer: see {self.log}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

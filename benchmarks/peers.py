@@ -1,0 +1,273 @@
+"""Windlass beside the peers that are installed, on one random Llama of 1B shape, in turns within one run.
+
+    python benchmarks/peers.py [--only decode prefill depth startup] [--contestants int8 q8_0] [--rounds 5]
+
+Every contestant runs in a process of its own and answers in turns, A B A B. A sample taken while others used the machine
+is thrown away and taken again. The report grows by a run each time, so that parts can be measured at different hours;
+ratios and pictures stay within a run. docs/benchmarks.md says how to install the
+peers; benchmarks/prepare_peers.py makes their models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections import abc
+from pathlib import Path
+from typing import Any, TypeVar
+
+from harness import charts
+from harness.contestants import STARTUP_KV_BYTES, Contestant, contestants_for
+from harness.machine import describe, measure_rates
+from harness.measures import GROUPS, Measure, measures_of
+from harness.places import Places
+from harness.quiet import quiet
+from harness.report import SCHEMA, attention_rate, bound_of, check, ratios, spread, table
+from harness.shape import SHAPES
+from harness.worker import WorkerError
+from prepare_peers import prepare_windlass
+
+_CORES = os.cpu_count() or 1
+_Value = TypeVar("_Value")
+
+
+class Run:
+    """One run of some groups: collects samples and what became of them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.places = Places(options.work.resolve(), options.shape)
+        self.shape = SHAPES[options.shape]
+        self.results: list[dict[str, Any]] = []
+        self.left_out: list[dict[str, str]] = []
+        self.versions: dict[str, str] = {}
+        self.rates: dict[str, list[float]] = {}
+
+    def carry_out(self) -> dict[str, Any]:
+        before = os.getloadavg()[0]
+        self.measure_rates()
+        for kind in self.options.only:
+            self._group(kind)
+            self.measure_rates()  # again, so that their spread shows what the machine did meanwhile
+        rates: dict[str, Any] = {name: spread(samples) for name, samples in self.rates.items()}
+        for result in self.results:
+            self._add_bound(result, rates)
+        run = {
+            "date": time.strftime("%Y-%m-%d %H:%M"),
+            "machine": describe(),
+            "threads": self.options.threads,
+            "rounds": self.options.rounds,
+            "max_foreign": self.options.max_foreign,
+            "rates": rates,
+            "load": {"before": before, "after": os.getloadavg()[0]},
+            "versions": self.versions,
+            "results": self.results,
+            "left_out": self.left_out,
+        }
+        run["ratios"] = ratios(run) if self.options.shape == "1b" else []  # the goals are about that shape
+        run["derived"] = self._derived()
+        return run
+
+    def measure_rates(self) -> None:
+        for name, samples in measure_rates(self.options.threads).items():
+            self.rates.setdefault(name, []).extend(samples)
+
+    def _group(self, kind: str) -> None:
+        wanted = [name.lower() for name in self.options.contestants]
+        everybody = contestants_for(
+            kind, self.places, self.options.threads, self.shape.vocab, self.options.kv_gb, self.options.kv_dtypes
+        )
+        started: list[Contestant] = []
+        try:
+            for contestant in everybody:
+                if wanted and not any(part in contestant.name.lower() for part in wanted):
+                    continue
+                try:
+                    if kind != "startup":
+                        print(f"starting {contestant.name}", flush=True)
+                        contestant.start()
+                    started.append(contestant)
+                except WorkerError as error:
+                    self._leave_out(contestant, str(error))
+            if kind == "startup":
+                self._startups(started)
+            else:
+                for measure in measures_of(kind, tuple(self.options.depths)):  # type: ignore[arg-type]
+                    self._measure(measure, started)
+        finally:
+            for contestant in started:
+                contestant.close()
+
+    def _measure(self, measure: Measure, contestants: list[Contestant]) -> None:
+        samples: dict[str, list[float]] = {c.name: [] for c in contestants}
+        foreign: dict[str, list[float]] = {c.name: [] for c in contestants}
+        discarded = dict.fromkeys(samples, 0)
+        failed: set[str] = set()
+        rounds = self.options.rounds
+        for index in range(rounds):
+            # Every other round runs backwards, so that nobody always follows the same neighbour.
+            for contestant in contestants if index % 2 == 0 else reversed(contestants):
+                name = contestant.name
+                if name in failed or len(samples[name]) >= rounds:
+                    continue
+                try:
+                    values, share, repeats = self._quiet(lambda c=contestant: c.measure(measure, rounds))
+                except (WorkerError, ValueError) as error:
+                    self._leave_out(contestant, f"{measure.name}: {error}")
+                    failed.add(name)
+                    continue
+                samples[name] += values
+                foreign[name].append(share)
+                discarded[name] += repeats
+                shown = ", ".join(f"{value:.2f}" for value in values)
+                print(f"  {measure.name}, round {index + 1}/{rounds}: {name}: {shown} tokens/s", flush=True)
+        for contestant in contestants:
+            if samples[contestant.name]:
+                self.versions[contestant.program] = contestant.version()
+                result = self._add(contestant, measure.name, "tokens/s", samples[contestant.name])
+                result.update(kind=measure.kind, streams=measure.streams, prompt=measure.prompt)
+                result.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
+
+    def _startups(self, contestants: list[Contestant]) -> None:
+        seconds: dict[str, list[float]] = {}
+        peaks: dict[str, list[float]] = {}
+        foreign: dict[str, list[float]] = {}
+        discarded: dict[str, int] = {}
+        failed: set[str] = set()
+        for index in range(self.options.rounds):
+            for contestant in contestants:
+                if contestant.name in failed:
+                    continue
+                try:
+                    found, share, repeats = self._quiet(contestant.startup)
+                except WorkerError as error:
+                    self._leave_out(contestant, f"startup: {error}")
+                    failed.add(contestant.name)
+                    continue
+                if found is None:
+                    failed.add(contestant.name)  # it has no start-up of its own
+                    continue
+                seconds.setdefault(contestant.name, []).append(found[0])
+                peaks.setdefault(contestant.name, []).append(found[1] / 1e9)
+                foreign.setdefault(contestant.name, []).append(share)
+                discarded[contestant.name] = discarded.get(contestant.name, 0) + repeats
+                print(
+                    f"  startup, round {index + 1}: {contestant.name}: {found[0]:.2f} s, {found[1] / 1e9:.2f} GB",
+                    flush=True,
+                )
+        for contestant in contestants:
+            if contestant.name in seconds:
+                ready = self._add(contestant, "time to ready", "s", seconds[contestant.name])
+                ready.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
+                memory = self._add(contestant, "peak memory", "GB", peaks[contestant.name])
+                memory.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
+                if contestant.program == "Windlass":
+                    allowed = self.shape.weight_bytes(contestant.weights) + STARTUP_KV_BYTES + 400e6
+                    memory["allowed_gb"] = allowed / 1e9
+
+    def _add(self, contestant: Contestant, measure: str, unit: str, samples: list[float]) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "measure": measure,
+            "contestant": contestant.name,
+            "program": contestant.program,
+            "weights": contestant.weights,
+            "kv_dtype": contestant.kv_dtype,
+            "unit": unit,
+            "samples": samples,
+            "foreign": [],
+            "discarded": 0,
+            **spread(samples),
+        }
+        self.results.append(result)
+        return result
+
+    def _add_bound(self, result: dict[str, Any], rates: dict[str, Any]) -> None:
+        if "kind" not in result:
+            return
+        numbers = (result["kind"], result["streams"], result["prompt"], result["weights"], result["kv_dtype"])
+        found = bound_of(self.shape, result["measure"], *numbers, rates)
+        if found:
+            result["bound"], result["bound_reason"] = found
+
+    def _quiet(self, work: abc.Callable[[], _Value]) -> tuple[_Value, float, int]:
+        return quiet(work, self.options.max_foreign, self.options.retries, self.options.pause)
+
+    def _leave_out(self, contestant: Contestant, reason: str) -> None:
+        print(f"left out: {contestant.name}: {reason}", flush=True)
+        self.left_out.append({"contestant": contestant.name, "reason": reason})
+
+    def _derived(self) -> dict[str, float]:
+        """Figures that follow from two measures of one contestant."""
+        by_name = {(r["measure"], r["contestant"]): r for r in self.results}
+        derived: dict[str, float] = {}
+        for (measure, name), short in by_name.items():
+            long = by_name.get(("prefill 4,096", name))
+            if measure == "prefill 512" and long:
+                rate = attention_rate(short, long, self.shape, (512, 4096))
+                if math.isfinite(rate):
+                    derived[f"prefill attention, {name}, Gflop/s"] = rate
+        return derived
+
+
+def parse_arguments(arguments: abc.Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", choices=GROUPS, default=["decode", "prefill", "startup"], help="groups to run"
+    )
+    parser.add_argument(
+        "--contestants", nargs="+", default=[], metavar="PART", help="only names that contain one of these"
+    )
+    parser.add_argument(
+        "--depths", nargs="+", type=int, default=[4096, 8192], help="for the group depth (default 4096 8192)"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=_CORES)
+    parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--kv-gb", type=float, default=2.5, help="Windlass's KV cache in GiB (default 2.5)")
+    parser.add_argument(
+        "--kv-dtypes", nargs="+", default=["int8", "auto"], help="Windlass's KV dtypes in the group depth"
+    )
+    parser.add_argument(
+        "--max-foreign", type=float, default=0.05, help="share of the machine that others may use (0.05)"
+    )
+    parser.add_argument("--retries", type=int, default=3, help="how often a disturbed sample is taken again")
+    parser.add_argument("--pause", type=float, default=5.0, help="seconds to wait before that")
+    parser.add_argument("--work", type=Path, default=Path("work"), help="folder of models and peers (default: work)")
+    parser.add_argument("--out", type=Path, help="report to write or add to (default: WORK/peers.json)")
+    parser.add_argument("--picture", type=Path, help="bar chart to draw (default: the report's name with .png)")
+    options = parser.parse_args(arguments)
+    if min(options.rounds, options.threads, *options.depths) < 1:
+        parser.error("--rounds, --threads and --depths must be at least 1")
+    if max(options.depths) + 4096 > SHAPES[options.shape].context:
+        parser.error(f"--depths must stay below {SHAPES[options.shape].context - 4096}")
+    options.out = options.out or options.work / "peers.json"
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    prepare_windlass(Places(options.work.resolve(), options.shape), options.shape)
+    report: dict[str, Any] = {"schema": SCHEMA, "model": options.shape, "runs": []}
+    if options.out.exists():
+        report = json.loads(options.out.read_text(encoding="utf-8"))
+        check(report)
+        if report["model"] != options.shape:
+            raise SystemExit(f"error: {options.out} is about the {report['model']} shape: name another file with --out")
+    run = Run(options).carry_out()
+    report["runs"].append(run)
+    check(report)
+    options.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print("\n" + table(run))
+    picture = options.picture or options.out.with_suffix(".png")
+    try:
+        charts.save_bars(report, picture)
+        print(f"\nwrote {options.out} and {picture}")
+    except ImportError:
+        print(f"\nwrote {options.out}; no picture, matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    main()

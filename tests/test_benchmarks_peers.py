@@ -1,0 +1,343 @@
+"""The parts of benchmarks/peers.py and its neighbours that need no peer: reading outputs, statistics, bounds, pictures."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+# Recorded from the tools themselves, shortened to the fields that matter.
+LLAMA_BENCH = """\
+{"build_commit": "0c1e570", "build_number": 0, "cpu_info": "AMD EPYC", "model_type": "llama 1B Q8_0", "n_threads": 2, \
+"type_k": "f16", "n_prompt": 0, "n_gen": 24, "n_depth": 0, "avg_ts": 11.5, "stddev_ts": 0.5, "samples_ns": [2, 3], \
+"samples_ts": [ 12, 11.25 ]}
+"""
+BATCHED_BENCH = """\
+
+main: n_kv_max = 512, n_batch = 2048, n_ubatch = 512, flash_attn = -1, is_pp_shared = 0, n_threads = 2
+
+{"n_kv_max": 512, "pp": 32, "tg": 12, "pl": 8, "t_pp": 1.5, "speed_pp": 170.6, "t_tg": 2.4, "speed_tg": 40.0}
+"""
+
+
+def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def report_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return module("harness.report", monkeypatch)
+
+
+def result(measure: str, contestant: str, samples: list[float], **more: Any) -> dict[str, Any]:
+    middle = sorted(samples)[len(samples) // 2]
+    return {
+        "measure": measure,
+        "contestant": contestant,
+        "program": contestant.split()[0],
+        "weights": "int8",
+        "kv_dtype": "auto",
+        "unit": "tokens/s",
+        "samples": samples,
+        "foreign": [0.01],
+        "discarded": 0,
+        "median": middle,
+        "min": min(samples),
+        "max": max(samples),
+        **more,
+    }
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    rate = {"median": 20.0, "min": 19.0, "max": 21.0}
+    run = {
+        "date": "2026-11-21 20:00",
+        "machine": {"cpu": "Test CPU"},
+        "threads": 2,
+        "rounds": 3,
+        "rates": {"read_gb_s": rate, "copy_gb_s": rate, "fp32_gflop_s": rate},
+        "load": {"before": 0.1, "after": 1.5},
+        "versions": {},
+        "results": [
+            result("decode, 1 stream", "Windlass int8", [18.0, 17.0, 19.0], bound=20.0),
+            result("decode, 1 stream", "OpenVINO int8", [16.0, 15.0, 17.0], bound=20.0),
+            result("prefill 512", "Windlass int8", [200.0, 200.0, 200.0]),
+            result("time to ready", "Windlass int8", [4.0, 3.0, 5.0]),
+        ],
+        "left_out": [{"contestant": "llama.cpp Q8_0", "reason": "not installed"}],
+    }
+    return {"schema": 1, "model": "1b", "runs": [run]}
+
+
+def test_what_llama_cpp_prints_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = module("harness.llama_cpp", monkeypatch)
+    assert llama.parse_bench(LLAMA_BENCH) == [12.0, 11.25]
+    assert llama.parse_version(LLAMA_BENCH) == "build 0c1e570"
+    assert llama.parse_batched_bench(BATCHED_BENCH) == [40.0]
+    for broken in ("", "error: failed to load model", LLAMA_BENCH.replace("[ 12, 11.25 ]", "[0]")):
+        with pytest.raises(ValueError, match="no tokens per second"):
+            llama.parse_bench(broken)
+
+
+def test_a_depth_is_one_command_for_all_repeats_with_a_quantized_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, measures = module("harness.llama_cpp", monkeypatch), module("harness.measures", monkeypatch)
+    (depth,) = measures.measures_of("depth", (4096,))
+    line = " ".join(llama.bench_command(Path("b"), Path("m"), depth, 2, 3))
+    assert "-r 3 " in line and "-d 4096" in line and "-ctk q8_0 -ctv q8_0" in line and "-p 0 -n 8" in line
+    short, long = measures.measures_of("prefill", ())
+    assert "-p 512 -n 0" in " ".join(llama.bench_command(Path("b"), Path("m"), short, 2, 1))
+    assert long.prompt == 4096
+
+
+def test_the_shape_counts_what_transformers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    import transformers
+
+    shape = module("harness.shape", monkeypatch).ONE_B
+    config = transformers.LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.ffn,
+        vocab_size=shape.vocab,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    assert shape.matrix_parameters == sum(parameter.numel() for parameter in matrices)
+    assert shape.weight_bytes("int8") == pytest.approx(1.04e9, rel=0.01)
+    assert shape.weight_bytes("q4_0") == pytest.approx(0.585e9, rel=0.01)
+    assert shape.kv_bytes_per_token("float32") == 2 * 16 * 8 * 64 * 4
+    assert shape.kv_bytes_per_token("int8") == 2 * 16 * 8 * (64 + 4)
+
+
+def test_attention_operations_are_those_of_the_causal_triangle(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = module("harness.shape", monkeypatch).SMALL
+    brute = sum(2 * 2 * shape.head_dim * (i + 1) for i in range(33)) * shape.heads * shape.layers
+    assert shape.attention_operations(33) == brute
+
+
+def test_the_attention_rate_is_found_in_two_prefills(
+    report_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = module("harness.shape", monkeypatch).ONE_B
+    rate, per_token = 100e9, 0.004
+
+    def prefill(tokens: int) -> dict[str, float]:
+        return {"median": tokens / (per_token * tokens + shape.attention_operations(tokens) / rate)}
+
+    found = report_module.attention_rate(prefill(512), prefill(4096), shape, (512, 4096))
+    assert found == pytest.approx(100, rel=1e-6)
+    assert math.isnan(report_module.attention_rate({"median": 10.0}, {"median": 90.0}, shape, (512, 4096)))
+
+
+def test_bounds_are_bytes_over_bandwidth(report_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = module("harness.shape", monkeypatch).ONE_B
+    rates = {"read_gb_s": {"median": 20.0}}
+    bound, _ = report_module.bound_of(shape, "decode, 8 streams", "decode", 8, 32, "int8", "auto", rates)
+    assert bound == pytest.approx(8 * 20e9 / shape.weight_bytes("int8"))
+    deep, reason = report_module.bound_of(shape, "decode at 8,192", "depth", 1, 8192, "int8", "int8", rates)
+    assert 1 / deep == pytest.approx(1 / (bound / 8) + 8192 * shape.kv_bytes_per_token("int8") / 20e9)
+    assert "int8 KV" in reason
+    wide, _ = report_module.bound_of(shape, "decode at 8,192", "depth", 1, 8192, "int8", "auto", rates)
+    assert wide < deep
+    assert report_module.bound_of(shape, "prefill 512", "prefill", 1, 512, "int8", "auto", rates) is None
+
+
+def test_ratios_stay_in_a_run_and_meet_their_goal(report_module: ModuleType, report: dict[str, Any]) -> None:
+    found = {(r["measure"], r["over"]): r for r in report_module.ratios(report["runs"][0])}
+    assert set(found) == {("decode, 1 stream", "OpenVINO int8"), ("decode, 1 stream", "bound")}
+    assert found["decode, 1 stream", "OpenVINO int8"]["ratio"] == pytest.approx(18 / 16)
+    assert found["decode, 1 stream", "OpenVINO int8"]["reached"]
+    assert found["decode, 1 stream", "bound"]["ratio"] == pytest.approx(0.9)
+
+
+def test_a_report_is_checked(report_module: ModuleType, report: dict[str, Any]) -> None:
+    report_module.check(report)
+    broken = copy.deepcopy(report)
+    broken["runs"][0]["results"][0]["median"] = 30.0
+    with pytest.raises(ValueError, match="Windlass int8, decode, 1 stream"):
+        report_module.check(broken)
+    broken = copy.deepcopy(report)
+    del broken["runs"][0]["load"]
+    with pytest.raises(ValueError, match="run lacks load"):
+        report_module.check(broken)
+    with pytest.raises(ValueError, match="schema 2"):
+        report_module.check({**report, "schema": 2})
+
+
+def test_a_measure_comes_from_one_run_only(report_module: ModuleType, report: dict[str, Any]) -> None:
+    later = copy.deepcopy(report["runs"][0])
+    later["results"] = [result("decode, 1 stream", "Windlass int8", [30.0])]
+    report["runs"].append(later)
+    pairs = report_module.newest_results(report)
+    decode = [(run, r) for run, r in pairs if r["measure"] == "decode, 1 stream"]
+    assert [r["median"] for _, r in decode] == [30.0] and decode[0][0] is later
+    assert {r["measure"] for _, r in pairs} == {"decode, 1 stream", "prefill 512", "time to ready"}
+
+
+def test_the_table_says_what_was_measured_and_what_not(report_module: ModuleType, report: dict[str, Any]) -> None:
+    run = report["runs"][0]
+    run["ratios"] = report_module.ratios(run)
+    text = report_module.table(run)
+    assert "| decode, 1 stream | Windlass int8 | 18 tokens/s | 17–19 | 90% of 20 |" in text
+    assert "Windlass int8 over OpenVINO int8 | 1.12 | 1.1 reached" in text
+    assert "left out: llama.cpp Q8_0: not installed" in text
+    assert "load 0.10 before and 1.50 after" in text
+
+
+def test_percentiles_are_nearest_rank(report_module: ModuleType) -> None:
+    values = [float(v) for v in range(1, 201)]
+    assert report_module.percentile(values[::-1], 99) == 198.0
+    assert report_module.percentile([7.0], 99) == 7.0
+    with pytest.raises(ValueError):
+        report_module.percentile([], 50)
+
+
+def test_the_slope_of_a_line_with_an_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    slope = module("context_cost", monkeypatch).slope
+    depths = [256.0, 4096.0, 32768.0]
+    assert slope(depths, [0.01 + 3e-6 * d for d in depths]) == pytest.approx(3e-6)
+
+
+def test_bars_show_medians_and_bounds(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    charts = module("harness.charts", monkeypatch)
+    figure = charts.draw_bars(report)
+    axes = {a.get_title().split(", tokens")[0]: a for a in figure.axes}
+    decode = next(a for title, a in axes.items() if title.startswith("decode, 1 stream"))
+    assert [patch.get_width() for patch in decode.patches] == [18.0, 16.0]
+    assert [tick.get_text() for tick in decode.get_yticklabels()] == ["Windlass int8", "OpenVINO int8"]
+    assert figure.patch.get_alpha() == 0.0  # the page's own background, light or dark
+    charts.save_bars(report, tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_foreign_work_is_told_from_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = module("harness.machine", monkeypatch).CpuClock
+    start = clock(now=100.0, busy=1000.0, own=50.0)
+    assert clock(now=110.0, busy=1018.0, own=66.0).foreign_share(start, 2) == pytest.approx(0.1)
+    assert clock(now=110.0, busy=1015.9, own=66.0).foreign_share(start, 2) == 0.0  # ticks may round below
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs Linux's /proc")
+def test_the_clock_counts_children_as_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = module("harness.machine", monkeypatch)
+    before = machine.cpu_clock()
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"done\n"
+        living = machine.cpu_clock()
+        assert child.pid in machine.descendants(os.getpid())
+        assert machine.peak_memory([child.pid]) > 1 << 20
+        child.communicate(b"\n", timeout=20)
+    reaped = machine.cpu_clock()
+    assert living.own - before.own >= 0.29
+    assert reaped.own >= living.own - 0.05  # it moved from one account to the other
+    assert reaped.busy - before.busy >= 0.25
+
+
+def test_disturbed_samples_are_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module("harness.machine", monkeypatch)
+    quiet = module("harness.quiet", monkeypatch)
+    clock = sys.modules["harness.machine"].CpuClock
+    foreign = iter([0, 5, 0, 2, 0, 0])  # start and end of three attempts: half, a fifth and none of ten core seconds
+    monkeypatch.setattr(quiet.os, "cpu_count", lambda: 1)
+    ticks = iter([0.0, 10.0, 20.0, 30.0, 40.0, 50.0])
+    monkeypatch.setattr(quiet, "cpu_clock", lambda: clock(next(ticks), float(next(foreign)), 0.0))
+    values = iter("abc")
+    assert quiet.quiet(lambda: next(values), 0.05, 5, 0.0) == ("c", 0.0, 2)
+    foreign, ticks, values = iter([0, 2, 0, 5]), iter([0.0, 10.0, 20.0, 30.0]), iter("ab")
+    assert quiet.quiet(lambda: next(values), 0.05, 1, 0.0) == ("a", 0.2, 1)  # the quieter of two noisy ones
+
+
+FAR_END = """
+import sys
+from harness.worker import serve
+class Handler:
+    info = {"version": "7"}
+    def measure(self, request):
+        print("noise that must not mix with answers")
+        if request["kind"] == "fail":
+            raise ValueError("cannot")
+        if request["kind"] == "die":
+            raise SystemExit(3)
+        return [float(request["steps"])]
+def make():
+    if "refuse" in sys.argv:
+        raise ValueError("no such option")
+    return Handler()
+serve(make)
+"""
+
+
+def test_a_worker_answers_refuses_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    worker = module("harness.worker", monkeypatch)
+    options = {"log": tmp_path / "log", "environment": {"PYTHONPATH": str(BENCHMARKS)}}
+    command = [sys.executable, "-c", FAR_END]
+    near = worker.Worker(command, **options)
+    try:
+        assert near.info == {"version": "7"} and near.ready_seconds > 0
+        assert near.measure({"kind": "decode", "steps": 5}) == [5.0]
+        with pytest.raises(worker.WorkerError, match="ValueError: cannot"):
+            near.measure({"kind": "fail"})
+        assert near.measure({"kind": "decode", "steps": 6}) == [6.0]
+        with pytest.raises(worker.WorkerError, match="ended"):
+            near.measure({"kind": "die"})
+    finally:
+        near.close()
+    assert "noise" in (tmp_path / "log").read_text()
+    with pytest.raises(worker.WorkerError, match="no such option"):
+        worker.Worker([*command, "refuse"], **options)
+
+
+def test_the_windlass_worker_measures_and_fills_the_cache_without_computing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shape_module = module("harness.shape", monkeypatch)
+    shape = shape_module.ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=300, context=4096)
+    module("harness.checkpoint", monkeypatch).make_checkpoint(tmp_path, shape)
+    handler = module("harness.windlass_worker", monkeypatch).WindlassHandler(
+        str(tmp_path), {"threads": 1, "kv_cache_memory": 1 << 23, "max_num_seqs": 8}
+    )
+    computed = handler.core.runner.positions_computed
+    start = time.perf_counter()
+    (value,) = handler.measure({"kind": "depth", "prompt": 2000, "streams": 1, "steps": 3})
+    assert 3 / (time.perf_counter() - start) < value
+    assert handler.core.runner.positions_computed - computed < 10  # the steps, not the prompt
+    pages = handler.core.runner.cache.pages(1)
+    assert pages.key[:100].std() == pytest.approx(1.0, rel=0.1)
+    for request in ({"kind": "decode", "prompt": 8, "streams": 2, "steps": 2}, {"kind": "prefill", "prompt": 40}):
+        (value,) = handler.measure({"streams": 1, "steps": 1, **request})
+        assert value > 0
+    assert not handler.core.has_work()
+    module_ = sys.modules["harness.windlass_worker"]
+    with pytest.raises(ValueError, match="no wishful_option"):
+        module_.WindlassHandler(str(tmp_path), {"wishful_option": 1})
+
+
+def test_the_tokenizer_of_the_checkpoint_round_trips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    shape = module("harness.shape", monkeypatch).ModelShape(64, 1, 4, 2, 96, 400, 128)
+    module("harness.checkpoint", monkeypatch).make_checkpoint(tmp_path, shape)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer.encode("Hello, wörld", add_special_tokens=False)
+    assert max(ids) < 400 and tokenizer.decode(ids) == "Hello, wörld"
+    assert len(tokenizer) == 400
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
