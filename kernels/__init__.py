@@ -8,6 +8,7 @@ Layout glossary: T tokens of one step, B sequences, H heads, D head dimension, P
 """
 
 from windlass.kernels.dispatch import (
+    add_rms_norm,
     explain,
     gated_activation,
     linear,
@@ -23,6 +24,7 @@ from windlass.kernels.pages import KVPages
 
 __all__ = [
     "KVPages",
+    "add_rms_norm",
     "explain",
     "gated_activation",
     "linear",

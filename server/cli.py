@@ -105,11 +105,13 @@ def bench_engine(
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
+    from windlass.engine.client.threads import prepare_this_process
     from windlass.server.display import LoadingDisplay
     from windlass.server.hub import resolve_model
 
     engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     config = engine.to_config(resolve_model(model))
+    prepare_this_process(config.cores)
     from windlass.engine.bench import run_engine_benchmark  # it brings torch: this process is no server
 
     display = LoadingDisplay()
