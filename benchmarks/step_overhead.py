@@ -52,6 +52,7 @@ class Clock:
                 self.seconds[name] += NOW[0]() - begin
                 self.calls[name] += 1
 
+        run.argtypes = getattr(function, "argtypes", None)  # type: ignore[attr-defined]  # recordings look at it
         return run
 
 

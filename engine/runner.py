@@ -17,6 +17,7 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import EngineError
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.replay import DecodeReplay
 from windlass.engine.request import TokenLogprobs
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampler import Sampler, token_logprobs
@@ -35,6 +36,7 @@ class Runner:
         self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
         self._mover = KeyMover(decoder.spec, cache, block_size, decoder.device)
         self._block_size = block_size
+        self.replay = DecodeReplay(decoder, cache)
         self._rows = BlockRows(len(decoder.spec.kv_groups), block_size)
         self.positions_computed = 0
 
@@ -48,9 +50,9 @@ class Runner:
         if not output.sequences:
             return []
         batch = self.build_batch(output.sequences)
-        hidden = self.decoder.forward(batch, self.cache)  # [T, hidden]
+        hidden, logits = self.replay.run(batch) or (self.decoder.forward(batch, self.cache), None)  # [T, hidden]
         self.positions_computed += hidden.shape[0]
-        results = {result.seq_id: result for result in self._sample(output.sequences, hidden)}
+        results = {result.seq_id: result for result in self._sample(output.sequences, hidden, logits)}
         for seq_id, logprobs in self._prompt_logprobs(output.sequences, hidden):
             result = results.get(seq_id, StepResult(seq_id))
             if isinstance(logprobs, EngineError):
@@ -106,7 +108,10 @@ class Runner:
             score_scale=score_scale,
         )
 
-    def _sample(self, sequences: list[ScheduledSequence], hidden: torch.Tensor) -> list[StepResult]:
+    def _sample(
+        self, sequences: list[ScheduledSequence], hidden: torch.Tensor, logits: torch.Tensor | None
+    ) -> list[StepResult]:
+        """logits: of every row, where they are known already."""
         rows: list[int] = []
         slots: list[tuple[int, SampleSlot]] = []
         last_row = -1
@@ -117,9 +122,10 @@ class Runner:
                 rows.append(last_row)
         if not slots:
             return []
-        if len(rows) < hidden.shape[0]:
-            hidden = hidden[torch.tensor(rows, device=hidden.device)]
-        logits = self.decoder.logits(hidden)  # [R, V]
+        wanted = hidden if logits is None else logits
+        if len(rows) < wanted.shape[0]:
+            wanted = wanted[torch.tensor(rows, device=wanted.device)]
+        logits = self.decoder.logits(wanted) if logits is None else wanted  # [R, V]
         drawn = self.sampler.sample(logits, slots)
         return [
             StepResult(

@@ -104,7 +104,11 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden]."""
-        eps = self.spec.norm_eps
+        x, batch = self.embed(batch)
+        return self.run_layers(x, batch, cache)
+
+    def embed(self, batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
+        """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied."""
         x = self.embedding[batch.input_ids].to(self.dtype)  # [T, hidden]
         if self.spec.embedding_scale != 1.0:
             # Rounded to the compute dtype first, as the reference implementation does.
@@ -113,6 +117,11 @@ class Decoder:
             beta, length = self.spec.temperature
             growth = 1 + beta * self._log1p(batch.positions // length)  # [T]
             batch = replace(batch, score_scale=batch.score_scale * growth)
+        return x, batch
+
+    def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVStorage) -> Tensor:
+        """The rest of `forward`. x: [T, hidden] as `embed` gave it; it is overwritten."""
+        eps = self.spec.norm_eps
         shared = self._shared_inputs(batch)
         normed = self._rms_norm(x, self.layers[0].input_norm, eps)
         following = [w.input_norm for w in self.layers[1:]] + [self.final_norm]

@@ -89,7 +89,7 @@ def _read(descriptor: int, entry: _Entry, place: Tensor | None) -> Tensor:
     tensor = torch.empty(entry.shape, dtype=entry.dtype) if place is None else place
     size = prod(entry.shape) * entry.dtype.itemsize
     if size:
-        with memoryview(tensor.view(-1).view(torch.uint8).numpy()) as view:
+        with tensor.view(-1).view(torch.uint8).numpy().data as view:
             done = 0
             while done < size:
                 count = os.preadv(descriptor, [view[done:]], entry.offset + done)

@@ -14,6 +14,7 @@ from windlass.kernels.cpu.ops import (
     silu_and_mul,
     soft_cap,
 )
+from windlass.kernels.cpu.recording import Recording, record
 from windlass.kernels.cpu.rotary import (
     move_cached_keys,
     move_refusal,
@@ -24,6 +25,7 @@ from windlass.kernels.cpu.rotary import (
 
 __all__ = [
     "Library",
+    "Recording",
     "attention_refusal",
     "gated_activation",
     "linear_refusal",
@@ -34,6 +36,7 @@ __all__ = [
     "move_refusal",
     "paged_attention_decode",
     "prefers",
+    "record",
     "rms_norm",
     "rotary_angles",
     "rotate_and_append",
