@@ -85,7 +85,7 @@ def test_reads_and_lines_are_the_same_at_any_length(family: str, sampling: Sampl
     (short_reads, short_lines), (long_reads, long_lines) = found
     assert 2 <= short_reads == long_reads < 100
     # Which tokens are drawn decides over a few lines; a loop over blocks would run hundreds more.
-    assert abs(short_lines - long_lines) <= 20
+    assert abs(short_lines - long_lines) <= 60
 
 
 def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
