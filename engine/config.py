@@ -25,6 +25,7 @@ class EngineConfig:
     max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once.
     max_waiting: requests that may wait before new ones are refused. kv_cache_memory: bytes for KV pages.
     block_size: tokens per KV block, a multiple of 16. threads: torch intra-op threads.
+    cores: the only ones the engine may run on.
     rope_update: policy of requests that name none; None: `recompute` for longrope, `frozen` for everything else.
     deterministic: the bits of a row depend on nothing but its own sequence, at a price in speed.
     target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
@@ -46,6 +47,7 @@ class EngineConfig:
     rope_update: RopeUpdate | None = None
     deterministic: bool = False
     threads: int | None = None
+    cores: tuple[int, ...] | None = None
     target_step_seconds: float = 0.25
     seed: int = 0
 

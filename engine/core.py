@@ -45,8 +45,9 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        threads = config.threads or (len(config.cores) if config.cores else None)
+        if threads is not None:
+            torch.set_num_threads(threads)
         model = load_model(config, progress)
         decoder, spec = model.decoder, model.decoder.spec
         self._groups: tuple[RotaryGroup, ...] = spec.rotary_groups

@@ -13,6 +13,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from windlass.engine.client.threads import prepare_this_process
 from windlass.engine.client.wire import (
     Abort,
     Aborted,
@@ -63,6 +64,7 @@ CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
 
 def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
     """The real engine. Imported here, late, because it brings torch."""
+    prepare_this_process(config.cores)
     from windlass.engine.core import EngineCore
 
     return EngineCore(config, progress)

@@ -1,6 +1,7 @@
 """Executes one SchedulerOutput: builds the ForwardBatch, runs the decoder, draws tokens.
 
-It keeps no request state of its own; everything it needs comes with the plan. It never decides what runs.
+Of requests it keeps only copies of what plans said: rows of block tables, counts for penalties. It never decides what
+runs.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from windlass.engine.block_rows import BlockRows
 from windlass.engine.cache.mover import KeyMover
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import EngineError
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.replay import DecodeReplay
 from windlass.engine.request import TokenLogprobs
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampler import Sampler, token_logprobs
@@ -33,7 +36,8 @@ class Runner:
         self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
         self._mover = KeyMover(decoder.spec, cache, block_size, decoder.device)
         self._block_size = block_size
-        self._num_kv_groups = len(decoder.spec.kv_groups)
+        self.replay = DecodeReplay(decoder, cache)
+        self._rows = BlockRows(len(decoder.spec.kv_groups), block_size)
         self.positions_computed = 0
 
     @torch.inference_mode()
@@ -46,9 +50,9 @@ class Runner:
         if not output.sequences:
             return []
         batch = self.build_batch(output.sequences)
-        hidden = self.decoder.forward(batch, self.cache)  # [T, hidden]
+        hidden, logits = self.replay.run(batch) or (self.decoder.forward(batch, self.cache), None)  # [T, hidden]
         self.positions_computed += hidden.shape[0]
-        results = {result.seq_id: result for result in self._sample(output.sequences, hidden)}
+        results = {result.seq_id: result for result in self._sample(output.sequences, hidden, logits)}
         for seq_id, logprobs in self._prompt_logprobs(output.sequences, hidden):
             result = results.get(seq_id, StepResult(seq_id))
             if isinstance(logprobs, EngineError):
@@ -60,37 +64,43 @@ class Runner:
     def build_batch(self, sequences: list[ScheduledSequence]) -> ForwardBatch:
         """The flat batch of the scheduled chunks, in order."""
         device, size = self.decoder.device, self._block_size
-        counts = np.array([s.num_tokens for s in sequences])
-        starts = np.array([s.start for s in sequences])
-        query_start = np.concatenate(([0], np.cumsum(counts)))
-        index = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, counts)  # cache index of each token
-        first = np.array([s.first_position for s in sequences])
-        ids = np.concatenate([s.token_ids[s.start : s.start + s.num_tokens] for s in sequences])
-        max_blocks = int((-(-(starts + counts) // size)).max())
-        tables = np.full((self._num_kv_groups, len(sequences), max_blocks), -1, dtype=np.int32)
-        for b, sequence in enumerate(sequences):
-            for group, table in enumerate(sequence.block_tables):
-                used = min(len(table), max_blocks)
-                tables[group, b, :used] = table[:used]
-        row = np.repeat(np.arange(len(sequences)), counts)
-        slots = tables[:, row, index // size].astype(np.int64) * size + index % size  # [K, T]
+        num_sequences = len(sequences)
+        counts, starts, first, rotary = np.array(
+            [(s.num_tokens, s.start, s.first_position, s.rotary_id) for s in sequences], dtype=np.int64
+        ).T.copy()
+        lengths = starts + counts
+        query_start = np.zeros(num_sequences + 1, dtype=np.int64)
+        counts.cumsum(out=query_start[1:])
+        num_tokens = int(query_start[-1])
+        tables = self._rows.tables(sequences, -(-int(lengths.max()) // size))  # [K, B, max_blocks]
+        row = np.arange(num_sequences)
+        if num_tokens == num_sequences:  # decoding
+            ids = np.array([s.token_ids[s.start] for s in sequences], dtype=np.int64)
+            index, positions = starts, starts + first  # index: of each token in its sequence's cache
+        else:
+            ids = np.concatenate([np.array(s.token_ids[s.start : s.start + s.num_tokens]) for s in sequences])
+            row, rotary = row.repeat(counts), rotary.repeat(counts)
+            index = np.arange(num_tokens) - (query_start[:-1] - starts).repeat(counts)
+            positions = index + first.repeat(counts)
+        block, offset = np.divmod(index, size)
+        slots = np.ascontiguousarray(tables[:, row, block] * np.int64(size) + offset)  # [K, T]
         if slots.min() < 0:
             raise AssertionError("a scheduled token has no block to go to")
 
         def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            found = torch.from_numpy(array)
+            return found if device.type == "cpu" else found.to(device)
 
-        positions = tensor(index + np.repeat(first, counts))
-        rotary_ids = tensor(np.repeat(np.array([s.rotary_id for s in sequences]), counts))
-        cos, sin, q_scale, score_scale = self.tables.cos_sin(rotary_ids, positions)
+        position_tensor, rotary_ids = tensor(positions), tensor(rotary)
+        cos, sin, q_scale, score_scale = self.tables.cos_sin(rotary_ids, position_tensor)
         return ForwardBatch(
-            input_ids=tensor(ids.astype(np.int64)),
-            positions=positions,
+            input_ids=tensor(ids),
+            positions=position_tensor,
             rotary_ids=rotary_ids,
             slots=tensor(slots),
             block_tables=tensor(tables),
             query_start=tensor(query_start),
-            seq_lens=tensor(starts + counts),
+            seq_lens=tensor(lengths),
             first_position=tensor(first),
             cos=cos,
             sin=sin,
@@ -98,7 +108,10 @@ class Runner:
             score_scale=score_scale,
         )
 
-    def _sample(self, sequences: list[ScheduledSequence], hidden: torch.Tensor) -> list[StepResult]:
+    def _sample(
+        self, sequences: list[ScheduledSequence], hidden: torch.Tensor, logits: torch.Tensor | None
+    ) -> list[StepResult]:
+        """logits: of every row, where they are known already."""
         rows: list[int] = []
         slots: list[tuple[int, SampleSlot]] = []
         last_row = -1
@@ -109,7 +122,10 @@ class Runner:
                 rows.append(last_row)
         if not slots:
             return []
-        logits = self.decoder.logits(hidden[torch.tensor(rows, device=hidden.device)])  # [R, V]
+        wanted = hidden if logits is None else logits
+        if len(rows) < wanted.shape[0]:
+            wanted = wanted[torch.tensor(rows, device=wanted.device)]
+        logits = self.decoder.logits(wanted) if logits is None else wanted  # [R, V]
         drawn = self.sampler.sample(logits, slots)
         return [
             StepResult(

@@ -77,6 +77,8 @@ class ScheduledSequence:
     """A chunk of one sequence: tokens `token_ids[start : start + num_tokens]` at positions `first_position + …`.
 
     block_tables: per KV group the physical block of each logical block; -1 where a window group dropped it.
+    table_version: while it stays the same, a step changes nothing in the tables before the chunk's first block, except
+    that blocks are dropped: so a rank may keep the tables and read only what lies from there on.
     samples: empty while the chunk does not reach the last known token; several when a prompt forks into n samples.
     prompt_logprobs: set while prompt log-probabilities of this chunk's rows are wanted (see SamplingParams).
     """
@@ -91,6 +93,7 @@ class ScheduledSequence:
     samples: tuple[SampleSlot, ...] = ()
     prompt_logprobs: int | None = None
     num_prompt_tokens: int = 0
+    table_version: int = 0
 
 
 @dataclass(slots=True)

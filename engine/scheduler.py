@@ -243,6 +243,7 @@ class Scheduler:
             samples=self._sample_slots(seq) if end == seq.num_tokens else (),
             prompt_logprobs=seq.request.sampling.prompt_logprobs if wants_logprobs else None,
             num_prompt_tokens=seq.num_prompt_tokens,
+            table_version=seq.table_version,
         )
 
     def _sample_slots(self, seq: Sequence) -> tuple[SampleSlot, ...]:

@@ -52,6 +52,7 @@ class Sequence:
     token_ids: the prompt followed by the output so far; grows in place and is shared by reference with the runner.
     num_computed_tokens: leading tokens whose keys stand in the cache; it chases `num_tokens`.
     block_tables: per KV group the physical block of each logical block; -1 where a window has left it behind.
+    table_version: counts the events after which the tables are others (see `ScheduledSequence`).
     num_dropped_blocks: per KV group how many leading entries are -1.
     rotation, stage: how frequencies depend on the length, and those that the cached keys stand under now.
     kept: per KV group the keys as computed, empty until the first turn. num_turns: turns of the keys now in the cache.
@@ -85,6 +86,7 @@ class Sequence:
     arrival_time: float
     num_computed_tokens: int = 0
     block_tables: list[list[int]] = field(default_factory=list)
+    table_version: int = 0
     num_dropped_blocks: list[int] = field(default_factory=list)
     kept: list[KeptKeys] = field(default_factory=list)
     num_turns: int = 0

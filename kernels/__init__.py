@@ -8,6 +8,7 @@ Layout glossary: T tokens of one step, B sequences, H heads, D head dimension, P
 """
 
 from windlass.kernels.dispatch import (
+    add_rms_norm,
     explain,
     gated_activation,
     linear,
@@ -24,6 +25,7 @@ from windlass.kernels.pages import SCALE_BYTES, KVPages
 __all__ = [
     "SCALE_BYTES",
     "KVPages",
+    "add_rms_norm",
     "explain",
     "gated_activation",
     "linear",

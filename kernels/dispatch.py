@@ -36,8 +36,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, determinist
     if deterministic:
         return rowwise.linear(x, weight, bias) if cpu.linear_refusal(x, weight) else cpu.linear_small(x, weight, bias)
     if x.is_cpu:
-        if cpu.prefers(x, weight):
-            return cpu.linear_small(x, weight, bias)
+        if cpu.prefers(x, weight, bias):
+            return cpu.linear_small(x, weight, bias, library=cpu.load())  # the operands are checked already
         if weight.dtype != torch.float32 and not (x.dtype == weight.dtype and _has_narrow_matrix_units()):
             return cpu.linear_widened(x, weight, bias)
     return F.linear(x, weight.to(x.dtype), bias)
@@ -53,8 +53,18 @@ def _has_narrow_matrix_units() -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, deterministic: bool = False) -> Tensor:
     """See `reference.rms_norm`."""
     if x.is_cpu and cpu.unavailable_reason() is None:
+        if x.dim() == 2:
+            return cpu.rms_norm(x, weight, eps)
         return cpu.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
     return rowwise.rms_norm(x, weight, eps) if deterministic else reference.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float, *, deterministic: bool = False) -> Tensor:
+    """Add x to `residual` in place, rounded to its dtype, and return the sum's `rms_norm`. Both [T, D], of one dtype."""
+    if x.is_cpu and cpu.unavailable_reason() is None:
+        return cpu.rms_norm(x, weight, eps, residual)
+    residual += x
+    return rms_norm(residual, weight, eps, deterministic=deterministic)
 
 
 def gated_activation(gate_up: Tensor, activation: str, *, deterministic: bool = False) -> Tensor:

@@ -105,6 +105,7 @@ def bench_engine(
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
+    from windlass.engine.client.threads import prepare_this_process
     from windlass.server.display import LoadingDisplay
     from windlass.server.hub import resolve_model
     from windlass.server.launch import check_scalings
@@ -113,6 +114,7 @@ def bench_engine(
     path = resolve_model(model)
     check_scalings(engine, path)
     config = engine.to_config(path)
+    prepare_this_process(config.cores)
     from windlass.engine.bench import run_engine_benchmark  # it brings torch: this process is no server
 
     display = LoadingDisplay()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
+from windlass.engine.client.threads import pin, split_cores
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
 from windlass.server.display import LoadingDisplay, say, summary
@@ -58,6 +59,8 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
     settings = server.to_settings(model_name(model, path), engine)
     check_scalings(engine, path)
     client = make_client(engine, path, level)
+    if engine.pin_cores:
+        pin(split_cores()[1])
     with contextlib.closing(listen(server.host, server.port)) as listener, exit_on_signal():
         client.spawn()
         say(f"loading {settings.served_model_name}; listening on {_url(listener)}")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 
 import typer
 
+from windlass.engine.client.threads import split_cores
 from windlass.engine.config import EngineConfig, parse_cache_dtype, parse_dtype, parse_size
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
@@ -105,6 +106,11 @@ class EngineOptions:
                "and however prompts are cut. Costs speed, mostly with long prompts and many requests at once."),
     ] = False  # fmt: skip
     threads: Annotated[int | None, option("--threads", panel=_engine, help="CPU threads for the model.")] = None
+    pin_cores: Annotated[
+        bool,
+        option("--pin-cores/--no-pin-cores", panel=_engine, help="Keep the engine and the HTTP server off each other's "
+               "cores: the server gets one, the engine the rest."),
+    ] = False  # fmt: skip
     target_step_ms: Annotated[
         float,
         option("--target-step-ms", panel=_engine, help="Prompts are cut so that a step beside running streams stays "
@@ -172,6 +178,7 @@ class EngineOptions:
             rope_update=self.parse_rope_update(),
             deterministic=self.deterministic,
             threads=self.threads,
+            cores=split_cores()[0] if self.pin_cores else None,
             target_step_seconds=self.target_step_ms / 1000,
         )
 

@@ -317,6 +317,7 @@ class BlockManager:
                     pool.release(blocks[i])
         # New lists: a plan made before an abort may still refer to the old ones.
         seq.block_tables = []
+        seq.table_version += 1
         seq.num_dropped_blocks = []
         seq.kept = []
         seq.num_computed_tokens = 0

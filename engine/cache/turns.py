@@ -68,6 +68,7 @@ def turn(blocks: BlockManager, seq: Sequence, stage: RotaryStage) -> tuple[list[
             new = end == computed
             moves.append(KeyMove(group, start, end, sources, targets, seq.first_position, specs, stage.specs, new))
             start = end
+    seq.table_version += 1
     seq.stage = stage
     seq.private = True
     seq.num_turns += 1

@@ -6,11 +6,13 @@ Synchronous and free of asyncio, so that it can be spawned before an event loop 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 
+from windlass.engine.client.threads import wait_settings
 from windlass.engine.client.wire import Load, encode
 from windlass.engine.config import EngineConfig
 
@@ -30,6 +32,7 @@ class ChildProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.engine.process", *options],
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, **wait_settings(os.environ)},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # nothing it prints may mix with what a command writes to its standard output
                 start_new_session=True,

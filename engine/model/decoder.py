@@ -34,6 +34,15 @@ class LayerWeights:
     post_mlp_norm: Tensor | None = None  # [hidden], sandwich only
 
 
+@dataclass(slots=True)
+class _SharedInputs:
+    """What the layers of one step share, by group."""
+
+    rotations: list[tuple[Tensor, Tensor, Tensor]]  # per rotary group cos and sin [T, d/2], q_scale [T]
+    slots: list[Tensor]  # per KV group [T]
+    block_tables: list[Tensor]  # per KV group [B, max_blocks]
+
+
 class Decoder:
     """Embedding, layers, final norm and head of one model, in one compute dtype on one device.
 
@@ -95,7 +104,11 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden]."""
-        eps = self.spec.norm_eps
+        x, batch = self.embed(batch)
+        return self.run_layers(x, batch, cache)
+
+    def embed(self, batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
+        """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied."""
         x = self.embedding[batch.input_ids].to(self.dtype)  # [T, hidden]
         if self.spec.embedding_scale != 1.0:
             # Rounded to the compute dtype first, as the reference implementation does.
@@ -104,27 +117,51 @@ class Decoder:
             beta, length = self.spec.temperature
             growth = 1 + beta * self._log1p(batch.positions // length)  # [T]
             batch = replace(batch, score_scale=batch.score_scale * growth)
+        return x, batch
+
+    def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVStorage) -> Tensor:
+        """The rest of `forward`. x: [T, hidden] as `embed` gave it; it is overwritten."""
+        eps = self.spec.norm_eps
+        shared = self._shared_inputs(batch)
+        normed = self._rms_norm(x, self.layers[0].input_norm, eps)
+        following = [w.input_norm for w in self.layers[1:]] + [self.final_norm]
         for index, (layer, w) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
-            y = self._attention(self._rms_norm(x, w.input_norm, eps), layer, w, batch, cache, index)
+            y = self._attention(normed, layer, w, batch, shared, cache, index)
             if w.post_attention_norm is not None:
                 y = self._rms_norm(y, w.post_attention_norm, eps)
-            x = x + y
-            y = self._linear(self._rms_norm(x, w.mlp_norm, eps), w.gate_up, w.gate_up_bias)
+            normed = self._add_norm(x, y, w.mlp_norm, eps)
+            y = self._linear(normed, w.gate_up, w.gate_up_bias)
             y = self._linear(
                 kernels.gated_activation(y, layer.activation, deterministic=self.deterministic), w.down, w.down_bias
             )
             if w.post_mlp_norm is not None:
                 y = self._rms_norm(y, w.post_mlp_norm, eps)
-            x = x + y
-        return self._rms_norm(x, self.final_norm, eps)
+            normed = self._add_norm(x, y, following[index], eps)
+        return normed
+
+    def _shared_inputs(self, batch: ForwardBatch) -> _SharedInputs:
+        """The views that layers take of the batch, made once per step instead of once per layer."""
+        groups = [
+            # The batch's cosines are as wide as the widest group's.
+            (batch.cos[group, :, :pairs], batch.sin[group, :, :pairs], batch.q_scale[group])
+            for group, pairs in enumerate(self._rotated_pairs)
+        ]
+        return _SharedInputs(groups, list(batch.slots.unbind(0)), list(batch.block_tables.unbind(0)))
 
     def _attention(
-        self, x: Tensor, layer: LayerSpec, w: LayerWeights, batch: ForwardBatch, cache: KVStorage, index: int
+        self,
+        x: Tensor,
+        layer: LayerSpec,
+        w: LayerWeights,
+        batch: ForwardBatch,
+        shared: _SharedInputs,
+        cache: KVStorage,
+        index: int,
     ) -> Tensor:
         spec = layer.attention
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = self._linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
-        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)  # [T, H, D] views
+        q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)  # [T, H, D] views
         after = spec.qk_norm == "after"
         if after:
             # The original norms what the attention factor has made longer; that comes out again but for the norm's eps.
@@ -134,18 +171,19 @@ class Decoder:
             # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
             q = self._rms_norm(q, self._unit_norm if after else w.q_norm, self.spec.norm_eps)
             k = self._rms_norm(k, self._unit_norm if after else w.k_norm, self.spec.norm_eps)
-        # The batch's cosines are as wide as the widest group's; a layer that does not rotate takes none of them.
-        group, pages = spec.rotary_group or 0, cache.pages(index)
-        pairs = 0 if spec.rotary_group is None else self._rotated_pairs[group]
-        cos, sin = batch.cos[group, :, :pairs], batch.sin[group, :, :pairs]
-        q_scale = torch.ones_like(batch.q_scale[group]) if after else batch.q_scale[group]
-        kernels.rotate_and_append(q, k, v, cos, sin, q_scale, pages, batch.slots[spec.kv_group])
+        pages = cache.pages(index)
+        cos, sin, q_scale = shared.rotations[spec.rotary_group or 0]
+        if spec.rotary_group is None:  # it takes none of the cosines
+            cos, sin = cos[:, :0], sin[:, :0]
+        if after:
+            q_scale = torch.ones_like(q_scale)
+        kernels.rotate_and_append(q, k, v, cos, sin, q_scale, pages, shared.slots[spec.kv_group])
         if after and w.q_norm is not None and w.k_norm is not None:
             q.mul_(w.q_norm * w.k_norm)
         attended = kernels.paged_attention(
             q,
             pages,
-            batch.block_tables[spec.kv_group],
+            shared.block_tables[spec.kv_group],
             batch.query_start,
             batch.seq_lens,
             batch.score_scale,
@@ -154,7 +192,7 @@ class Decoder:
             soft_cap=spec.soft_cap,
             deterministic=self.deterministic,
         )  # [T, Hq, D]
-        return self._linear(attended.flatten(1), w.out, w.out_bias)
+        return self._linear(attended.view(attended.shape[0], -1), w.out, w.out_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]."""
@@ -174,6 +212,10 @@ class Decoder:
 
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return kernels.rms_norm(x, weight, eps, deterministic=self.deterministic)
+
+    def _add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add y to x in place and return the norm of the sum."""
+        return kernels.add_rms_norm(x, y, weight, eps, deterministic=self.deterministic)
 
     def num_parameters(self) -> int:
         return sum(t.numel() for t in self.tensors())

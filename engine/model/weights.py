@@ -18,6 +18,7 @@ from torch import Tensor
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.safetensors_file import Place, read_tensors
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 
 Progress = Callable[[str, int, int], None]
@@ -136,7 +137,14 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
     total = sum(file.stat().st_size for file in files)
     done = 0
     tied_copy: Tensor | None = None
-    for name, tensor, size in _read(files):
+
+    def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
+        target = targets.get(name)
+        if target is None or target.rows is not None or not (target.view.is_cpu and target.view.is_contiguous()):
+            return None
+        return target.view if target.view.dtype == dtype and list(target.view.shape) == shape else None
+
+    for name, tensor, size in _read(files, place):
         done += size
         target = targets.get(name)
         if target is None:
@@ -155,7 +163,8 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
             )
         if not tensor.dtype.is_floating_point:
             raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
-        target.view.copy_(tensor if target.rows is None else tensor[target.rows])
+        if tensor is not target.view:
+            target.view.copy_(tensor if target.rows is None else tensor[target.rows])
         if target.offset:
             target.view.add_(target.offset)
         remaining.discard(name)
@@ -173,13 +182,11 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         )
 
 
-def _read(files: list[Path]) -> Iterator[tuple[str, Tensor, int]]:
+def _read(files: list[Path], place: Place) -> Iterator[tuple[str, Tensor, int]]:
     for file in files:
         try:
-            with safe_open(file, framework="pt") as reader:
-                for name in reader.keys():  # noqa: SIM118 - not a dict
-                    tensor = reader.get_tensor(name)
-                    yield name, tensor, tensor.numel() * tensor.element_size()
+            for name, tensor in read_tensors(file, place):
+                yield name, tensor, tensor.numel() * tensor.element_size()
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
 

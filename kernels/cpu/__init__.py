@@ -13,6 +13,7 @@ from windlass.kernels.cpu.ops import (
     silu_and_mul,
     soft_cap,
 )
+from windlass.kernels.cpu.recording import Recording, record
 from windlass.kernels.cpu.rotary import (
     move_cached_keys,
     move_refusal,
@@ -23,6 +24,7 @@ from windlass.kernels.cpu.rotary import (
 
 __all__ = [
     "Library",
+    "Recording",
     "attention_refusal",
     "gated_activation",
     "linear_refusal",
@@ -34,6 +36,7 @@ __all__ = [
     "paged_attention_decode",
     "paged_attention_prefill",
     "prefers",
+    "record",
     "rms_norm",
     "rotary_angles",
     "rotate_and_append",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -77,6 +78,8 @@ _SIGNATURES: dict[str, list[type]] = {
 }
 
 Function = Callable[..., int]
+
+recording_thread = threading.local()  # its `library` is set while this thread records
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -162,8 +165,11 @@ def unavailable_reason() -> str | None:
 def load() -> Library:
     """The library for the best instruction set of this processor, or the one WINDLASS_CPU_ISA names.
 
-    Raises KernelsUnavailableError.
+    Raises KernelsUnavailableError. A thread that records its calls (see `recording`) gets the recorder's.
     """
+    recorder: Library | None = getattr(recording_thread, "library", None)
+    if recorder is not None:
+        return recorder
     library, reason = _attempt()
     if library is None:
         raise KernelsUnavailableError(reason)

@@ -13,6 +13,7 @@ from windlass.kernels.cpu.library import TYPE_CODES, Library, load, unavailable_
 # Measured on AVX2 with two threads on whole prefill chunks of a 1B Llama: ours leads up to 192 rows, from 256 on torch's
 # product is as quick, at 512 quicker.
 _MAX_SMALL_ROWS = 192
+_ACTIVATION_TYPES = (torch.float32, torch.bfloat16)
 _PANEL_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
 
 
@@ -21,9 +22,22 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
     reason = unavailable_reason()
     if reason is not None:
         return reason
+    if (
+        # What a model's own calls look like, accepted with few looks: a step makes dozens of them.
+        bias is None
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and x.dim() == 2 == weight.dim()
+        and x.shape[1] == weight.shape[1]
+        and x.dtype in _ACTIVATION_TYPES
+        and weight.dtype in TYPE_CODES
+        and x.is_cpu
+        and weight.is_cpu
+    ):
+        return None
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not [M, K] and [N, K]"
-    if x.dtype not in (torch.float32, torch.bfloat16):
+    if x.dtype not in _ACTIVATION_TYPES:
         return f"activations are {x.dtype}, not float32 or bfloat16"
     if weight.dtype not in TYPE_CODES:
         return f"weights are {weight.dtype}, not float32, bfloat16 or float16"
@@ -38,9 +52,9 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
     return None
 
 
-def prefers(x: Tensor, weight: Tensor) -> bool:
+def prefers(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
     """Whether `linear_small` takes these operands and is expected to be the quickest way."""
-    return x.shape[0] <= _MAX_SMALL_ROWS and linear_refusal(x, weight) is None
+    return x.shape[0] <= _MAX_SMALL_ROWS and linear_refusal(x, weight, bias) is None
 
 
 def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, library: Library | None = None) -> Tensor:
@@ -49,8 +63,7 @@ def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, libra
     x: [M, K] float32 or bfloat16, any row stride. weight: [N, K] float32, bfloat16 or float16, any row stride. bias: [N]
     of any of these. Any M is right; it is quick for few rows. Returns [M, N] in x's dtype. Raises ValueError.
     """
-    reason = linear_refusal(x, weight, bias)
-    if reason is not None and library is None:
+    if library is None and (reason := linear_refusal(x, weight, bias)) is not None:
         raise ValueError(f"linear_small: {reason}")
     rows, inner = x.shape
     columns = weight.shape[0]

@@ -97,18 +97,21 @@ ENGINE_CONFIG = EngineConfig(
     rope_update="rotate",
     deterministic=True,
     threads=3,
+    cores=(0, 1),
     target_step_seconds=0.1,
 )
 
 
 @pytest.mark.parametrize("by", ["arguments", "environment"])
 def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
     arguments = ["serve"]
     if by == "arguments":
         arguments += [
             *sum(ENGINE_ARGUMENTS.items(), ()),
             "--no-prefix-caching",
             "--deterministic",
+            "--pin-cores",
             "the-model",
             "--log-level",
             "debug",
@@ -118,6 +121,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
             monkeypatch.setenv("WINDLASS_" + name[2:].replace("-", "_").upper(), value)
         monkeypatch.setenv("WINDLASS_PREFIX_CACHING", "false")
         monkeypatch.setenv("WINDLASS_DETERMINISTIC", "true")
+        monkeypatch.setenv("WINDLASS_PIN_CORES", "true")
         monkeypatch.setenv("WINDLASS_MODEL", "the-model")
         monkeypatch.setenv("WINDLASS_LOG_LEVEL", "debug")
     assert cli.run(arguments) == 0
@@ -126,7 +130,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
     # An option added later must be added to the table above too.
     assert engine.profiles() == {"long": ENGINE_CONFIG.rope_scaling}
-    assert len(ENGINE_ARGUMENTS) + 2 == len(dataclasses.fields(EngineOptions))
+    assert len(ENGINE_ARGUMENTS) + 3 == len(dataclasses.fields(EngineOptions))
 
 
 def test_defaults_are_the_configurations_own(launched):

@@ -1,0 +1,57 @@
+"""How the threads of an engine wait for each other, and on which cores they and the server run.
+
+Responsible for the environment an engine starts in and for affinities. Both must be settled before torch is imported,
+since OpenMP reads them once; so this module knows no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+
+from windlass.engine.errors import LoadError
+
+# Rounds a thread polls at a barrier before it sleeps, a few microseconds.
+SPIN_COUNT = 200
+
+# An operator who sets one of these has decided how threads wait.
+_OPERATOR_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+def wait_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """What to add to the environment of a process that will import torch; nothing where the operator has set it already.
+
+    libgomp polls for milliseconds by default. Where another program takes a core, the thread that waits polls through
+    its own time slice while the one it waits for is not running, and a step of 2 ms takes 50. After a short poll the
+    thread sleeps instead, and the core goes to whoever has work.
+    """
+    if any(name in environment for name in _OPERATOR_SETTINGS):
+        return {}
+    return {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
+
+
+def prepare_this_process(cores: Iterable[int] | None = None) -> None:
+    """Settle how threads wait, where torch is still to be imported, and pin this process to `cores` if given."""
+    if "torch" not in sys.modules:
+        os.environ.update(wait_settings(os.environ))
+    if cores is not None:
+        pin(cores)
+
+
+def split_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The cores this process may use, for the engine and for the server: the server takes the last. Raises LoadError."""
+    if not hasattr(os, "sched_getaffinity"):
+        raise LoadError("--pin-cores: this system cannot pin processes to cores: leave it out")
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise LoadError("--pin-cores needs two cores or more, there is one: leave it out")
+    return tuple(cores[:-1]), tuple(cores[-1:])
+
+
+def pin(cores: Iterable[int]) -> None:
+    """Let this process, and the threads it starts from now on, run on these cores only. Raises LoadError."""
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        raise LoadError(f"--pin-cores: cannot use the cores {list(cores)}: {error.strerror}") from error

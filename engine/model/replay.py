@@ -1,0 +1,127 @@
+"""Decode steps by repetition: the compiled calls of an earlier step of as many rows, made again on the same memory.
+
+Responsible for the memory those steps share and for when a recording may stand for a step. A step of a small model is
+dozens of short kernels; without this, Python around them takes longer than they do. What a step computes does not
+change: the same functions run with the same operands in the same order. It knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.decoder import Decoder
+from windlass.kernels import cpu
+
+# Activations of a recording are kept for every layer: a bound, and with it a bound on models that are worth it.
+_MAX_BYTES = 8 << 20
+_MAX_PLANS = 4
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What steps of one shape share. recording: None until two steps have been recorded and agree."""
+
+    batch: ForwardBatch
+    x: Tensor
+    recording: cpu.Recording | None = None
+    confirmed: bool = False
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+
+
+class DecodeReplay:
+    """obstacle: why this model's steps cannot be repeated, None while nothing is known against it."""
+
+    def __init__(self, decoder: Decoder, cache: KVStorage) -> None:
+        self._decoder, self._cache = decoder, cache
+        self._plans: OrderedDict[tuple[int, int, bool], _Plan | None] = OrderedDict()
+        self.obstacle = cpu.unavailable_reason()
+        if decoder.device.type != "cpu":
+            self.obstacle = f"the model is on {decoder.device}"
+        layers = decoder.spec.layers
+        # Per row and layer: qkv, attended, and what follows; a generous estimate.
+        widths = [
+            3 * (x.attention.num_heads + 2 * x.attention.num_kv_heads) * x.attention.head_dim
+            + 4 * decoder.spec.hidden_size
+            + 3 * x.intermediate_size
+            for x in layers
+        ]
+        self._max_rows = _MAX_BYTES // (4 * (sum(widths) + decoder.spec.vocab_size))
+        self.num_repeated = 0
+
+    def run(self, batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
+        """Normed hidden states [T, hidden] and logits [T, V] of a batch of single tokens, overwritten by the next step.
+
+        None where the caller has to run the step itself: other batches, shapes seen for the first time, and always
+        where `obstacle` is set.
+        """
+        rows = batch.input_ids.shape[0]
+        if self.obstacle is not None or rows != batch.seq_lens.shape[0] or rows > self._max_rows:
+            return None
+        width = max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
+        key = (rows, width, self._decoder.deterministic)
+        if key not in self._plans:
+            self._plans[key] = None
+            while len(self._plans) > _MAX_PLANS:
+                self._plans.popitem(last=False)
+            return None
+        self._plans.move_to_end(key)
+        plan = self._plans[key]
+        x, batch = self._decoder.embed(batch)
+        if plan is None:
+            plan = self._plans[key] = _new_plan(batch, x, width)
+        _fill(plan, batch, x)
+        if plan.confirmed and plan.recording is not None and plan.hidden is not None and plan.logits is not None:
+            if plan.recording.repeat():
+                self.num_repeated += 1
+                return plan.hidden, plan.logits
+            plan.x.copy_(x)  # the call that failed raises again below, with a message
+        return self._record(plan)
+
+    def _record(self, plan: _Plan) -> tuple[Tensor, Tensor]:
+        with cpu.record() as recording:
+            hidden = self._decoder.run_layers(plan.x, plan.batch, self._cache)
+            logits = self._decoder.logits(hidden)
+        earlier, plan.recording, plan.hidden, plan.logits = plan.recording, recording, hidden, logits
+        if earlier is not None:
+            plan.confirmed = earlier.same_values(recording)
+            if not plan.confirmed:
+                self.obstacle = "the calls of two steps differ in more than what their tensors hold"
+        if recording.obstacle is not None:
+            self.obstacle = recording.obstacle
+        if self.obstacle is not None:
+            self._plans.clear()
+        return hidden, logits
+
+
+def _new_plan(batch: ForwardBatch, x: Tensor, width: int) -> _Plan:
+    copies = {f.name: getattr(batch, f.name).clone() for f in fields(batch)}
+    groups, rows, _ = batch.block_tables.shape
+    copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
+    return _Plan(ForwardBatch(**copies), torch.empty_like(x))
+
+
+def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor) -> None:
+    """Put this step's operands where the recorded calls look for them."""
+    own = plan.batch
+    own.block_tables[:, :, : batch.block_tables.shape[2]].copy_(batch.block_tables)
+    for target, source in (
+        (plan.x, x),
+        (own.slots, batch.slots),
+        (own.seq_lens, batch.seq_lens),
+        (own.cos, batch.cos),
+        (own.sin, batch.sin),
+        (own.q_scale, batch.q_scale),
+        (own.score_scale, batch.score_scale),
+        (own.positions, batch.positions),
+        (own.input_ids, batch.input_ids),
+        (own.rotary_ids, batch.rotary_ids),
+        (own.first_position, batch.first_position),
+    ):
+        target.copy_(source)

@@ -1,0 +1,92 @@
+"""Reading safetensors without mapping them: the same tensors as the library reads, in place, and its refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.model.safetensors_file import read_tensors
+
+MODEL = Path(__file__).parents[2] / "models" / "demo"
+
+
+def nowhere(name: str, dtype: torch.dtype, shape: list[int]) -> None:
+    return None
+
+
+def test_every_type_and_shape_reads_as_the_library_reads_it(tmp_path: Path) -> None:
+    kinds = [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ]
+    shapes = [(), (0, 4), (3,), (5, 7), (2, 3, 4)]
+    tensors = {
+        f"{kind}-{shape}": (torch.randn(shape) * 50).to(kind) for kind in kinds for shape in shapes
+    }  # NaN-free, so equality is enough
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    expected = load_file(tmp_path / "x.safetensors")
+    found = dict(read_tensors(tmp_path / "x.safetensors", nowhere))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_a_tensor_goes_where_it_is_wanted(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(64, 8), "b": torch.randn(64, 8), "c": torch.randn(4).bfloat16()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    fused = torch.full((128, 8), float("nan"))
+    asked = {}
+
+    def place(name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor | None:
+        asked[name] = (dtype, shape)
+        return {"a": fused[:64], "b": fused[64:]}.get(name)
+
+    found = dict(read_tensors(tmp_path / "x.safetensors", place))
+    assert torch.equal(fused, torch.cat((tensors["a"], tensors["b"])))
+    assert found["b"].data_ptr() == fused[64:].data_ptr() and torch.equal(found["c"], tensors["c"])
+    assert asked == {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "empty"])
+def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.randn(64, 8)}, path)
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[:-5], "header": b"\xff" * 8 + content[8:], "empty": b""}[damage])
+    with pytest.raises((SafetensorError, OSError)):
+        list(read_tensors(path, nowhere))
+
+
+def test_loading_never_holds_the_weights_twice(tmp_path: Path) -> None:
+    """300 MB of weights: the peak grows by them and by little else, and neither transformers nor a mapped file joins."""
+    names = [f"w{i}" for i in range(10)]
+    save_file({name: torch.full((15 << 20,), 1.0, dtype=torch.bfloat16) for name in names}, tmp_path / "x.safetensors")
+    script = f"""
+import sys
+from pathlib import Path
+import torch
+import windlass.engine.core
+from windlass.engine.model.safetensors_file import read_tensors
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+before = peak()
+places = {{name: torch.empty(15 << 20, dtype=torch.bfloat16) for name in {names}}}
+total = sum(float(t[-1]) for _, t in read_tensors(Path({str(tmp_path / "x.safetensors")!r}), lambda n, d, s: places[n]))
+assert total == 10.0 and 'transformers' not in sys.modules
+print(peak() - before)
+"""
+    grown = int(subprocess.check_output([sys.executable, "-c", script], text=True)) * 1024
+    assert 300e6 < grown < 400e6
