@@ -12,6 +12,7 @@ from windlass.kernels.dispatch import (
     gated_activation,
     linear,
     move_cached_keys,
+    pack,
     paged_attention,
     reads_narrow_weights,
     rms_norm,
@@ -19,14 +20,18 @@ from windlass.kernels.dispatch import (
     rotate_and_append,
     soft_cap,
 )
+from windlass.kernels.packed import PackedRows, PackedWeight
 from windlass.kernels.pages import KVPages
 
 __all__ = [
     "KVPages",
+    "PackedRows",
+    "PackedWeight",
     "explain",
     "gated_activation",
     "linear",
     "move_cached_keys",
+    "pack",
     "paged_attention",
     "reads_narrow_weights",
     "rms_norm",

@@ -14,6 +14,7 @@ from windlass.kernels.cpu.ops import (
     silu_and_mul,
     soft_cap,
 )
+from windlass.kernels.cpu.packed import linear_packed, pack_rows
 from windlass.kernels.cpu.rotary import (
     move_cached_keys,
     move_refusal,
@@ -26,12 +27,14 @@ __all__ = [
     "Library",
     "attention_refusal",
     "gated_activation",
+    "linear_packed",
     "linear_refusal",
     "linear_small",
     "linear_widened",
     "load",
     "move_cached_keys",
     "move_refusal",
+    "pack_rows",
     "paged_attention_decode",
     "prefers",
     "rms_norm",
