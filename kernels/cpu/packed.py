@@ -18,26 +18,31 @@ def linear_packed(
     x: [M, K] in any float type, float32 in any row stride without a copy. bias: [N]. Returns [M, N] in x's dtype. Integer
     sums are exact and a row's bits depend on that row only. A row with NaN or infinity gives NaN. Raises ValueError.
     """
-    check(x.dim() == 2 and x.shape[1] == weight.columns, f"linear_packed: {tuple(x.shape)} by {tuple(weight.shape)}")
-    check(x.is_cpu and x.dtype in TYPE_CODES, f"linear_packed: x is {x.dtype} on {x.device}")
-    check(weight.data.is_contiguous() and weight.scales.is_contiguous(), "linear_packed: the weight is not contiguous")
+    # A decode step comes here some hundred times: messages are made only when they are needed.
+    columns, data, scales = weight.columns, weight.data, weight.scales
+    if x.dim() != 2 or x.shape[1] != columns or not x.is_cpu or x.dtype not in TYPE_CODES:
+        raise ValueError(
+            f"linear_packed: x is {x.dtype} {tuple(x.shape)} on {x.device}, the weight has {columns} columns"
+        )
+    check(data.is_contiguous() and scales.is_contiguous(), "linear_packed: the weight is not contiguous")
     check(bias is None or bias.shape == (weight.rows,), "linear_packed: the bias does not fit")
-    wide = x if x.dtype == torch.float32 and (x.stride(1) == 1 or x.shape[1] == 1) else x.float().contiguous()
+    wide = x if x.dtype == torch.float32 and (x.stride(1) == 1 or columns == 1) else x.float().contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
-    out = torch.empty((x.shape[0], weight.rows), dtype=torch.float32)
-    if out.numel():
+    rows = x.shape[0]
+    out = torch.empty((rows, weight.rows), dtype=torch.float32)
+    if rows and weight.rows:
         code = (library or load()).linear_packed(
             wide.data_ptr(),
             wide.stride(0),
-            weight.data.data_ptr(),
-            weight.scales.data_ptr(),
+            data.data_ptr(),
+            scales.data_ptr(),
             weight.bits,
             None if wide_bias is None else wide_bias.data_ptr(),
             out.data_ptr(),
             weight.rows,
-            x.shape[0],
+            rows,
             weight.rows,
-            weight.columns,
+            columns,
         )
         if code:
             raise MemoryError("linear_packed: no memory for the rounded activations")

@@ -30,6 +30,7 @@ constexpr long READY_QUADS = 128;     // of one panel, unpacked for many tiles: 
 constexpr long SHARED_ROWS = 8;       // from here on threads share the rounding of x, at the price of a barrier
 constexpr long X_BYTES = 256 << 10;   // of rounded x per pass, if that leaves enough rows
 constexpr long LEAST_PASS = 48, MOST_PASS = 192;
+constexpr long AHEAD = 3072;          // bytes of weight asked for in advance: left to the hardware, one row of x reads a third slower
 constexpr float TINY = 0x1p-100f;     // what is smaller counts as zero
 
 typedef int16_t vs __attribute__((vector_size(4 * W)));
@@ -152,6 +153,23 @@ INLINE vi round_scaled(vf x, float by) {
     return by == 0.0f ? vi{} : rounded;
 }
 
+// Lane i gets lane i + by, around the end.
+template <int by> INLINE vi rotated_lanes() {
+    vi from = {};
+    for (int i = 0; i < W; i++) from[i] = (i + by) % W;
+    return from;
+}
+template <int by = W / 2> INLINE uint32_t most_of(vu x) {
+    const vu other = __builtin_shuffle(x, (vu)rotated_lanes<by>()), both = x > other ? x : other;
+    if constexpr (by == 1) return both[0];
+    else return most_of<by / 2>(both);
+}
+template <int by = W / 2> INLINE int32_t total_of(vi x) {
+    const vi both = x + __builtin_shuffle(x, rotated_lanes<by>());
+    if constexpr (by == 1) return both[0];
+    else return total_of<by / 2>(both);
+}
+
 template <int BITS>
 static void round_row(const float *x, long K, long quads, long first, long end, long rows, uint8_t *values, float &scale,
                       int32_t &correction) {
@@ -163,8 +181,7 @@ static void round_row(const float *x, long K, long quads, long first, long end, 
         const vu bits = (vu)(k < whole ? load(x + k) : load_some(x + k, stop - k)) & 0x7fffffffu;
         top = bits > top ? bits : top;
     }
-    uint32_t most = 0;
-    for (int i = 0; i < W; i++) most = top[i] > most ? top[i] : most;
+    const uint32_t most = most_of(top);
     const float by = inverse_scale(float_of(most), most < 0x7f800000u, scale);
     vi total = {};
     for (long k = 4 * first; k < 4 * end; k += W) {
@@ -185,9 +202,7 @@ static void round_row(const float *x, long K, long quads, long first, long end, 
                 __builtin_memcpy(values + (k + i) * X * rows, (const char *)&narrow_q + i, 4);
         }
     }
-    int32_t sum_of = 0;
-    for (int i = 0; i < W; i++) sum_of += total[i];
-    correction = -int32_t(Packing<BITS>::OFFSET) * sum_of;
+    correction = -int32_t(Packing<BITS>::OFFSET) * total_of(total);
 }
 
 template <int BITS> static void round_tile(const PackedLinear &p, Tiles tiles, long t, const Rounded &to) {
@@ -244,6 +259,7 @@ template <bool READY, int MT> static NOINLINE void dot_eight(const uint8_t *w, c
     for (int v = 0; v < V; v++)
         for (int m = 0; m < MT; m++) acc[v][m] = fresh ? vi{} : *(const vi_any *)(sums + m * PANEL + v * W);
     for (long q = 0; q < quads; q++) {
+        if (!READY) __builtin_prefetch(w + AHEAD);
 #if WINDLASS_QUADS
         for (int v = 0; v < V; v++) {
             const vub raw = load_bytes(w + v * 4 * W), weight = READY ? raw : raw ^ 0x80;
@@ -290,6 +306,7 @@ static NOINLINE void dot_four(const uint8_t *w, const bf16 *w_scale, const uint8
             vi part[MT] = {};
 #endif
             for (int pair = 0; pair < GROUP / 8; pair++) {
+                if (!READY && v == 0) __builtin_prefetch(w + pair * QUAD_BYTES + AHEAD);
                 vub weight[2];
                 if (READY) {
                     weight[0] = load_bytes(w + 2 * pair * QUAD_BYTES + v * 4 * W);
@@ -372,6 +389,11 @@ static void multiply_panel(const PackedLinear &p, Tiles tiles, const Rounded &x,
         }
         for (long t = 0; t < tiles.count; t++) {
             const long begin = tiles.begin(t), rows = tiles.size(t);
+            if (READY) {  // fetch the next block meanwhile
+                const long bytes = units * P::STORED_BYTES, end = bytes * (t + 1) / tiles.count;
+                const uint8_t *next = stored + u * P::STORED_BYTES + bytes;
+                for (long i = round_up(bytes * t / tiles.count, 64); i < end; i += 64) __builtin_prefetch(next + i);
+            }
             const uint8_t *values = x.values + (begin * quads + u * P::QUADS * rows) * 4 * P::X;
             int32_t *to = sums + begin * PANEL;
             with_rows(rows, [&](auto count) {
