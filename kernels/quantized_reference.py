@@ -55,7 +55,8 @@ def quantize_four(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_groups(x: Tensor) -> Tensor:
-    return F.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    groups = -(-x.shape[1] // GROUP)
+    return F.pad(x, (0, -x.shape[1] % GROUP)).view(x.shape[0], groups, GROUP)
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:

@@ -4,6 +4,8 @@
 // -8 .. 7. Of several ranges that clip more or less, the one with the least squared error wins; given the integers, the
 // best scale is the least-squares fit. A row or group that holds NaN or infinity gets the scale NaN.
 
+namespace packed {
+
 constexpr int RANGES = 9;
 constexpr float NARROWEST = 7.0f, RANGE_STEP = 0.25f;  // the largest magnitude falls on 7 .. 9, of which 8 is kept
 
@@ -132,3 +134,5 @@ EXPORT int WINDLASS_NAME(pack_weight)(const void *source, long stride, int type,
     if (type == 1) return pack_rows_of((const bf16 *)source, stride, first, count, K, bits, data, scales);
     return pack_rows_of((const f16 *)source, stride, first, count, K, bits, data, scales);
 }
+
+}  // namespace packed

@@ -14,6 +14,8 @@
 // the sum of x is taken off again. On processors with vpmaddwd alone 8 bits reach twice the float32 rate and no more:
 // any way to split the bytes for vpmaddubsw costs as many instructions.
 
+namespace packed {
+
 #if defined(WINDLASS_VNNI)
 #define WINDLASS_QUADS 1
 #else
@@ -473,3 +475,5 @@ EXPORT int WINDLASS_NAME(linear_packed)(const float *x, long x_stride, const uin
     const PackedLinear p = {x, x_stride, data, scales, bias, out, out_stride, M, N, K, 0};
     return bits == 8 ? packed_all<8>(p) : packed_all<4>(p);
 }
+
+}  // namespace packed
