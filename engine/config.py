@@ -11,6 +11,7 @@ from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4"]
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16"}
@@ -26,6 +27,7 @@ class EngineConfig:
     max_waiting: requests that may wait before new ones are refused. kv_cache_memory: bytes for KV pages.
     block_size: tokens per KV block, a multiple of 16. threads: torch intra-op threads.
     cores: the only ones the engine may run on.
+    quantization: weights of 8 or 4 bits, quantized while they are loaded; none: as `dtype` says.
     rope_update: policy of requests that name none; None: `recompute` for longrope, `frozen` for everything else.
     deterministic: the bits of a row depend on nothing but its own sequence, at a price in speed.
     target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
@@ -35,6 +37,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
+    quantization: Quantization = "none"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048

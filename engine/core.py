@@ -135,8 +135,8 @@ def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
 def _namespace(model: LoadedModel) -> bytes:
     """What must agree for a cached block to mean the same: weights, dtypes, layout."""
     decoder = model.decoder
-    parts = (model.digest, str(decoder.dtype).encode(), str(model.cache_dtype).encode(), str(_LAYOUT_VERSION).encode())
-    return hashlib.sha256(b"\0".join(parts)).digest()
+    said = (decoder.quantization, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
+    return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in said)))).digest()
 
 
 def _plan(config: EngineConfig, model: LoadedModel) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ def _describe(
         dtype=dtype,
         weight_dtype=str(decoder.weight_dtype).removeprefix("torch."),
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
-        quantization=None,
+        quantization=decoder.quantization,
         device=str(decoder.device),
         num_parameters=decoder.num_parameters(),
         num_layers=len(spec.layers),

@@ -18,6 +18,7 @@ from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.weights import Progress, load_weights, matrix_dtypes, randomize_weights, weights_digest
 from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
 from windlass.engine.rotary.learned import with_learned_frequencies
+from windlass.kernels.packed import MAX_COLUMNS
 
 _SCALING_OPTION = "--rope-scaling"  # what an operator calls EngineConfig.rope_scaling
 
@@ -47,11 +48,14 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     spec = _with_server_scaling(spec, config)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, hf_config, device)
+    check_quantization(config, spec, device)
     cache_name = parse_cache_dtype(config.kv_cache_dtype)
     cache_dtype = dtype if cache_name == "auto" else _torch_dtype(cache_name)
     try:
         weight_dtype = choose_weight_dtype(config, hf_config, dtype, device)
-        decoder = Decoder(spec, dtype, device, weight_dtype, deterministic=config.deterministic)
+        decoder = Decoder(
+            spec, dtype, device, weight_dtype, quantization=config.quantization, deterministic=config.deterministic
+        )
         if config.load_format == "dummy":
             randomize_weights(decoder, config.seed, progress)
             digest = f"dummy {config.seed}".encode()
@@ -131,6 +135,20 @@ def choose_weight_dtype(
         return _torch_dtype(stored) if stored in ("bfloat16", "float16") else dtype
     found = matrix_dtypes(Path(config.model))
     return next(iter(found)) if len(found) == 1 and found <= {torch.bfloat16, torch.float16} else dtype
+
+
+def check_quantization(config: EngineConfig, spec: ModelSpec, device: torch.device) -> None:
+    """LoadError where quantized weights do not work: off the CPU, and for matrices wider than integer sums allow."""
+    if config.quantization == "none":
+        return
+    option = f"--quantization {config.quantization}"
+    if config.quantization not in ("int8", "int4"):
+        raise LoadError(f"{option} is not known: use none, int8 or int4")
+    if device.type != "cpu":
+        raise LoadError(f"{option} works on a CPU only so far: use --device cpu, or --quantization none on {device}")
+    widest = max(max(spec.hidden_size, layer.intermediate_size) for layer in spec.layers)
+    if widest > MAX_COLUMNS:
+        raise LoadError(f"{option} takes at most {MAX_COLUMNS} inputs a layer, this model has {widest}: use none")
 
 
 def _torch_dtype(name: str) -> torch.dtype:

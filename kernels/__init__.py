@@ -13,6 +13,7 @@ from windlass.kernels.dispatch import (
     gated_activation,
     linear,
     move_cached_keys,
+    pack,
     paged_attention,
     reads_narrow_weights,
     rms_norm,
@@ -20,16 +21,20 @@ from windlass.kernels.dispatch import (
     rotate_and_append,
     soft_cap,
 )
+from windlass.kernels.packed import PackedRows, PackedWeight
 from windlass.kernels.pages import SCALE_BYTES, KVPages
 
 __all__ = [
     "SCALE_BYTES",
     "KVPages",
+    "PackedRows",
+    "PackedWeight",
     "add_rms_norm",
     "explain",
     "gated_activation",
     "linear",
     "move_cached_keys",
+    "pack",
     "paged_attention",
     "reads_narrow_weights",
     "rms_norm",

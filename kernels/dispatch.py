@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.kernels import batched, cpu, reference, rowwise
+from windlass.kernels import batched, cpu, quantized_reference, reference, rowwise
+from windlass.kernels.packed import PackedRows, PackedWeight
 from windlass.kernels.pages import KVPages
 
 
@@ -28,11 +29,17 @@ def reads_narrow_weights() -> bool:
     return cpu.unavailable_reason() is None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, deterministic: bool = False
+) -> Tensor:
     """x @ weight.T + bias. x: [T, K], weight: [N, K] in x's dtype or a narrower one, bias: [N]. Returns [T, N] in x's dtype.
 
-    Sums are float32 on a CPU whatever the storage.
+    Sums are float32 on a CPU whatever the storage. A packed weight meets x rounded to 8 bits; its sums are integers, so a
+    row's bits depend on that row alone, deterministic or not.
     """
+    if isinstance(weight, PackedWeight):
+        compiled = cpu.unavailable_reason() is None
+        return (cpu.linear_packed if compiled else quantized_reference.linear)(x, weight, bias)
     if deterministic:
         return rowwise.linear(x, weight, bias) if cpu.linear_refusal(x, weight) else cpu.linear_small(x, weight, bias)
     if x.is_cpu:
@@ -41,6 +48,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, determinist
         if weight.dtype != torch.float32 and not (x.dtype == weight.dtype and _has_narrow_matrix_units()):
             return cpu.linear_widened(x, weight, bias)
     return F.linear(x, weight.to(x.dtype), bias)
+
+
+def pack(target: PackedRows, source: Tensor) -> None:
+    """Quantize source [rows, columns], any float type on the CPU, into rows of a packed weight."""
+    if cpu.unavailable_reason() is None:
+        cpu.pack_rows(target, source)
+    else:
+        quantized_reference.pack(target, source)
 
 
 @functools.cache

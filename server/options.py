@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, cast, get_type_hints
 import typer
 
 from windlass.engine.client.threads import split_cores
-from windlass.engine.config import EngineConfig, parse_cache_dtype, parse_dtype, parse_size
+from windlass.engine.config import EngineConfig, Quantization, parse_cache_dtype, parse_dtype, parse_size
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
@@ -58,6 +58,11 @@ class EngineOptions:
     kv_cache_dtype: Annotated[
         str, option("--kv-cache-dtype", panel=_engine, help="The same for cached keys and values, or int8.")
     ] = "auto"
+    quantization: Annotated[
+        str,
+        option("--quantization", panel=_engine, help="Weights of fewer bits, quantized while they load: none, int8 or "
+               "int4. Less memory and more speed on a CPU for a small loss of quality."),
+    ] = "none"  # fmt: skip
     load_format: Annotated[
         str, option("--load-format", panel=_engine, help="safetensors, or dummy: random weights, for benchmarks.")
     ] = "safetensors"
@@ -154,6 +159,8 @@ class EngineOptions:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
         if self.load_format not in ("safetensors", "dummy"):
             raise LoadError(f"--load-format must be safetensors or dummy, got {self.load_format!r}")
+        if self.quantization not in ("none", "int8", "int4"):
+            raise LoadError(f"--quantization must be none, int8 or int4, got {self.quantization!r}")
         if self.target_step_ms < 0:
             raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
         self.profiles()
@@ -166,6 +173,7 @@ class EngineOptions:
             device=self.device,
             dtype=_dtype("--dtype", self.dtype),
             kv_cache_dtype=_dtype("--kv-cache-dtype", self.kv_cache_dtype, parse_cache_dtype),
+            quantization=cast(Quantization, self.quantization),
             load_format=cast(Literal["safetensors", "dummy"], self.load_format),
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,

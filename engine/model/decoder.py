@@ -10,8 +10,12 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.config import Quantization
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.kernels import PackedWeight
+
+Weight = Tensor | PackedWeight
 
 
 @dataclass(slots=True)
@@ -19,11 +23,11 @@ class LayerWeights:
     """Weights of one layer, projections fused so that each input is read once. Norm weights are float32, offset applied."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(Hq + 2 Hkv) * D, hidden]
-    out: Tensor  # [hidden, Hq * D]
+    qkv: Weight  # [(Hq + 2 Hkv) * D, hidden]
+    out: Weight  # [hidden, Hq * D]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down: Tensor  # [hidden, intermediate]
+    gate_up: Weight  # [2 * intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
@@ -47,6 +51,8 @@ class Decoder:
     """Embedding, layers, final norm and head of one model, in one compute dtype on one device.
 
     Matrices may be stored narrower than they are computed with (weight_dtype); biases are stored in the compute dtype.
+    With a quantization the layers' matrices have its width and the head has 8 bits. An embedding of its own is only
+    gathered from, a row per token, and stays as it is; one tied to the head is the head's 8-bit rows.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class Decoder:
         device: torch.device,
         weight_dtype: torch.dtype | None = None,
         *,
+        quantization: Quantization = "none",
         deterministic: bool = False,
     ) -> None:
         """Allocate uninitialised weights; `weights.load_weights` or `weights.randomize_weights` fills them.
@@ -64,10 +71,12 @@ class Decoder:
         """
         self.spec, self.dtype, self.device = spec, dtype, device
         self.weight_dtype = weight_dtype or dtype
+        self.quantization: Quantization | None = None if quantization == "none" else quantization
         self.deterministic = deterministic
         hidden = spec.hidden_size
-        self.embedding = self._empty(spec.vocab_size, hidden)
-        self.head = self.embedding if spec.tied_embeddings else self._empty(spec.vocab_size, hidden)
+        head = self._head()
+        self.head: Weight = head
+        self.embedding: Weight = head if spec.tied_embeddings else self._empty(spec.vocab_size, hidden)
         self.final_norm = self._norm(hidden)
         self.layers = [self._allocate(layer) for layer in spec.layers]
         self._rotated_pairs = [group.base.rotary_dim // 2 for group in spec.rotary_groups]
@@ -76,6 +85,15 @@ class Decoder:
     def _empty(self, *shape: int) -> Tensor:
         dtype = self.weight_dtype if len(shape) > 1 else self.dtype
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _matrix(self, rows: int, columns: int) -> Weight:
+        if self.quantization is None:
+            return self._empty(rows, columns)
+        return PackedWeight.empty(rows, columns, 8 if self.quantization == "int8" else 4)
+
+    def _head(self) -> Weight:
+        rows, columns = self.spec.vocab_size, self.spec.hidden_size
+        return self._empty(rows, columns) if self.quantization is None else PackedWeight.empty(rows, columns, 8)
 
     def _norm(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self.device)
@@ -87,11 +105,11 @@ class Decoder:
         sandwich = layer.norms == "sandwich"
         return LayerWeights(
             input_norm=self._norm(hidden),
-            qkv=self._empty(qkv_size, hidden),
-            out=self._empty(hidden, q_size),
+            qkv=self._matrix(qkv_size, hidden),
+            out=self._matrix(hidden, q_size),
             mlp_norm=self._norm(hidden),
-            gate_up=self._empty(2 * layer.intermediate_size, hidden),
-            down=self._empty(hidden, layer.intermediate_size),
+            gate_up=self._matrix(2 * layer.intermediate_size, hidden),
+            down=self._matrix(hidden, layer.intermediate_size),
             qkv_bias=self._empty(qkv_size) if attention.qkv_bias else None,
             out_bias=self._empty(hidden) if attention.out_bias else None,
             gate_up_bias=self._empty(2 * layer.intermediate_size) if layer.mlp_bias else None,
@@ -109,7 +127,7 @@ class Decoder:
 
     def embed(self, batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
         """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied."""
-        x = self.embedding[batch.input_ids].to(self.dtype)  # [T, hidden]
+        x = self._embed(batch.input_ids)  # [T, hidden]
         if self.spec.embedding_scale != 1.0:
             # Rounded to the compute dtype first, as the reference implementation does.
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
@@ -147,6 +165,10 @@ class Decoder:
             for group, pairs in enumerate(self._rotated_pairs)
         ]
         return _SharedInputs(groups, list(batch.slots.unbind(0)), list(batch.block_tables.unbind(0)))
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        table = self.embedding
+        return (table.dequantize(ids) if isinstance(table, PackedWeight) else table[ids]).to(self.dtype)
 
     def _attention(
         self,
@@ -207,7 +229,7 @@ class Decoder:
             return counts.float().log1p()
         return torch.tensor([math.log1p(n) for n in counts.tolist()], dtype=torch.float32, device=counts.device)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return kernels.linear(x, weight, bias, deterministic=self.deterministic)
 
     def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -221,10 +243,10 @@ class Decoder:
         return sum(t.numel() for t in self.tensors())
 
     def weight_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        return sum(t.nbytes for t in self.tensors())
 
-    def tensors(self) -> list[Tensor]:
-        """Every distinct weight tensor."""
+    def tensors(self) -> list[Weight]:
+        """Every distinct weight."""
         head = [] if self.spec.tied_embeddings else [self.head]
         layers = [getattr(w, name) for w in self.layers for name in LayerWeights.__slots__]
         return [self.embedding, *head, self.final_norm, *(t for t in layers if t is not None)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from windlass import kernels
 from windlass.engine.errors import LoadError
-from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.decoder import Decoder, Weight
 from windlass.engine.model.safetensors_file import Place, read_tensors
 from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.kernels import PackedRows, PackedWeight
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,14 +48,42 @@ _NORM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a checkpoint tensor goes: a view of a decoder tensor. offset is added once it is there (Gemma's 1 + w).
+    """Where a checkpoint tensor goes: a view of a decoder tensor, or rows of a packed weight, quantized on their way.
+
+    offset is added once it is there (Gemma's 1 + w); packed weights take none.
 
     rows: which row of the checkpoint's tensor becomes each row of the view; None: in order.
     """
 
-    view: Tensor
+    view: Tensor | PackedRows
     offset: float = 0.0
     rows: Tensor | None = None
+
+    def fill(self, tensor: Tensor) -> None:
+        """Take over a checkpoint's tensor of the view's shape."""
+        ordered = tensor if self.rows is None else tensor[self.rows]
+        if isinstance(self.view, PackedRows):
+            kernels.pack(self.view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
+            return
+        if ordered is not self.view:  # else the reader has put it there already
+            self.view.copy_(ordered)
+        if self.offset:
+            self.view.add_(self.offset)
+
+
+_PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _whole(weight: Weight) -> Tensor | PackedRows:
+    return weight.narrow(0, weight.shape[0]) if isinstance(weight, PackedWeight) else weight
+
+
+def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | PackedRows]:
+    """Views of consecutive rows, of these sizes."""
+    if isinstance(weight, PackedWeight):
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [weight.narrow(start, size) for start, size in zip(starts, sizes, strict=True)]
+    return list(torch.split(weight, list(sizes)))
 
 
 def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
@@ -72,11 +102,11 @@ def _targets(decoder: Decoder) -> dict[str, _Target]:
     spec = decoder.spec
     offset = spec.norm_offset
     result = {
-        "model.embed_tokens.weight": _Target(decoder.embedding),
+        "model.embed_tokens.weight": _Target(_whole(decoder.embedding)),
         "model.norm.weight": _Target(decoder.final_norm, offset),
     }
     if not spec.tied_embeddings:
-        result["lm_head.weight"] = _Target(decoder.head)
+        result["lm_head.weight"] = _Target(_whole(decoder.head))
     for i, (layer, w) in enumerate(zip(spec.layers, decoder.layers, strict=True)):
         prefix = f"model.layers.{i}."
         for suffix, qkv, gate_up, out, down in (
@@ -87,14 +117,14 @@ def _targets(decoder: Decoder) -> dict[str, _Target]:
             if qkv is not None:
                 parts |= _qkv_targets(spec, layer, qkv)
             if gate_up is not None and spec.checkpoint.fused_gate_up:
-                parts["mlp.gate_up_proj"] = _Target(gate_up)
+                parts["mlp.gate_up_proj"] = _Target(_whole(gate_up))
             elif gate_up is not None:
-                gate, up = gate_up.chunk(2)
+                gate, up = _split(gate_up, [gate_up.shape[0] // 2] * 2)
                 parts |= {"mlp.gate_proj": _Target(gate), "mlp.up_proj": _Target(up)}
             if out is not None:
-                parts["self_attn.o_proj"] = _Target(out)
+                parts["self_attn.o_proj"] = _Target(_whole(out))
             if down is not None:
-                parts["mlp.down_proj"] = _Target(down)
+                parts["mlp.down_proj"] = _Target(_whole(down))
             result |= {f"{prefix}{name}.{suffix}": target for name, target in parts.items()}
         norms = {name: getattr(w, ours) for ours, name in _NORM_NAMES[spec.checkpoint.norms].items()}
         # A norm's weights apply to rotated dims as the checkpoint numbers them.
@@ -114,19 +144,19 @@ def _order(spec: ModelSpec, layer: LayerSpec, num_heads: int) -> Tensor | None:
     return half_split_order(num_heads, layer.attention.head_dim, spec.rotary_groups[group].base.rotary_dim)
 
 
-def _qkv_targets(spec: ModelSpec, layer: LayerSpec, qkv: Tensor) -> dict[str, _Target]:
+def _qkv_targets(spec: ModelSpec, layer: LayerSpec, qkv: Weight) -> dict[str, _Target]:
     """Query, key and value projections (or their biases) inside the decoder's fused tensor [(Hq + 2 Hkv) * D, …]."""
     attention = layer.attention
     heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
     orders = _order(spec, layer, heads), _order(spec, layer, kv_heads), None
     if not spec.checkpoint.fused_qkv:
-        views = torch.split(qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
+        views = _split(qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
         names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         return {n: _Target(view, rows=rows) for n, view, rows in zip(names, views, orders, strict=True)}
     rows = _order(spec, layer, heads + kv_heads)  # the heads of q, then those of k
     if rows is not None:
         rows = torch.cat((rows, torch.arange(len(rows), qkv.shape[0])))
-    return {"self_attn.qkv_proj": _Target(qkv, rows=rows)}
+    return {"self_attn.qkv_proj": _Target(_whole(qkv), rows=rows)}
 
 
 def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = None) -> None:
@@ -140,9 +170,11 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
 
     def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
         target = targets.get(name)
-        if target is None or target.rows is not None or not (target.view.is_cpu and target.view.is_contiguous()):
+        if target is None or target.rows is not None or isinstance(target.view, PackedRows):
             return None
-        return target.view if target.view.dtype == dtype and list(target.view.shape) == shape else None
+        view = target.view
+        fits = view.dtype == dtype and list(view.shape) == shape and view.is_cpu and view.is_contiguous()
+        return view if fits else None
 
     for name, tensor, size in _read(files, place):
         done += size
@@ -163,10 +195,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
             )
         if not tensor.dtype.is_floating_point:
             raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
-        if tensor is not target.view:
-            target.view.copy_(tensor if target.rows is None else tensor[target.rows])
-        if target.offset:
-            target.view.add_(target.offset)
+        target.fill(tensor)
         remaining.discard(name)
         if progress:
             progress("loading weights", done, total)
@@ -175,11 +204,20 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         raise LoadError(
             f"{directory}: {len(remaining)} tensors are missing, for example {first}: the checkpoint is incomplete"
         )
-    if tied_copy is not None and not torch.equal(tied_copy.to(decoder.embedding), decoder.embedding):
+    if tied_copy is not None and not _equals(tied_copy, decoder.embedding):
         raise LoadError(
             f"{directory}: lm_head.weight differs from the embedding although the model ties them: set "
             '"tie_word_embeddings": false in config.json to use it, or remove the tensor'
         )
+
+
+def _equals(tensor: Tensor, weight: Weight) -> bool:
+    """Whether filling the weight from this tensor would leave it as it is."""
+    if not isinstance(weight, PackedWeight):
+        return torch.equal(tensor.to(weight), weight)
+    again = PackedWeight.empty(weight.rows, weight.columns, weight.bits)
+    _Target(_whole(again)).fill(tensor)
+    return torch.equal(again.data, weight.data) and torch.equal(again.scales, weight.scales)
 
 
 def _read(files: list[Path], place: Place) -> Iterator[tuple[str, Tensor, int]]:
@@ -244,7 +282,9 @@ def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = N
     generator = torch.Generator(device=decoder.device).manual_seed(seed)
     tensors = decoder.tensors()
     for i, tensor in enumerate(tensors):
-        if tensor.dim() == 1:
+        if isinstance(tensor, PackedWeight):
+            _randomize_packed(tensor, generator)
+        elif tensor.dim() == 1:
             tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator, device=tensor.device))
         else:
             # Uniform is several times quicker to draw than normal; the variance is that of 1 / fan-in.
@@ -252,3 +292,16 @@ def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = N
             tensor.uniform_(-bound, bound, generator=generator)
         if progress:
             progress("making random weights", i + 1, len(tensors))
+
+
+def _randomize_packed(weight: PackedWeight, generator: torch.Generator) -> None:
+    """Random integers, all equally likely, under scales that give the variance of 1 / fan-in."""
+    # Eight bytes at a draw. -128 becomes a -127, as quantizing never gives it.
+    weight.data.view(-1).view(torch.int64).random_(generator=generator)
+    if weight.bits == 8:
+        signed = weight.data.view(torch.int8)
+        torch.maximum(signed, torch.tensor(-127, dtype=torch.int8), out=signed)
+    steps = 255.0 if weight.bits == 8 else 16.0
+    scale = (12.0 / weight.columns) ** 0.5 / steps
+    spread = torch.rand(weight.scales.shape, generator=generator).add_(0.5)
+    weight.scales.copy_(spread.mul_(scale))

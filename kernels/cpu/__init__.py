@@ -13,6 +13,7 @@ from windlass.kernels.cpu.ops import (
     silu_and_mul,
     soft_cap,
 )
+from windlass.kernels.cpu.packed import linear_packed, pack_rows
 from windlass.kernels.cpu.recording import Recording, record
 from windlass.kernels.cpu.rotary import (
     move_cached_keys,
@@ -27,12 +28,14 @@ __all__ = [
     "Recording",
     "attention_refusal",
     "gated_activation",
+    "linear_packed",
     "linear_refusal",
     "linear_small",
     "linear_widened",
     "load",
     "move_cached_keys",
     "move_refusal",
+    "pack_rows",
     "paged_attention_decode",
     "paged_attention_prefill",
     "prefers",

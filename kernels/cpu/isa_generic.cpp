@@ -15,14 +15,17 @@
 #endif
 #include "kernels.h"
 
-// level: 0 generic, 1 avx2, 2 avx512.
+// level: 0 generic, 1 avx2, 2 avx2_vnni, 3 avx512, 4 avx512_vnni.
 EXPORT int windlass_can_run(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (level == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (level == 2)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (level == 1) return avx2;
+    if (level == 2) return avx2 && __builtin_cpu_supports("avxvnni");
+    if (level == 3) return avx512;
+    if (level == 4) return avx512 && __builtin_cpu_supports("avx512vnni");
 #endif
     return level == 0;
 }

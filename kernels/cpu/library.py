@@ -19,7 +19,10 @@ from pathlib import Path
 import torch  # loads libgomp, which the library below then shares
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
-ISAS = ("generic", "avx2", "avx512")  # worst to best; the index is the level in windlass_can_run
+# Worst to best; the index is the level in windlass_can_run. One that ends in _VNNI has functions of its own where the
+# instructions serve; the others are those of the set without them.
+ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni")
+_VNNI = "_vnni"
 
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
@@ -30,6 +33,8 @@ _TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
 
 _SIGNATURES: dict[str, list[type]] = {
     "linear": [*_TENSOR2, *_TENSOR2, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
+    "linear_packed": [*(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER), *(_POINTER, _LONG, _LONG, _LONG, _LONG)],
+    "pack_weight": [*(_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER)],
     "rotate_and_append": [
         *(*_TENSOR3, *_TENSOR3, *_TENSOR3, _INT),  # q, k, v
         *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
@@ -93,6 +98,8 @@ class Library:
     path: Path
     isa: str
     linear: Function
+    linear_packed: Function
+    pack_weight: Function
     rotate_and_append: Function
     move_cached_keys: Function
     rotate_and_append_int8: Function
@@ -123,7 +130,8 @@ def bind(path: Path, isa: str) -> Library:
     handle = ctypes.CDLL(str(path))
     functions: dict[str, Function] = {}
     for name, arguments in _SIGNATURES.items():
-        function = getattr(handle, f"windlass_{name}_{isa}")
+        own = f"windlass_{name}_{isa}"
+        function = getattr(handle, own if hasattr(handle, own) else f"windlass_{name}_{isa.removesuffix(_VNNI)}")
         function.argtypes = arguments
         function.restype = ctypes.c_int
         functions[name] = function
@@ -136,7 +144,7 @@ def runnable(path: Path) -> tuple[str, ...]:
     return tuple(
         isa
         for level, isa in enumerate(ISAS)
-        if hasattr(handle, f"windlass_linear_{isa}") and handle.windlass_can_run(level)
+        if hasattr(handle, f"windlass_linear_packed_{isa}") and handle.windlass_can_run(level)
     )
 
 

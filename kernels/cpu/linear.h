@@ -14,8 +14,6 @@ constexpr int ONE_NT = 6, TWO_NT = 4;  // weight rows against one or two rows of
 constexpr int STEP = 2 * W;      // elements of K per turn of the inner loop
 constexpr long K_BLOCK = 1024;   // elements of K that stay in L1; a multiple of STEP
 constexpr long MAX_ROWS = 48;    // rows of x per pass over the weight
-constexpr long CHUNK_BYTES = 192 << 10;  // of weight, the unit threads take
-constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second thread costs more than it gives
 
 // One half of STEP weights. Two bfloat16 lie in one 32-bit lane: the even ones are the first half, the odd ones the
 // second, and pack_rows() lays x out likewise.
@@ -32,13 +30,6 @@ template <int half> INLINE vf load_half(const bf16 *p) {
 }
 template <class T> struct pairs_interleaved { static constexpr bool value = false; };
 template <> struct pairs_interleaved<bf16> { static constexpr bool value = true; };
-
-// Rows of x split as evenly as can be over tiles of at most MAX_MT rows.
-struct Tiles {
-    long rows, count;
-    INLINE_MEMBER long begin(long t) const { return rows * t / count; }
-    INLINE_MEMBER long size(long t) const { return begin(t + 1) - begin(t); }
-};
 
 // packed[k block][tile][step][row of the tile][STEP], float32, K padded with zeros to whole steps.
 template <class TX, bool interleaved>

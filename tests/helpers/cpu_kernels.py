@@ -17,30 +17,32 @@ from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
 
 FORMS = ("generic", "avx2", "avx512", "16 lanes")
+# Where products with quantized weights have code of their own.
+PACKED_FORMS = (*FORMS, "avx2_vnni", "avx512_vnni", "16 lanes vnni")
 
 
 @functools.cache
-def _portable() -> Library:
-    """The 16-lane code of the AVX-512 file, compiled without its instructions so that any processor runs it."""
+def _portable() -> Path:
+    """The 16-lane code of the AVX-512 files, compiled without their instructions so that any processor runs it."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to build the 16-lane kernels with")
     target = Path(tempfile.mkdtemp()) / "portable.so"
-    source = Path(library.__file__).parent / "isa_avx512.cpp"
+    sources = [str(Path(library.__file__).parent / f"isa_{name}.cpp") for name in ("avx512", "avx512_vnni")]
     flags = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
-    subprocess.run([compiler, *flags, str(source), "-o", str(target)], check=True, timeout=120)
-    return library.bind(target, "avx512")
+    subprocess.run([compiler, *flags, *sources, "-o", str(target)], check=True, timeout=120)
+    return target
 
 
 @functools.cache
 def kernels(form: str) -> Library:
-    """One of FORMS; skips the calling test where this machine cannot run it."""
+    """One of FORMS or PACKED_FORMS; skips the calling test where this machine cannot run it."""
     path = library.find()
     if path is None:
         assert shutil.which("g++") is None, "g++ is here, yet the CPU kernels were not compiled: reinstall windlass"
         pytest.skip("the CPU kernels were not compiled, there is no g++")
-    if form == "16 lanes":
-        return _portable()
+    if form.startswith("16 lanes"):
+        return library.bind(_portable(), "avx512_vnni" if form.endswith("vnni") else "avx512")
     if form not in library.runnable(path):
         pytest.skip(f"this processor has no {form}")
     return library.bind(path, form)

@@ -1,0 +1,27 @@
+// Products with weights of 8 and 4 bits for x86-64 with AVX-512 VNNI (Cascade Lake, Zen 4 and later): the rest is isa_avx512.cpp's.
+// WINDLASS_PORTABLE builds the same code without the instructions, so that any processor can test it.
+
+#if defined(__x86_64__) || defined(WINDLASS_PORTABLE)
+#include <cstdint>
+#include <cstdlib>
+
+#include <omp.h>
+
+#if !defined(WINDLASS_PORTABLE)
+#include <immintrin.h>
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
+#define WINDLASS_F16C
+#define WINDLASS_FMA
+#endif
+#define WINDLASS_ISA avx512_vnni
+#define WINDLASS_LANES 16
+#define WINDLASS_REGISTERS 32
+#define WINDLASS_VNNI
+#include "names.h"
+
+namespace {
+#include "simd.h"
+#include "tiles.h"
+#include "quantized.h"
+}  // namespace
+#endif
