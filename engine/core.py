@@ -26,7 +26,6 @@ from windlass.engine.model.weights import Progress
 from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
 from windlass.engine.rotary.policy import RotaryPlan, make_plan
-from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.runner import Runner
 from windlass.engine.sampler import Sampler
@@ -83,10 +82,6 @@ class EngineCore:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
         self.scheduler.add(request, self.plan_rotation(request))
-
-    def resolve_specs(self, request: EngineRequest) -> tuple[RotarySpec, ...]:
-        """The specs of the request's prompt, one per rotary group."""
-        return self.plan_rotation(request).stage(len(request.prompt_token_ids)).specs
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""

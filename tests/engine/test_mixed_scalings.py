@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers.engines import Finished, greedy, make_core, run
+from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -85,7 +85,7 @@ def test_sixteen_requests_under_eight_scalings_are_each_as_if_alone_and_as_in_tr
     for i, request in enumerate(requests()):
         result = together[f"r{i}", 0]
         kind = list(SCALINGS)[i % 8]
-        (spec,) = core.resolve_specs(request)
+        (spec,) = specs_of(core, request)
         report = result.outputs[-1].rotary
         assert report is not None and report.fingerprint == spec.fingerprint
         length = report.effective_length or len(request.prompt_token_ids) + 10

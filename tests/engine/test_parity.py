@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.engines import Finished, greedy, make_core, run
+from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.tiny_models import FAMILIES, Reference, make_model
 
 from windlass.engine.core import EngineCore
@@ -29,7 +29,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def reference_for(core: EngineCore, directory: Path, request: EngineRequest) -> Reference:
     names = [group.name for group in core.runner.decoder.spec.rotary_groups]
-    return Reference(directory, core.resolve_specs(request), names)
+    return Reference(directory, specs_of(core, request), names)
 
 
 def check(core: EngineCore, directory: Path, request: EngineRequest, result: Finished) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import greedy, make_core, run
+from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
@@ -164,6 +164,6 @@ def test_rotary_groups_of_different_width(tmp_path: Path, monkeypatch: pytest.Mo
     assert [group.base.rotary_dim for group in core.runner.decoder.spec.rotary_groups] == [16, 8]
     request = greedy("a", range(3, 40), 6)
     result = run(core, [request])["a", 0]
-    reference = Reference(model, core.resolve_specs(request), ["full_attention", "sliding_attention"])
+    reference = Reference(model, specs_of(core, request), ["full_attention", "sliding_attention"])
     expected = reference.logits(request.prompt_token_ids + result.token_ids)[36:-1]
     assert (torch.stack(result.logits) - expected).abs().max() / expected.abs().max() < 1e-5

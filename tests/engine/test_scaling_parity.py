@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import greedy, make_core, run
+from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.errors import LoadError, RequestError
@@ -66,7 +66,7 @@ def test_config_server_and_request_agree_with_transformers(kind: str, plain: Pat
         "server": (make_core(plain, rope_scaling=scaling), request),
         "request": (make_core(plain), greedy("a", prompt, 10, rope_scaling=scaling)),
     }
-    specs = cores["config"][0].resolve_specs(request)
+    specs = specs_of(cores["config"][0], request)
     reference = Reference(scaled, specs, ["full_attention"])
     # Below M the frozen dynamic frequencies are the plain ones, as in transformers; the others do not depend on length
     # but longrope, whose long factors transformers takes up past the original length.
@@ -109,7 +109,7 @@ def test_every_kind_under_every_pairing(family: str, tmp_path: Path) -> None:
     requests["small"] = greedy("small", prompt, 6, rope_scaling=small)
     results = run(core, requests.values())
     for kind, request in requests.items():
-        specs = core.resolve_specs(request)
+        specs = specs_of(core, request)
         assert len(specs[0].inv_freq) == PAIRS[family]
         logits = Reference(model, specs, ["full_attention"]).logits(prompt + results[kind, 0].token_ids)[49:-1]
         assert (torch.stack(results[kind, 0].logits) - logits).abs().max() / logits.abs().max() < 1e-5
@@ -142,7 +142,7 @@ def test_two_scalings_in_one_batch_share_nothing(plain: Path) -> None:
         assert (results[name, 0].logits[0] - first).abs().max() / first.abs().max() > 1e-2
     for name, request in requests.items():
         result = results[name, 0]
-        reference = Reference(plain, core.resolve_specs(request), ["full_attention"])
+        reference = Reference(plain, specs_of(core, request), ["full_attention"])
         logits = reference.logits(prompt + result.token_ids)[39:-1]
         assert (torch.stack(result.logits) - logits).abs().max() / logits.abs().max() < 1e-5
         assert result.outputs[0].cached_tokens == 0

@@ -12,6 +12,7 @@ import torch
 from windlass.engine.config import EngineConfig
 from windlass.engine.core import EngineCore
 from windlass.engine.request import EngineRequest, RequestOutput, SamplingParams
+from windlass.engine.rotary.scaling import RotarySpec
 
 
 @dataclass
@@ -41,6 +42,11 @@ def greedy(request_id: str, prompt: Iterable[int], max_tokens: int = 8, **fields
     sampling = {k: fields.pop(k) for k in list(fields) if k in SamplingParams.__slots__}
     params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **sampling})
     return EngineRequest(request_id, list(prompt), params, **fields)
+
+
+def specs_of(core: EngineCore, request: EngineRequest) -> tuple[RotarySpec, ...]:
+    """What the request's prompt runs under, one spec per rotary group."""
+    return core.plan_rotation(request).stage(len(request.prompt_token_ids)).specs
 
 
 def run(core: EngineCore, requests: Iterable[EngineRequest], max_steps: int = 5000) -> dict[tuple[str, int], Finished]:

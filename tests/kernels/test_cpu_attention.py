@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
+from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
 from windlass.kernels import cpu
 from windlass.kernels.cpu.library import Library
@@ -14,20 +14,6 @@ from windlass.kernels.cpu.library import Library
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What rounding the result to q's dtype may add.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest) -> Library:
-    return kernels(request.param)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """torch.empty hands out NaN, so an output element that is never written shows."""
-    torch.manual_seed(11)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Case:

@@ -10,27 +10,13 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
+from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
 from windlass.kernels import cpu
 from windlass.kernels.cpu.library import Library
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest) -> Library:
-    return kernels(request.param)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """torch.empty hands out NaN, so an output element that is never written shows."""
-    torch.manual_seed(5)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def assert_near(got: torch.Tensor, want: torch.Tensor, slack: float = 1e-6) -> None:

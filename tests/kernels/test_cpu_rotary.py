@@ -21,20 +21,6 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 TWO_PI = Fraction("6.28318530717958647692528676655900576839433879875021164194989")
 
 
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest) -> Library:
-    return kernels(request.param)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """torch.empty hands out NaN, so an output element that is never written shows."""
-    torch.manual_seed(5)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 # -- angles --------------------------------------------------------------------------------------------------------
 
 

@@ -15,16 +15,6 @@ from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
 
 
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest) -> Library:
-    return kernels(request.param)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(17)
-
-
 def int8_pages(kv_heads: int, dim: int, value_dim: int, blocks: int = 6, size: int = 8) -> KVPages:
     """Random codes and scales."""
     codes = (torch.randint(-127, 128, (blocks, size, kv_heads, d)).to(torch.int8) for d in (dim, value_dim))

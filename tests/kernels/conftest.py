@@ -1,0 +1,25 @@
+"""What every kernel test starts from: the forms of the compiled kernels, random numbers that repeat, poisoned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.cpu_kernels import FORMS, kernels
+
+from windlass.kernels.cpu.library import Library
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Library:
+    return kernels(request.param)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs() -> Iterator[None]:
+    """torch.empty hands out NaN, so an output element that is never written shows."""
+    torch.manual_seed(11)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
