@@ -1,0 +1,210 @@
+"""What a load test leaves behind: one record per request, and the summary made of them. Reads and writes their JSON.
+
+Knows no HTTP and no clock. Times inside records are seconds from the start of the measured part of the run; a summary
+is in milliseconds, as its field names say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = "windlass-bench/1"
+PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """One request as it went.
+
+    outcome: "completed", or the kind of failure (a key of the report's `errors`); message: its detail. intended: when
+    the schedule wanted it sent; sent: when it was. chunks: arrival of each chunk that carried tokens; ended: when the
+    stream closed or failed. output_tokens: what the server's usage says, else the chunks. label: which part of a mixed
+    workload, such as the name of a rotary scaling or a turn of a chat.
+    """
+
+    index: int
+    intended: float
+    sent: float | None = None
+    chunks: tuple[float, ...] = ()
+    ended: float | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    outcome: str = "completed"
+    message: str | None = None
+    label: str | None = None
+    request_id: str | None = None
+
+    @property
+    def completed(self) -> bool:
+        """Whether it ended properly: a finish reason, `[DONE]`, no error."""
+        return self.outcome == "completed"
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """First token from the intended send, so that waiting for a late generator counts."""
+        return (self.chunks[0] - self.intended) * 1000 if self.chunks else None
+
+    @property
+    def ttft_actual_ms(self) -> float | None:
+        """First token from the actual send."""
+        return (self.chunks[0] - self.sent) * 1000 if self.chunks and self.sent is not None else None
+
+    @property
+    def e2el_ms(self) -> float | None:
+        """The whole request from the intended send."""
+        return (self.ended - self.intended) * 1000 if self.ended is not None else None
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token after the first: (latency - TTFT) / (tokens - 1), to the last token."""
+        if self.output_tokens < 2 or not self.chunks:
+            return None
+        return (self.chunks[-1] - self.chunks[0]) * 1000 / (self.output_tokens - 1)
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """The gaps between its chunks: what inter-token latency pools over all requests."""
+        return [(b - a) * 1000 for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+
+    @property
+    def lag_ms(self) -> float | None:
+        """How much later than intended it was sent."""
+        return None if self.sent is None else (self.sent - self.intended) * 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """Mean and percentiles of one measure; all None where nothing was measured."""
+
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Summary:
+        """Percentiles by linear interpolation between order statistics, as numpy's default has it."""
+        known = sorted(value for value in values if value is not None)
+        if not known:
+            return cls()
+        return cls(
+            mean=math.fsum(known) / len(known), **{f"p{percent}": percentile(known, percent) for percent in PERCENTILES}
+        )
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The percentile of an ascending, non-empty sequence, linear between order statistics."""
+    place = (len(ordered) - 1) * percent / 100
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """One measured run.
+
+    records: all requests that were begun or failed to begin. duration_s: from the first intended send to the last end.
+    offered_rate: requests per second the schedule asked for, None in a closed loop. settings: what was asked for.
+    server: what the server says of itself. server_metrics: changes of its counters and last gauges. slo: limits in ms
+    by measure (ttft, tpot, itl, e2el), empty for none. generator: how the load generator itself fared, with `limited`
+    true where it, not the server, was the limit. interrupted: it was cut short and holds what came before.
+    """
+
+    records: tuple[RequestRecord, ...]
+    duration_s: float
+    offered_rate: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    server: Mapping[str, Any] = field(default_factory=dict)
+    server_metrics: Mapping[str, float] = field(default_factory=dict)
+    slo: Mapping[str, float] = field(default_factory=dict)
+    generator: Mapping[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+    started_at: str | None = None  # ISO 8601
+
+    @property
+    def completed(self) -> list[RequestRecord]:
+        return [record for record in self.records if record.completed]
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failures by kind."""
+        return dict(Counter(record.outcome for record in self.records if not record.completed))
+
+    def meets_slo(self, record: RequestRecord) -> bool:
+        """Whether a request completed inside every limit of `slo`; its own p99 of gaps stands for itl."""
+        if not record.completed:
+            return False
+        measured = {
+            "ttft": record.ttft_ms,
+            "tpot": record.tpot_ms,
+            "itl": Summary.of(record.gaps_ms).p99,
+            "e2el": record.e2el_ms,
+        }
+        return all(value is None or value <= self.slo[name] for name, value in measured.items() if name in self.slo)
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the run as plain data: the top level of its JSON."""
+        done = self.completed
+        per_second = 1 / self.duration_s if self.duration_s > 0 else 0.0
+        output_tokens = sum(record.output_tokens for record in done)
+        return {
+            "completed": len(done),
+            "failed": len(self.records) - len(done),
+            "errors": self.errors,
+            "duration_s": self.duration_s,
+            "input_tokens": sum(record.input_tokens for record in done),
+            "output_tokens": output_tokens,
+            "output_tokens_per_second": output_tokens * per_second,
+            "request_rate": len(done) * per_second,
+            "offered_rate": self.offered_rate,
+            "goodput": sum(map(self.meets_slo, done)) * per_second if self.slo else None,
+            "ttft_ms": asdict(Summary.of(record.ttft_ms for record in done)),
+            "ttft_actual_ms": asdict(Summary.of(record.ttft_actual_ms for record in done)),
+            "tpot_ms": asdict(Summary.of(record.tpot_ms for record in done)),
+            "itl_ms": asdict(Summary.of(gap for record in done for gap in record.gaps_ms)),
+            "e2el_ms": asdict(Summary.of(record.e2el_ms for record in done)),
+            "schedule_lag_ms": asdict(Summary.of(record.lag_ms for record in self.records)),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object of the run, requests included."""
+        rest = ("settings", "server", "server_metrics", "slo", "generator", "interrupted", "started_at")
+        return {
+            "format": FORMAT,
+            **self.summary(),
+            **{name: getattr(self, name) for name in rest},
+            "requests": [asdict(record) for record in self.records],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunResult:
+        """The run behind such an object. Raises ValueError naming what is not as it should be."""
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise ValueError(f"not the JSON of a load test (its `format` should be {FORMAT!r})")
+        try:
+            records = tuple(
+                RequestRecord(**{**entry, "chunks": tuple(entry.get("chunks", ()))}) for entry in data["requests"]
+            )
+            names = set(cls.__slots__) - {"records"}  # type: ignore[attr-defined]
+            return cls(records=records, **{name: data[name] for name in names if name in data})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the JSON of this load test cannot be read: {error}") from error
+
+
+def write_json(result: RunResult, path: Path) -> None:
+    """Write the run's JSON object to `path`. Raises OSError."""
+    path.write_text(json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> RunResult:
+    """Read a run back. Raises OSError, or ValueError saying what is wrong with the file."""
+    return RunResult.from_dict(json.loads(path.read_text(encoding="utf-8")))
