@@ -1,19 +1,25 @@
 // Attention of one new token per sequence over its paged keys and values: "flash decoding".
 //
-// The keys of a sequence are cut at absolute multiples of SPLIT; each (sequence, cut, kv head) is a unit that any thread
-// may take, with a running maximum and sum over CHUNK keys at a time. Cuts are merged in order by their log-sum-exp, so
-// a sequence's result depends on its own length only, never on its neighbours or the number of threads. The queries
-// that share a kv head share its loads. Only keys a query sees are ever read, nor any table entry before them.
+// The keys of a sequence are cut at absolute multiples of SPLIT; a thread takes a cut of some or all kv heads and passes
+// over it CHUNK keys at a time, head after head, with a running maximum and sum in base 2. Cuts are merged in order by
+// their log-sum-exp, so a sequence's result depends on its own length only, never on its neighbours or the number of
+// threads. The queries that share a kv head share its loads. Only keys a query sees are ever read, nor any table entry
+// before them. While a chunk is worked on, the next one is asked for with all its heads, in the order in which it lies in
+// memory: one head at a time would be a stride that the hardware does not follow (measured: a third of the bandwidth).
 //
 // Rows that share one table are the queries of one prompt. They go in packs, which share the loads of the chunks that all
 // of a pack see; every row still passes through the same cuts and chunks as it would alone, so its bits are the same.
 
-constexpr long SPLIT = 256;    // keys per unit
-constexpr long CHUNK = 64;     // keys whose scores are kept; divides SPLIT
+constexpr long SPLIT = 512;    // keys per cut
+constexpr long CHUNK = 128;    // keys whose scores are kept; divides SPLIT
 constexpr int QUERIES = 4;     // queries of one kv head handled together
-constexpr int KEYS = 2;        // keys handled together: 8 accumulators hide the latency of the multiply-add
-constexpr long AHEAD = 8;      // keys prefetched before their turn at the start of a unit
+#if WINDLASS_REGISTERS >= 32
+constexpr int KEYS = 4, COLUMNS = 4;  // keys, and vectors of a value, handled together: 16 accumulators
+#else
+constexpr int KEYS = 2, COLUMNS = 2;
+#endif
 constexpr long PACK = 16;      // queries of one kv head, over all rows of a pack
+constexpr float LOG2_E = 1.44269504f;
 
 struct Attention {
     const void *q; long q_row, q_head; int q_type;
@@ -36,40 +42,99 @@ struct Attention {
     INLINE_MEMBER long group() const { return heads / kv_heads; }
     INLINE_MEMBER long begin_of(long b, long cut) const { return max_of(cut * SPLIT, first_key(b)); }
     INLINE_MEMBER long end_of(long b, long cut) const { return min_of((cut + 1) * SPLIT, length(b)); }
+    // Where key `at` of row b and head 0 stands among all [slot][kv head] of the pages.
+    INLINE_MEMBER long entry(long b, long at) const {
+        return ((long)tables[b * table_row + at / block_size] * block_size + at % block_size) * kv_heads;
+    }
     INLINE_MEMBER bool has(long b, long cut) const { return begin_of(b, cut) < end_of(b, cut); }
 };
 
-// Per-thread working memory: scaled queries, scores of a chunk, weighted values, running maximum and sum.
+// Per-thread working memory of some queries: scaled, their weighted values, running maximum and sum; and the scores of one
+// kv head's queries against a chunk.
 struct Scratch {
     float *query, *scores, *acc, *top, *total;
     long query_row, acc_row;
-    static long floats(const Attention &p, long rows) {
-        return rows * p.group() * (round_up(p.dim, W) + CHUNK + round_up(p.value_dim, W) + 2) + 4 * W;
+    static long floats(const Attention &p, long rows, long heads) {
+        const long queries = rows * p.group();
+        return queries * heads * (round_up(p.dim, W) + round_up(p.value_dim, W) + 2) + queries * CHUNK + 4 * W;
     }
-    void place(const Attention &p, long rows, float *memory) {
+    void place(const Attention &p, long rows, long heads, float *memory) {
         const long queries = rows * p.group();
         query_row = round_up(p.dim, W), acc_row = round_up(p.value_dim, W);
-        query = memory;
-        acc = query + queries * query_row;
-        scores = acc + queries * acc_row;
-        top = scores + queries * CHUNK;
-        total = top + queries;
+        scores = memory;
+        query = scores + queries * CHUNK;
+        acc = query + queries * heads * query_row;
+        top = acc + queries * heads * acc_row;
+        total = top + queries * heads;
+    }
+    // The same for the queries from number `first` on; scores are those of whoever asks.
+    INLINE_MEMBER Scratch from(long first) const {
+        Scratch s = *this;
+        s.query += first * query_row, s.acc += first * acc_row, s.top += first, s.total += first;
+        return s;
     }
 };
 
-// The keys and values of one chunk, and the keys of the next: while one is worked on, the other is on its way.
-template <class T> struct Chunk {
-    const T *const *keys, *const *values, *const *next_keys;
-    long count, next_count;
-    bool first;  // of its unit: nothing has asked for its keys yet
-    const float *key_scales, *value_scales;  // of int8 keys and values, whole vectors readable
+// Walks the keys and values [at, end) of a row and some heads in the order in which they lie in memory and asks for them, a few
+// lines at a time between the arithmetic: many at once would only wait for each other.
+template <class T> struct Ahead {
+    const Attention *p;
+    long b, head, heads;
+    long part, end;             // 2 * key for its key, + 1 for its value
+    const char *line = nullptr;
+    long left = 0;              // lines of the part
+
+    Ahead(const Attention &p, long b, long head, long heads, long from, long to)
+        : p(&p), b(b), head(head), heads(heads), part(2 * from), end(2 * to) {}
+    NOINLINE void next_part() {
+        const bool value = part & 1;
+        const long entry = p->entry(b, part / 2) + head, dim = value ? p->value_dim : p->dim;
+        line = (const char *)((const T *)(value ? p->values : p->keys) + entry * dim);
+        left = ceil_div(heads * dim * (long)sizeof(T), 64);
+        part++;
+    }
+    INLINE_MEMBER void ask(long lines) {
+        for (; lines > 0; lines--, left--, line += 64) {
+            if (left == 0) {
+                if (part >= end) return;
+                next_part();
+            }
+            __builtin_prefetch(line, 0, 2);
+        }
+    }
 };
 
-INLINE void prefetch_row(const void *row, long bytes) {
-    for (long i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i, 0, 3);
-}
+// The keys and values of one kv head in a chunk.
+template <class T> struct Chunk {
+    const T *keys[CHUNK], *values[CHUNK];
+    long count;
+    Ahead<T> *ahead;
+    float key_scales[CHUNK], value_scales[CHUNK];  // of int8 pages; zeros after the last
 
-// scores[i][j] of NQ queries and KEYS keys, unscaled.
+    // The first n of the slots that `entries` name.
+    void find(const Attention &p, const long *entries, long head, long n) {
+        count = n;
+        for (long j = 0; j < n; j++) {
+            keys[j] = (const T *)p.keys + (entries[j] + head) * p.dim;
+            values[j] = (const T *)p.values + (entries[j] + head) * p.value_dim;
+        }
+        find_scales(p, entries, head);
+    }
+    // The same slots' next head.
+    void go_on(const Attention &p, const long *entries, long head) {
+        for (long j = 0; j < count; j++) keys[j] += p.dim;
+        for (long j = 0; j < count; j++) values[j] += p.value_dim;
+        find_scales(p, entries, head);
+    }
+    void find_scales(const Attention &p, const long *entries, long head) {
+        if (!p.key_scales) return;
+        for (long j = 0; j < count; j++)
+            key_scales[j] = p.key_scales[entries[j] + head], value_scales[j] = p.value_scales[entries[j] + head];
+        for (long j = count; j < round_up(count, W); j++) key_scales[j] = value_scales[j] = 0.0f;
+    }
+};
+
+// scores[i][j] of NQ queries and KEYS keys, unscaled. Every score is summed in one order, whatever NQ.
 template <class T, int NQ>
 INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores) {
     vf acc[NQ][KEYS] = {};
@@ -83,12 +148,23 @@ INLINE void score_tile(const float *query, long query_row, const T *const *keys,
             for (int j = 0; j < KEYS; j++) acc[i][j] = add_product(acc[i][j], k[j], x);
         }
     }
-    for (int i = 0; i < NQ; i += 2) {
-        const int next = i + 1 < NQ ? i + 1 : i;
-        float four[4];
-        sum_four(acc[i][0], acc[i][1], acc[next][0], acc[next][1], four);
-        __builtin_memcpy(scores + i * CHUNK, four, 8);
-        __builtin_memcpy(scores + next * CHUNK, four + 2, 8);
+#if WINDLASS_LANES == 16
+    if constexpr (NQ == 4) {
+        const vf sums = sum_sixteen(acc);
+        for (int i = 0; i < NQ; i++) __builtin_memcpy(scores + i * CHUNK, (const float *)&sums + 4 * i, 16);
+        return;
+    }
+#endif
+    if constexpr (KEYS == 4) {
+        for (int i = 0; i < NQ; i++) sum_four(acc[i][0], acc[i][1], acc[i][2], acc[i][3], scores + i * CHUNK);
+    } else {
+        for (int i = 0; i < NQ; i += 2) {
+            const int next = i + 1 < NQ ? i + 1 : i;
+            float four[4];
+            sum_four(acc[i][0], acc[i][1], acc[next][0], acc[next][1], four);
+            __builtin_memcpy(scores + i * CHUNK, four, 8);
+            __builtin_memcpy(scores + next * CHUNK, four + 2, 8);
+        }
     }
 }
 
@@ -101,17 +177,12 @@ static NOINLINE void score_tail(const float *query, const T *const *keys, long d
 
 template <class T, int NQ>
 static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
-    const long key_bytes = p.dim * (long)sizeof(T), value_bytes = p.value_dim * (long)sizeof(T), last = chunk.count - 1;
-    for (long j = 0; j <= last; j += KEYS) {
+    const long lines = i ? 0 : KEYS * ceil_div(p.dim * (long)sizeof(T), 64);
+    for (long j = 0; j < chunk.count; j += KEYS) {
+        chunk.ahead->ask(lines);
         // Past the last key the tile repeats it; its score is overwritten.
         const T *tile[KEYS];
-        for (int n = 0; n < KEYS; n++) {
-            const long at = min_of(j + n, last);
-            tile[n] = chunk.keys[at];
-            if (i) continue;
-            prefetch_row(chunk.values[at], value_bytes);
-            if (chunk.first) prefetch_row(chunk.keys[min_of(at + AHEAD, last)], key_bytes);
-        }
+        for (int n = 0; n < KEYS; n++) tile[n] = chunk.keys[min_of(j + n, chunk.count - 1)];
         score_tile<T, NQ>(s.query + i * s.query_row, s.query_row, tile, p.dim, s.scores + i * CHUNK + j);
     }
     if (p.dim % W)
@@ -119,36 +190,30 @@ static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, c
             score_tail(s.query + (i + n) * s.query_row, chunk.keys, p.dim, chunk.count, s.scores + (i + n) * CHUNK);
 }
 
-// Scores become weights exp(score - top); acc and total are brought to the new top. The scales of int8 keys and values are
-// those of their scores and weights.
+// Scores, in base 2 but for a soft cap, become weights 2^(score - top), zeros after the last; acc and total are brought to the
+// new top. The scales of int8 keys and values are those of their scores and weights.
 static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count, const float *key_scales,
                             const float *value_scales) {
     float *scores = s.scores + i * CHUNK;
     const long padded = round_up(count, W);
     if (key_scales)
         for (long j = 0; j < padded; j += W) store(scores + j, load(scores + j) * load(key_scales + j));
+    if (p.soft_cap != 0.0f)
+        for (long j = 0; j < padded; j += W)
+            store(scores + j, tanh_of(load(scores + j) / p.soft_cap) * (p.soft_cap * LOG2_E));
     for (long j = count; j < padded; j++) scores[j] = -__builtin_inff();
     vf most = splat(-__builtin_inff());
-    for (long j = 0; j < padded; j += W) {
-        vf x = load(scores + j);
-        if (p.soft_cap != 0.0f) {
-            // The padding stays at minus infinity.
-            const vf capped = tanh_of(x / p.soft_cap) * p.soft_cap;
-            if (j + W <= count) x = capped;
-            else for (long n = 0; n < count - j; n++) x[n] = capped[n];
-            store(scores + j, x);
-        }
-        most = larger(most, x);
-    }
-    const float top = largest(most) > s.top[i] ? largest(most) : s.top[i];
+    for (long j = 0; j < padded; j += W) most = larger(load(scores + j), most);
+    const float here = largest(most), old = s.top[i], top = here > old ? here : old;
     const float base = top == -__builtin_inff() ? 0.0f : top;
-    const float shrink = exp_of(s.top[i] - base);
     vf total = {};
     for (long j = 0; j < padded; j += W) {
-        const vf weight = exp_of(load(scores + j) - base);
+        const vf weight = exp2_of(load(scores + j) - base);
         store(scores + j, value_scales ? weight * load(value_scales + j) : weight);
         total += weight;
     }
+    for (long j = count; j < padded; j++) scores[j] = 0.0f;
+    const float shrink = top == old ? 1.0f : exp2_of(splat(old - base))[0];
     s.total[i] = s.total[i] * shrink + sum(total);
     s.top[i] = top;
     if (shrink != 1.0f)
@@ -159,32 +224,32 @@ static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long c
 template <class T, int NQ>
 static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
     const float *weights = s.scores + i * CHUNK;
-    const T *const *values = chunk.values;
-    const long count = chunk.count;
-    if (i == 0)
-        for (long j = 0; j < chunk.next_count; j++) prefetch_row(chunk.next_keys[j], p.dim * (long)sizeof(T));
+    const long lines = i ? 0 : COLUMNS * W * (long)sizeof(T) / 64;
     long d = 0;
-    for (; d + 2 * W <= p.value_dim; d += 2 * W) {
+    for (; d + COLUMNS * W <= p.value_dim; d += COLUMNS * W) {
         float *acc = s.acc + i * s.acc_row + d;
-        vf sums[NQ][2];
-        for (int n = 0; n < NQ; n++) sums[n][0] = load(acc + n * s.acc_row), sums[n][1] = load(acc + n * s.acc_row + W);
-        for (long j = 0; j < count; j++) {
-            const vf first = load(values[j] + d), second = load(values[j] + d + W);
+        vf sums[NQ][COLUMNS];
+        for (int n = 0; n < NQ; n++)
+            for (int c = 0; c < COLUMNS; c++) sums[n][c] = load(acc + n * s.acc_row + c * W);
+        for (long j = 0; j < chunk.count; j++) {
+            chunk.ahead->ask(lines);
+            vf value[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) value[c] = load(chunk.values[j] + d + c * W);
             for (int n = 0; n < NQ; n++) {
                 const vf weight = splat(weights[n * CHUNK + j]);
-                sums[n][0] = add_product(sums[n][0], first, weight);
-                sums[n][1] = add_product(sums[n][1], second, weight);
+                for (int c = 0; c < COLUMNS; c++) sums[n][c] = add_product(sums[n][c], value[c], weight);
             }
         }
-        for (int n = 0; n < NQ; n++) store(acc + n * s.acc_row, sums[n][0]), store(acc + n * s.acc_row + W, sums[n][1]);
+        for (int n = 0; n < NQ; n++)
+            for (int c = 0; c < COLUMNS; c++) store(acc + n * s.acc_row + c * W, sums[n][c]);
     }
     for (; d < p.value_dim; d += W) {
         const long rest = min_of(W, p.value_dim - d);
         for (int n = 0; n < NQ; n++) {
             float *acc = s.acc + (i + n) * s.acc_row + d;
             vf sums = load(acc);
-            for (long j = 0; j < count; j++) {
-                const vf value = rest == W ? load(values[j] + d) : load_some(values[j] + d, rest);
+            for (long j = 0; j < chunk.count; j++) {
+                const vf value = rest == W ? load(chunk.values[j] + d) : load_some(chunk.values[j] + d, rest);
                 sums = add_product(sums, value, splat(weights[n * CHUNK + j]));
             }
             store(acc, sums);
@@ -195,63 +260,34 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
 // Queries [first, last) of the scratch against one chunk.
 template <class T>
 static void attend_chunk(const Attention &p, const Scratch &s, long first, long last, const Chunk<T> &chunk) {
+    const bool scaled = p.key_scales != nullptr;
     long i = first;
     for (; i + QUERIES <= last; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, chunk);
     for (; i + 2 <= last; i += 2) score_chunk<T, 2>(p, s, i, chunk);
     for (; i < last; i++) score_chunk<T, 1>(p, s, i, chunk);
-    for (i = first; i < last; i++) soften(p, s, i, chunk.count, chunk.key_scales, chunk.value_scales);
+    for (i = first; i < last; i++)
+        soften(p, s, i, chunk.count, scaled ? chunk.key_scales : nullptr, scaled ? chunk.value_scales : nullptr);
     for (i = first; i + QUERIES <= last; i += QUERIES) add_values<T, QUERIES>(p, s, i, chunk);
     for (; i + 2 <= last; i += 2) add_values<T, 2>(p, s, i, chunk);
     for (; i < last; i++) add_values<T, 1>(p, s, i, chunk);
 }
 
-// One cut of `rows` rows from row b on, which share a table and see this cut from the same key on: fills acc, top and
-// total of their queries.
-template <class T> static void attend_cut(const Attention &p, const Scratch &s, long b, long rows, long head, long cut) {
-    const long group = p.group(), begin = p.begin_of(b, cut);
-    long shortest = SPLIT, longest = 0;
+// The queries of `rows` rows and one kv head, scaled for the softmax in base 2, with nothing seen yet.
+static void start_queries(const Attention &p, const Scratch &s, long b, long rows, long head) {
+    const long group = p.group();
     for (long r = 0; r < rows; r++) {
-        const float scale = p.scale * p.score_scale[b + r];
+        const float scale = (p.soft_cap != 0.0f ? p.scale : p.scale * LOG2_E) * p.score_scale[b + r];
         for (long i = 0; i < group; i++) {
             const long source = (b + r) * p.q_row + (head * group + i) * p.q_head, query = r * group + i;
-            for (long d = 0; d < s.query_row; d++)
-                s.query[query * s.query_row + d] = d < p.dim ? element(p.q, p.q_type, source + d) * scale : 0.0f;
+            float *target = s.query + query * s.query_row;
+            with_type(p.q_type, [&](auto *type) {
+                const auto *q = (decltype(type))p.q + source;
+                for (long d = 0; d < p.dim; d++) target[d] = widen(q[d]) * scale;
+            });
+            for (long d = p.dim; d < s.query_row; d++) target[d] = 0.0f;
             for (long d = 0; d < s.acc_row; d++) s.acc[query * s.acc_row + d] = 0.0f;
             s.top[query] = -__builtin_inff();
             s.total[query] = 0.0f;
-        }
-        shortest = min_of(shortest, p.end_of(b + r, cut) - begin);
-        longest = max_of(longest, p.end_of(b + r, cut) - begin);
-    }
-    const int32_t *table = p.tables + b * p.table_row;
-    const T *keys[SPLIT], *values[SPLIT];
-    float key_scales[SPLIT], value_scales[SPLIT];
-    if (p.key_scales)
-        for (long j = max_of(0, longest - W); j < SPLIT; j++) key_scales[j] = value_scales[j] = 0.0f;
-    long block = begin / p.block_size, offset = begin % p.block_size;
-    for (long j = 0; j < longest; block++, offset = 0)
-        for (; offset < p.block_size && j < longest; offset++, j++) {
-            const long entry = ((long)table[block] * p.block_size + offset) * p.kv_heads + head;
-            keys[j] = (const T *)p.keys + entry * p.dim;
-            values[j] = (const T *)p.values + entry * p.value_dim;
-            if (p.key_scales) key_scales[j] = p.key_scales[entry], value_scales[j] = p.value_scales[entry];
-        }
-    // After the last chunk comes the next head's first, most likely on this thread: its keys lie beside this head's.
-    const T *beside[CHUNK];
-    const long beside_count = head + 1 < p.kv_heads ? min_of(CHUNK, longest) : 0;
-    for (long j = 0; j < beside_count; j++) beside[j] = keys[j] + p.dim;
-    for (long j = 0; j < longest; j += CHUNK) {
-        const long next = j + CHUNK, left = longest - next;
-        Chunk<T> chunk = {keys + j, values + j, left > 0 ? keys + next : beside, min_of(CHUNK, longest - j),
-                          left > 0 ? min_of(CHUNK, left) : beside_count, j == 0 && head == 0,
-                          p.key_scales ? key_scales + j : nullptr, p.key_scales ? value_scales + j : nullptr};
-        if (shortest >= min_of(next, longest)) {
-            attend_chunk<T>(p, s, 0, rows * group, chunk);
-            continue;
-        }
-        for (long r = 0; r < rows; r++) {
-            chunk.count = min_of(CHUNK, p.end_of(b + r, cut) - begin - j);
-            if (chunk.count > 0) attend_chunk<T>(p, s, r * group, (r + 1) * group, chunk);
         }
     }
 }
@@ -266,19 +302,20 @@ INLINE void keep_part(const Attention &p, const Scratch &s, long query, float *p
 // Result of one head from its cuts, each [value_dim weighted sums, top, total].
 static NOINLINE void merge(const Attention &p, const float *parts, long count, long part_row, long b, long head) {
     const long at = (b * p.heads + head) * p.value_dim;
-    float top = p.sinks ? p.sinks[head] : -__builtin_inff();
+    const float sink = p.sinks ? p.sinks[head] * LOG2_E : -__builtin_inff();
+    float top = sink;
     for (long c = 0; c < count; c++) top = parts[c * part_row + p.value_dim] > top ? parts[c * part_row + p.value_dim] : top;
     const float base = top == -__builtin_inff() ? 0.0f : top;
-    float total = p.sinks ? exp_of(p.sinks[head] - base) : 0.0f;
+    float total = p.sinks ? exp2_of(splat(sink - base))[0] : 0.0f;
     for (long c = 0; c < count; c++)
-        total += parts[c * part_row + p.value_dim + 1] * exp_of(parts[c * part_row + p.value_dim] - base);
+        total += parts[c * part_row + p.value_dim + 1] * exp2_of(splat(parts[c * part_row + p.value_dim] - base))[0];
     for (long d = 0; d < p.value_dim; d += W) {
         const long n = min_of(W, p.value_dim - d);
         vf sums = {};
         for (long c = 0; c < count; c++) {
             const float *part = parts + c * part_row;
             const vf x = n == W ? load(part + d) : load_some(part + d, n);
-            sums += x * exp_of(splat(part[p.value_dim] - base));
+            sums += x * exp2_of(splat(part[p.value_dim] - base));
         }
         if (count) sums /= total;
         with_type(p.q_type, [&](auto *type) { store_some((decltype(type))p.out + at + d, sums, n); });

@@ -18,7 +18,6 @@ constexpr long BLOCK_KEYS = 128;      // a multiple of PANEL
 constexpr long PASS_ROWS = 24;        // rows whose scores are held; a multiple of TILE_ROWS
 constexpr long UNIT_FLOATS = 80 << 10;  // queries and results of the rows that share the packing of a block: most of an L2
 constexpr long FEWEST_ROWS = 48;      // smaller units would pack more than they multiply
-constexpr float LOG2_E = 1.44269504f;
 
 struct Prefill {
     const void *q; long q_row, q_head; int q_type;
@@ -89,35 +88,6 @@ static NOINLINE void multiply_panel(const float *a, const float *b, long depth, 
         }
     }
     for (int i = 0; i < TILE_ROWS; i++) store(c + i * c_row, sums[i][0]), store(c + i * c_row + W, sums[i][1]);
-}
-
-// rows[i][j] becomes rows[j][i].
-INLINE void transpose(vf (&rows)[W]) {
-    const auto exchange = [&](int step, vi low, vi high) {
-        for (int i = 0; i < W; i++) {
-            if (i & step) continue;
-            const vf a = rows[i], b = rows[i + step];
-            rows[i] = __builtin_shuffle(a, b, low);
-            rows[i + step] = __builtin_shuffle(a, b, high);
-        }
-    };
-#if WINDLASS_LANES == 4
-    exchange(1, vi{0, 4, 2, 6}, vi{1, 5, 3, 7});
-    exchange(2, vi{0, 1, 4, 5}, vi{2, 3, 6, 7});
-#elif WINDLASS_LANES == 8
-    exchange(1, vi{0, 8, 2, 10, 4, 12, 6, 14}, vi{1, 9, 3, 11, 5, 13, 7, 15});
-    exchange(2, vi{0, 1, 8, 9, 4, 5, 12, 13}, vi{2, 3, 10, 11, 6, 7, 14, 15});
-    exchange(4, vi{0, 1, 2, 3, 8, 9, 10, 11}, vi{4, 5, 6, 7, 12, 13, 14, 15});
-#else
-    exchange(1, vi{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
-             vi{1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
-    exchange(2, vi{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
-             vi{2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
-    exchange(4, vi{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27},
-             vi{4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
-    exchange(8, vi{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
-             vi{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
-#endif
 }
 
 // packed[panel][d][key of the panel] of keys [begin, end) of a block; the other keys of their panels are zeros.

@@ -1,6 +1,58 @@
 // Attention over all rows of a call: what the threads take, and in which order results are merged. See attention.h.
 
-// Rows of tables of their own: units are (row, cut, kv head), so one long row spreads over the threads.
+// One cut of `rows` rows from row b on, which share a table and see this cut from the same key on, for `heads` kv heads from
+// `head` on: fills acc, top and total of their queries, [head][row][query of the group]. ask_until: keys before it may be
+// asked for ahead.
+template <class T>
+static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, long ask_until) {
+    const long group = p.group(), begin = p.begin_of(b, cut);
+    long shortest = SPLIT, longest = 0;
+    for (long r = 0; r < rows; r++) {
+        shortest = min_of(shortest, p.end_of(b + r, cut) - begin);
+        longest = max_of(longest, p.end_of(b + r, cut) - begin);
+    }
+    long entries[SPLIT];
+    for (long j = 0; j < longest; j++) entries[j] = p.entry(b, begin + j);
+    for (long h = 0; h < heads; h++) start_queries(p, all.from(h * rows * group), b, rows, head + h);
+#if WINDLASS_INT8_CHUNKS
+    constexpr bool HAS_CODES = sizeof(T) == 1;
+    const bool with_codes = HAS_CODES && codes::fit(p);
+    codes::Turned turned;
+    if (with_codes)
+        for (long i = 0; i < heads * rows * group; i++) codes::round_query(p, all.query + i * all.query_row);
+#endif
+    Chunk<T> chunk;
+    for (long j = 0; j < longest; j += CHUNK) {
+        const long next = begin + j + CHUNK, coming = max_of(0, min_of(CHUNK, ask_until - next));
+        Ahead<T> ahead(p, b, head, heads, next, next + coming);
+        chunk.ahead = &ahead;
+        for (long h = 0; h < heads; h++) {
+            const Scratch s = all.from(h * rows * group);
+            const long there = min_of(CHUNK, longest - j);
+            if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
+            else chunk.go_on(p, entries + j, head + h);
+#if WINDLASS_INT8_CHUNKS
+            if constexpr (HAS_CODES)
+                if (with_codes) {
+                    long counts[PACK];
+                    for (long r = 0; r < rows; r++) counts[r] = min_of(CHUNK, p.end_of(b + r, cut) - begin - j);
+                    codes::attend_chunk(p, s, rows, counts, chunk, turned);
+                    continue;
+                }
+#endif
+            if (shortest >= min_of(j + CHUNK, longest)) {
+                attend_chunk<T>(p, s, 0, rows * group, chunk);
+                continue;
+            }
+            for (long r = 0; r < rows; r++) {
+                chunk.count = min_of(CHUNK, p.end_of(b + r, cut) - begin - j);
+                if (chunk.count > 0) attend_chunk<T>(p, s, r * group, (r + 1) * group, chunk);
+            }
+        }
+    }
+}
+
+// Rows of tables of their own: units are (row, cut, some heads), so one long row spreads over the threads.
 template <class T> static int attend_alone(const Attention &p) {
     const long group = p.group(), part_row = p.value_dim + 2;
     long *first = (long *)malloc((p.batch + 1) * sizeof(long));  // cuts before each sequence
@@ -11,30 +63,44 @@ template <class T> static int attend_alone(const Attention &p) {
         first[b + 1] = first[b] + p.cuts(b);
         keys += max_of(0, p.length(b) - p.first_key(b));
     }
-    const long units = first[p.batch] * p.kv_heads;
-    long *owner = (long *)malloc(max_of(1, first[p.batch]) * sizeof(long));
-    // [cut][head][part_row]
-    float *parts = (float *)malloc(max_of(1, first[p.batch] * p.heads * part_row) * sizeof(float));
-    const long threads = keys * p.kv_heads * p.dim < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
+    const long cuts = first[p.batch], all_threads = max_of(1, omp_get_max_threads());
+    const bool serial = keys * p.kv_heads * p.dim < SERIAL_ELEMENTS;
     // A cut's heads lie side by side in memory: one thread takes them all where there are enough cuts.
-    const long together = first[p.batch] >= 4 * threads ? p.kv_heads : 1;
+    const long pieces = serial ? 1 : min_of(p.kv_heads, ceil_div(4 * all_threads, max_of(1, cuts)));
+    const long heads = ceil_div(p.kv_heads, pieces), units = cuts * ceil_div(p.kv_heads, heads);
+    const long threads = serial ? 1 : max_of(1, min_of(units, all_threads));
+    // Runs of units that one thread takes: within them the next cut is asked for ahead.
+    const long run = pieces > 1 ? 1 : max_of(1, units / (2 * threads)), runs = ceil_div(units, run);
+    long *owner = (long *)malloc(max_of(1, cuts) * sizeof(long));
+    // [cut][head][part_row]
+    float *parts = (float *)malloc(max_of(1, cuts * p.heads * part_row) * sizeof(float));
     int failed = !owner || !parts;
     if (!failed) {
         for (long b = 0; b < p.batch; b++)
             for (long c = first[b]; c < first[b + 1]; c++) owner[c] = b;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
         {
-            float *memory = (float *)malloc(Scratch::floats(p, 1) * sizeof(float));
+            float *memory = (float *)malloc(Scratch::floats(p, 1, heads) * sizeof(float));
             failed |= !memory;
             Scratch s;
-            s.place(p, 1, memory);
-#pragma omp for schedule(dynamic, together)
-            for (long unit = 0; unit < units; unit++) {
+            s.place(p, 1, heads, memory);
+#pragma omp for schedule(dynamic, 1)
+            for (long r = 0; r < runs; r++) {
                 if (!memory) continue;
-                const long cut = unit / p.kv_heads, head = unit % p.kv_heads, b = owner[cut];
-                attend_cut<T>(p, s, b, 1, head, p.first_cut(b) + cut - first[b]);
-                for (long i = 0; i < group; i++)
-                    keep_part(p, s, i, parts + (cut * p.heads + head * group + i) * part_row);
+                const long stop = min_of((r + 1) * run, units);
+                for (long unit = r * run; unit < stop; unit++) {
+                    const long at = unit / ceil_div(p.kv_heads, heads), head = unit % ceil_div(p.kv_heads, heads) * heads;
+                    const long b = owner[at], cut = p.first_cut(b) + at - first[b], here = min_of(heads, p.kv_heads - head);
+                    const long begin = p.begin_of(b, cut), end = p.end_of(b, cut);
+                    const bool goes_on = unit + 1 < stop && unit % run + 1 < run && at + 1 < first[b + 1] && pieces == 1;
+                    if (unit == r * run || at == first[b]) {
+                        Ahead<T> ahead(p, b, head, here, begin, min_of(begin + CHUNK, end));
+                        ahead.ask(1 << 20);
+                    }
+                    attend_cut<T>(p, s, b, 1, head, here, cut, goes_on ? p.length(b) : end);
+                    for (long i = 0; i < here * group; i++)
+                        keep_part(p, s, i, parts + (at * p.heads + head * group + i) * part_row);
+                }
             }
             free(memory);
 #pragma omp for schedule(static)
@@ -66,12 +132,12 @@ template <class T> static int attend_packed(const Attention &p) {
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
-        const long scratch = Scratch::floats(p, rows);
+        const long scratch = Scratch::floats(p, rows, 1);
         // Scratch, then parts [cut][row][query of the group][part_row].
         float *memory = (float *)malloc((scratch + most_cuts * rows * group * part_row) * sizeof(float));
         failed |= !memory;
         Scratch s;
-        s.place(p, rows, memory);
+        s.place(p, rows, 1, memory);
         float *parts = memory + scratch;
 #pragma omp for schedule(dynamic, 1)
         for (long unit = 0; unit < units; unit++) {
@@ -90,7 +156,7 @@ template <class T> static int attend_packed(const Attention &p) {
                     if (!p.has(b0 + r, cut)) continue;
                     const long begin = p.begin_of(b0 + r, cut);
                     while (r + run < count && p.has(b0 + r + run, cut) && p.begin_of(b0 + r + run, cut) == begin) run++;
-                    attend_cut<T>(p, s, b0 + r, run, head, cut);
+                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, p.length(b0 + r));
                     float *part = parts + ((cut - first) * rows + r) * group * part_row;
                     for (long i = 0; i < run * group; i++) keep_part(p, s, i, part + i * part_row);
                 }

@@ -12,6 +12,7 @@ namespace {
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "attention.h"
+#include "attention_int8.h"
 #include "attention_rows.h"
 #include "attention_prefill.h"
 }  // namespace

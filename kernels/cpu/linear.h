@@ -70,7 +70,7 @@ INLINE void multiply_half(const TW *const (&w)[NT], const float *x, vf (&acc)[NT
 }
 
 // Walks the lines of some rows, one row after the other, and asks for them.
-template <class TW, int NT> struct Ahead {
+template <class TW, int NT> struct AheadRows {
     const TW *const *rows;
     long row_lines, row = 0, left = row_lines;
     const char *line = (const char *)rows[0];
@@ -102,7 +102,7 @@ static NOINLINE void multiply_tile(const TW *const *weights, const TW *const *ne
         }
     };
     if (next && turns) {
-        Ahead<TW, NT> ahead = {next, turns * STEP * (long)sizeof(TW) / LINE};
+        AheadRows<TW, NT> ahead = {next, turns * STEP * (long)sizeof(TW) / LINE};
         take_turns([&] { ahead.ask(); });
     } else take_turns([] {});
     if (tail) {  // the last elements of K, copied so that nothing past the row is read
@@ -143,10 +143,6 @@ struct Linear {
     void *out; long out_stride;
     long M, N, K;
 };
-
-INLINE float element(const void *p, int type, long i) {
-    return type == 0 ? ((const float *)p)[i] : type == 1 ? widen(((const bf16 *)p)[i]) : widen(((const f16 *)p)[i]);
-}
 
 // Weight rows [n0, n1) against all rows of x.
 template <class TW, class TX, int NT>

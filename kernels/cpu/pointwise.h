@@ -1,18 +1,5 @@
 // RMS norm, gated activations and soft caps. float32 arithmetic whatever the storage.
 
-constexpr long SERIAL_ELEMENTS = 1 << 15;  // below it one thread is quicker
-
-INLINE long threads_for(long elements, long units) {
-    return elements < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
-}
-
-// Calls f(pointer of the type) with the type that the code names: 0 float32, 1 bfloat16, 2 float16.
-template <class F> INLINE void with_type(int type, F f) {
-    if (type == 0) f((float *)nullptr);
-    else if (type == 1) f((bf16 *)nullptr);
-    else f((f16 *)nullptr);
-}
-
 // out = x / sqrt(mean(x^2) + eps) * weight. With a residual: residual += x first, rounded to its type, then normed.
 EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, void *residual, long residual_row, int type,
                                    const float *weight, float eps, void *out, long rows, long dim) {

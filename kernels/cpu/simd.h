@@ -125,6 +125,17 @@ INLINE void store(f16 *p, vf x) {
     for (int i = 0; i < W; i++) narrow(x[i], p[i]);
 }
 
+// Calls f(pointer of the type) with the type that the code names: 0 float32, 1 bfloat16, 2 float16.
+template <class F> INLINE void with_type(int type, F f) {
+    if (type == 0) f((float *)nullptr);
+    else if (type == 1) f((bf16 *)nullptr);
+    else f((f16 *)nullptr);
+}
+
+INLINE float element(const void *p, int type, long i) {
+    return type == 0 ? ((const float *)p)[i] : type == 1 ? widen(((const bf16 *)p)[i]) : widen(((const f16 *)p)[i]);
+}
+
 // The first n < W elements at p, zeros after them; never reads past them.
 template <class T> INLINE vf load_some(const T *p, long n) {
     float lanes[W] = {};
@@ -157,25 +168,65 @@ INLINE vf add_neighbours(vf a, vf b) {
 INLINE void sum_four(vf a, vf b, vf c, vf d, float *sums) {
     vf x = add_neighbours(add_neighbours(a, b), add_neighbours(c, d));
 #if WINDLASS_LANES >= 16
-    x += __builtin_shuffle(x, vi{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
     x += __builtin_shuffle(x, vi{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+    x += __builtin_shuffle(x, vi{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
 #elif WINDLASS_LANES == 8
     x += __builtin_shuffle(x, vi{4, 5, 6, 7, 0, 1, 2, 3});
 #endif
     __builtin_memcpy(sums, &x, 16);
 }
+#if WINDLASS_LANES == 16
+// The same sums of 4 x 4 vectors, four of them in each quarter of the result.
+INLINE vf sum_sixteen(const vf (&x)[4][4]) {
+    vf quarters[4];
+    for (int i = 0; i < 4; i++) quarters[i] = add_neighbours(add_neighbours(x[i][0], x[i][1]), add_neighbours(x[i][2], x[i][3]));
+    const vi even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, odd = even + 4;
+    const vf a = __builtin_shuffle(quarters[0], quarters[1], even) + __builtin_shuffle(quarters[0], quarters[1], odd);
+    const vf b = __builtin_shuffle(quarters[2], quarters[3], even) + __builtin_shuffle(quarters[2], quarters[3], odd);
+    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+#endif
 INLINE float sum(vf x) {
     float sums[4];
     sum_four(x, x, x, x, sums);
     return sums[0];
 }
 INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
-INLINE float largest(vf x) {
-    float lanes[W];
-    store(lanes, x);
-    for (int half = W / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
+template <int by = W / 2> INLINE float largest(vf x) {
+    vi from = {};
+    for (int i = 0; i < W; i++) from[i] = (i + by) % W;
+    const vf most = larger(x, __builtin_shuffle(x, from));
+    if constexpr (by == 1) return most[0];
+    else return largest<by / 2>(most);
+}
+
+// rows[i][j] becomes rows[j][i].
+INLINE void transpose(vf (&rows)[W]) {
+    const auto exchange = [&](int step, vi low, vi high) {
+        for (int i = 0; i < W; i++) {
+            if (i & step) continue;
+            const vf a = rows[i], b = rows[i + step];
+            rows[i] = __builtin_shuffle(a, b, low);
+            rows[i + step] = __builtin_shuffle(a, b, high);
+        }
+    };
+#if WINDLASS_LANES == 4
+    exchange(1, vi{0, 4, 2, 6}, vi{1, 5, 3, 7});
+    exchange(2, vi{0, 1, 4, 5}, vi{2, 3, 6, 7});
+#elif WINDLASS_LANES == 8
+    exchange(1, vi{0, 8, 2, 10, 4, 12, 6, 14}, vi{1, 9, 3, 11, 5, 13, 7, 15});
+    exchange(2, vi{0, 1, 8, 9, 4, 5, 12, 13}, vi{2, 3, 10, 11, 6, 7, 14, 15});
+    exchange(4, vi{0, 1, 2, 3, 8, 9, 10, 11}, vi{4, 5, 6, 7, 12, 13, 14, 15});
+#else
+    exchange(1, vi{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
+             vi{1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
+    exchange(2, vi{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
+             vi{2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
+    exchange(4, vi{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27},
+             vi{4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
+    exchange(8, vi{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23},
+             vi{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+#endif
 }
 
 // ---- elementary functions, within 2 units in the last place ----

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
+from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -192,13 +192,13 @@ def test_huge_positions_and_back(form: Library) -> None:
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
-    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=5),
-    heads=st.sampled_from([(1, 1), (6, 3), (9, 1)]),
-    dims=st.sampled_from([(64, 64), (17, 3), (80, 96), (33, 5)]),
+    lengths=st.lists(st.integers(0, 700), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (6, 3), (9, 1), (16, 4)]),
+    dims=st.sampled_from([(64, 64), (128, 64), (64, 256), (17, 3), (80, 96), (33, 5)]),
     window=st.sampled_from([None, 1, 40]),
     soft_cap=st.sampled_from([None, 3.0]),
 )
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", PACKED_FORMS)
 def test_decode(name, seed, lengths, heads, dims, window, soft_cap):  # type: ignore[no-untyped-def]
     """As attention over the same numbers in float32 pages; scales and codes that no query sees may be anything."""
     form = kernels(name)
@@ -226,7 +226,31 @@ def test_decode(name, seed, lengths, heads, dims, window, soft_cap):  # type: ig
     rest = (table, torch.tensor(lengths), dim**-0.5, temperature, window, None, soft_cap)
     got = cpu.paged_attention_decode(q, pages.key, pages.value, *rest, library=form, **pages.scales)
     want = cpu.paged_attention_decode(q, keys, values, *rest, library=form)
-    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    # With vpdpbusd queries and weights are rounded to 16 bits; values here reach 2.3, codes have lost 1e-2 of that.
+    tolerance = 1e-4 if name.endswith("vnni") and dim % 64 == value_dim % 64 == 0 else 2e-5
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", PACKED_FORMS)
+def test_rows_of_one_prompt_have_the_bits_they_have_alone(name: str) -> None:
+    """Packs of rows that share a table, at every place about the boundaries of chunks and cuts."""
+    form = kernels(name)
+    for first, heads, dim, window in ((120, (8, 2), 64, None), (505, (3, 3), 128, None), (640, (16, 1), 64, 200)):
+        pages = int8_pages(heads[1], dim, dim, blocks=90)
+        q, lengths = torch.randn(17, heads[0], dim), torch.arange(first, first + 17)
+        table = torch.randperm(90)[None].int()
+        assert pages.key_scale is not None
+        pages.key_scale.view(-1, heads[1])[table[0, -1] * 8 :][:8] = torch.nan  # after the last key
+        rest = (dim**-0.5, torch.ones(17), window)
+        packed = cpu.paged_attention_decode(
+            q, pages.key, pages.value, table.expand(17, -1), lengths, *rest, library=form, **pages.scales
+        )
+        for b in range(17):
+            one = (dim**-0.5, torch.ones(1), window)
+            alone = cpu.paged_attention_decode(
+                q[b : b + 1], pages.key, pages.value, table, lengths[b : b + 1], *one, library=form, **pages.scales
+            )
+            assert torch.equal(alone[0], packed[b])
 
 
 @pytest.mark.parametrize("compiled", [True, False])
