@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from windlass.engine.cache.huge_pages import advise_huge_pages
 from windlass.engine.model.spec import KVGroupSpec
 from windlass.engine.schedule import BlockCopy
 from windlass.kernels import SCALE_BYTES, KVPages
@@ -35,6 +36,8 @@ class KVStorage:
             planes = [tensor]
             if dtype == torch.int8:
                 planes.append(torch.empty(shape[:-1], dtype=torch.float32, device=device))
+            for plane in planes:
+                advise_huge_pages(plane)
             self._groups.append(tuple(planes))
             for i, layer in enumerate(group.layers):
                 self._pages[layer] = KVPages(*(plane[part, i] for plane in planes for part in (0, 1)))
