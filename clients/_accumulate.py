@@ -63,7 +63,12 @@ class Accumulator(ABC, Generic[Chunk, A]):
     @property
     def text(self) -> str:
         """Text of the first choice."""
-        return "".join(self._choices[0].texts) if 0 in self._choices else ""
+        if 0 not in self._choices:
+            return ""
+        first = self._choices[0]
+        if len(first.texts) > 1:
+            first.texts = ["".join(first.texts)]  # asked for after each chunk, it is not joined from the start
+        return first.texts[0] if first.texts else ""
 
     @property
     def finish_reasons(self) -> dict[int, str]:

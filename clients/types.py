@@ -27,6 +27,16 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryGroup:
+    """The rotary scaling of one group of layers. fingerprint: equal for equal frequencies and factors of the group."""
+
+    rope_type: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    effective_length: float | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
     """The rotary scaling an answer ran under. parameters: its fields, theta included.
 
@@ -41,7 +51,7 @@ class Rotary:
     effective_length: float | None = None
     fingerprint: str | None = None
     moves: int = 0
-    groups: dict[str, Any] | None = None
+    groups: dict[str, RotaryGroup] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +267,8 @@ class RotarySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryInspection:
-    """What a scaling comes to on the served model at some length. inv_freq: radians per token, one per rotated pair.
+class RotaryInspectionGroup:
+    """What a scaling comes to in one group of layers. inv_freq: radians per token, one per rotated pair.
 
     wavelengths: tokens per turn, None for a pair that never turns. attention_factor: on cosines and sines.
     effective_length: tokens the frequencies are formed for, None for kinds that do not depend on length.
@@ -271,10 +281,19 @@ class RotaryInspection:
     attention_factor: float = 1.0
     softmax_scale: float = 1.0
     fingerprint: str | None = None
+    effective_length: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryInspection(RotaryInspectionGroup):
+    """What a scaling comes to on the served model: the main group of layers, and all of them where there are several.
+
+    fingerprint: of all groups together. policy: frozen, recompute or rotate. length: what was asked about, in tokens.
+    """
+
     policy: str | None = None
     length: int | None = None
-    effective_length: float | None = None
-    groups: dict[str, Any] | None = None
+    groups: dict[str, RotaryInspectionGroup] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

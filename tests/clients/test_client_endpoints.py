@@ -13,6 +13,7 @@ import httpx
 import pytest
 from helpers.any_client import any_client
 from helpers.live_server import MODEL, Live, live_server
+from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.scripted_http import answer, scripted_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,9 @@ from windlass.clients import (
     RopeScaling,
     TokenizeOptions,
 )
+from windlass.engine.rotary.config_names import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling as Accepted
+from windlass.engine.rotary.scaling import RotaryBase
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
@@ -167,6 +170,28 @@ async def test_a_builder_goes_into_a_request_as_it_is(live: Live, kind: str) -> 
             await client.inspect(sections)
     assert caught.value.param == "rope_scaling.mrope_section"
     assert [request.rope_scaling for request in live.engine.requests[-2:]] == [Accepted.from_dict(scaling)] * 2
+
+
+async def test_scalings_by_group_of_layers(kind: str) -> None:
+    groups = (
+        RotaryGroup("sliding_attention", RotaryBase(1e4, 16, 16, 128), Accepted()),
+        RotaryGroup("full_attention", RotaryBase(1e6, 16, 16, 128), Accepted()),
+    )
+    info = model_info(rotary_groups=groups, model_rotary_groups=groups)
+    scaling = RopeScaling.in_groups(full_attention=RopeScaling.linear(8), sliding_attention=RopeScaling.ntk(2))
+    with live_server(ScriptedEngine(info=info)) as server:
+        async with any_client(kind, server.url) as client:
+            both = (await client.inspect(scaling)).groups
+            one = (await client.inspect(RopeScaling.in_groups(full_attention=RopeScaling.linear(8)))).groups
+            await client.completions("x", max_tokens=1, rope_scaling=scaling)
+        assert server.engine.requests[-1].rope_scaling == Accepted.from_dict(scaling)
+    assert {name: group.rope_type for name, group in both.items()} == {
+        "sliding_attention": "ntk",
+        "full_attention": "linear",
+    }
+    assert one["sliding_attention"].rope_type == "default" and one["full_attention"] == both["full_attention"]
+    assert both["full_attention"].parameters == {"rope_theta": 1e6, "factor": 8.0}
+    assert both["full_attention"].inv_freq[0] == 1 / 8
 
 
 @pytest.mark.parametrize(
