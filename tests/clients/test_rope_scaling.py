@@ -182,7 +182,7 @@ def flat_objects(draw: st.DrawFn) -> dict[str, Any]:
     return {draw(st.sampled_from(["rope_type", "type"])): kind, **good, **draw(st.sampled_from([{}, {}, extra]))}
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.one_of(flat_objects(), st.dictionaries(st.sampled_from(GROUP_NAMES), st.none() | flat_objects(), min_size=1)))
 def test_objects_are_accepted_where_the_server_accepts_them(obj: dict[str, Any]) -> None:
     try:
