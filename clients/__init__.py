@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from windlass.clients._drivers import AsyncStream, Stream
-from windlass.clients.client import AsyncClient, Client
+from windlass.clients.async_client import AsyncClient
+from windlass.clients.client import Client
 from windlass.clients.errors import (
     APIConnectionError,
     APIError,
@@ -17,6 +17,10 @@ from windlass.clients.errors import (
     ServerError,
     StreamError,
 )
+from windlass.clients.metrics import Metrics, MetricSample
+from windlass.clients.options import ChatOptions, CompletionOptions, DetokenizeOptions, RetryPolicy, TokenizeOptions
+from windlass.clients.rope import RopeScaling
+from windlass.clients.streams import AsyncStream, Stream
 from windlass.clients.types import (
     ChatChoice,
     ChatChunkChoice,
@@ -25,19 +29,18 @@ from windlass.clients.types import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    ChatOptions,
     Completion,
     CompletionChoice,
     CompletionChunk,
-    CompletionOptions,
     Detokenization,
     Health,
     Logprobs,
     Model,
     PromptTokensDetails,
-    RetryPolicy,
     Rotary,
+    RotaryGroup,
     RotaryInspection,
+    RotaryInspectionGroup,
     RotarySettings,
     Tokenization,
     TokenLogprob,
@@ -68,22 +71,29 @@ __all__ = [
     "CompletionChunk",
     "CompletionOptions",
     "Detokenization",
+    "DetokenizeOptions",
     "Health",
     "Logprobs",
+    "MetricSample",
+    "Metrics",
     "Model",
     "NotFoundError",
     "PromptTokensDetails",
     "RateLimitError",
     "ResponseError",
     "RetryPolicy",
+    "RopeScaling",
     "Rotary",
+    "RotaryGroup",
     "RotaryInspection",
+    "RotaryInspectionGroup",
     "RotarySettings",
     "ServerError",
     "Stream",
     "StreamError",
     "TokenLogprob",
     "Tokenization",
+    "TokenizeOptions",
     "TopLogprob",
     "Usage",
 ]

@@ -29,6 +29,8 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
         return _object(typing.cast(type, hint))
     if origin is tuple:
         return _tuple(get_args(hint))
+    if origin is dict and dataclasses.is_dataclass(get_args(hint)[1]):
+        return _named(_reader(get_args(hint)[1]))
     plain: Any = (int, float) if hint is float else (dict if origin is dict else hint)
 
     def check(value: Any, where: str) -> Any:
@@ -66,6 +68,15 @@ def _tuple(items: tuple[Any, ...]) -> Callable[[Any, str], Any]:
         if variable:
             return tuple([readers[0](item, where) for item in value])
         return tuple([reader(item, where) for reader, item in zip(readers, value, strict=True)])
+
+    return read
+
+
+def _named(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} should be an object")
+        return {name: reader(item, f"{where}.{name}") for name, item in value.items()}
 
     return read
 

@@ -1,4 +1,4 @@
-"""The two clients. Each method builds a call in the shared core and has it carried out; no rule lives here."""
+"""The synchronous client. Each method builds a call and has it carried out; no rule lives here."""
 
 from __future__ import annotations
 
@@ -8,28 +8,38 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import httpx
 
-from windlass.clients._core import Call, Core, StreamCall, build_body
-from windlass.clients._drivers import AsyncStream, Stream, run, run_async
+from windlass.clients import _calls as calls
+from windlass.clients._calls import Call, StreamCall
+from windlass.clients._core import Core
+from windlass.clients._drivers import run
+from windlass.clients.metrics import Metrics
+from windlass.clients.options import (
+    ChatOptions,
+    CompletionOptions,
+    DetokenizeOptions,
+    Messages,
+    Prompt,
+    RetryPolicy,
+    Timeout,
+    TokenizeOptions,
+)
+from windlass.clients.rope import RopeScaling
+from windlass.clients.streams import Stream
 from windlass.clients.types import (
     ChatCompletion,
     ChatCompletionChunk,
-    ChatOptions,
     Completion,
     CompletionChunk,
-    CompletionOptions,
     Detokenization,
     Health,
     Model,
-    Prompt,
-    RetryPolicy,
     RotaryInspection,
     RotarySettings,
     Tokenization,
 )
 
 T = TypeVar("T")
-Messages = Sequence[Mapping[str, Any]]
-Timeout = float | httpx.Timeout | None
+A = TypeVar("A")
 
 
 class Client:
@@ -37,7 +47,9 @@ class Client:
 
     base_url: of the server, with or without /v1 (default: WINDLASS_BASE_URL, else http://127.0.0.1:8000).
     api_key: default WINDLASS_API_KEY. timeout: seconds to wait for a connection, for a write and for the next bytes
-    (default 600, connecting 5). retry: when to send again. max_connections: open at once; further requests wait.
+    (default 600, connecting 5). retry: when to send again. headers: sent with every request.
+    max_connections: open at once; further requests wait for one, as long as the timeout. max_keepalive_connections: of
+    these kept while idle (default: all), for keepalive_expiry seconds; a server closes idle ones after 5.
     transport: an httpx transport, for tests and for unusual networks. Raises ValueError for a malformed URL or key.
     """
 
@@ -50,10 +62,16 @@ class Client:
         retry: RetryPolicy | None = None,
         headers: Mapping[str, str] | None = None,
         max_connections: int = 100,
+        max_keepalive_connections: int | None = None,
+        keepalive_expiry: float = 4.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._core = Core(base_url, api_key, timeout, retry, headers)
-        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
+        limits = httpx.Limits(
+            max_connections=max_connections,
+            max_keepalive_connections=max_keepalive_connections,
+            keepalive_expiry=keepalive_expiry,
+        )
         self._http = httpx.Client(transport=transport, limits=limits)
 
     @property
@@ -97,7 +115,7 @@ class Client:
         timeout: Timeout = None,
         extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[CompletionOptions],
-    ) -> Stream[CompletionChunk]: ...
+    ) -> Stream[CompletionChunk, Completion]: ...
 
     def completions(
         self,
@@ -109,16 +127,16 @@ class Client:
         timeout: Timeout = None,
         extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[CompletionOptions],
-    ) -> Completion | Stream[CompletionChunk]:
+    ) -> Completion | Stream[CompletionChunk, Completion]:
         """Continue a prompt: a string, token ids, or a list of either.
 
         deadline: seconds after which the server gives up (the API's `timeout` field). timeout: of this request's
         transfers. options: body fields by their API names. extra_body: fields this client does not know.
         """
-        body = build_body({"prompt": prompt, "model": model, "timeout": deadline}, options, extra_body)
+        body = calls.build_body({"prompt": prompt, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return self._open(self._core.completion_stream(body, timeout))
-        return self._run(self._core.completion(body, timeout))
+            return self._open(calls.completion_stream(body, timeout))
+        return self._run(calls.completion(body, timeout))
 
     @overload
     def chat(
@@ -144,7 +162,7 @@ class Client:
         timeout: Timeout = None,
         extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[ChatOptions],
-    ) -> Stream[ChatCompletionChunk]: ...
+    ) -> Stream[ChatCompletionChunk, ChatCompletion]: ...
 
     def chat(
         self,
@@ -156,12 +174,12 @@ class Client:
         timeout: Timeout = None,
         extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[ChatOptions],
-    ) -> ChatCompletion | Stream[ChatCompletionChunk]:
+    ) -> ChatCompletion | Stream[ChatCompletionChunk, ChatCompletion]:
         """Answer a conversation, `[{"role": …, "content": …}, …]`. The other arguments are those of `completions`."""
-        body = build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
+        body = calls.build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return self._open(self._core.chat_stream(body, timeout))
-        return self._run(self._core.chat(body, timeout))
+            return self._open(calls.chat_stream(body, timeout))
+        return self._run(calls.chat(body, timeout))
 
     def tokenize(
         self,
@@ -170,29 +188,38 @@ class Client:
         messages: Messages | None = None,
         model: str | None = None,
         extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[TokenizeOptions],
     ) -> Tokenization:
-        """Token ids of a text, or of a conversation as the chat template renders it."""
-        return self._run(
-            self._core.tokenize(build_body({"prompt": prompt, "messages": messages, "model": model}, {}, extra_body))
-        )
+        """Token ids of a text, or of a conversation as the chat template renders it. options: by their API names."""
+        fixed = {"prompt": prompt, "messages": messages, "model": model}
+        return self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
 
     def detokenize(
-        self, tokens: Sequence[int], *, model: str | None = None, extra_body: Mapping[str, Any] | None = None
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[DetokenizeOptions],
     ) -> Detokenization:
         """Text of token ids."""
-        return self._run(self._core.detokenize(build_body({"tokens": tokens, "model": model}, {}, extra_body)))
+        return self._run(calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body)))
 
     def models(self) -> list[Model]:
         """The models served."""
-        return self._run(self._core.models())
+        return self._run(calls.models())
 
     def model(self, model_id: str) -> Model:
         """One model; raises NotFoundError."""
-        return self._run(self._core.model(model_id))
+        return self._run(calls.model(model_id))
 
     def rotary(self) -> RotarySettings:
         """What the model rotates by, the server's default and profiles, and what requests may set."""
-        return self._run(self._core.rotary())
+        return self._run(calls.rotary())
+
+    def profiles(self) -> dict[str, RopeScaling]:
+        """The scalings that `rope_scaling` may name on this server, by name."""
+        return self._run(calls.profiles())
 
     def inspect(
         self,
@@ -207,196 +234,30 @@ class Client:
         rope_scaling: an object, a profile's name, or None for the server's default. length: of the request in tokens,
         for the kinds that depend on it (default: the server's context).
         """
-        return self._run(self._core.inspect(rope_scaling, length, rope_update, model))
+        return self._run(calls.inspect(rope_scaling, length, rope_update, model))
 
     def health(self) -> Health:
         """Whether server and engine are alive. Never retried; raises APIConnectionError when nothing answers."""
-        return self._run(self._core.probe("/health"))
+        return self._run(calls.probe("/health"))
 
     def ready(self) -> Health:
         """Whether the server takes work."""
-        return self._run(self._core.probe("/ready"))
+        return self._run(calls.probe("/ready"))
+
+    def version(self) -> str:
+        """The server's version."""
+        return self._run(calls.version())
+
+    def metrics(self) -> Metrics:
+        """The server's counters, gauges and histograms, as Prometheus would scrape them."""
+        return self._run(calls.metrics())
+
+    def openapi(self) -> dict[str, Any]:
+        """The machine-readable description of the API."""
+        return self._run(calls.openapi())
 
     def _run(self, call: Call[T]) -> T:
         return run(self._http, self._core.run(call))
 
-    def _open(self, call: StreamCall[T]) -> Stream[T]:
+    def _open(self, call: StreamCall[T, A]) -> Stream[T, A]:
         return Stream(*run(self._http, self._core.open(call)))
-
-
-class AsyncClient:
-    """`Client` for asyncio and trio: the same arguments, and methods to await."""
-
-    def __init__(
-        self,
-        base_url: str | None = None,
-        *,
-        api_key: str | None = None,
-        timeout: Timeout = None,
-        retry: RetryPolicy | None = None,
-        headers: Mapping[str, str] | None = None,
-        max_connections: int = 100,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        self._core = Core(base_url, api_key, timeout, retry, headers)
-        limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
-        self._http = httpx.AsyncClient(transport=transport, limits=limits)
-
-    @property
-    def base_url(self) -> str:
-        """The server's URL, without /v1."""
-        return self._core.base_url
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Close all connections; running streams end."""
-        await self._http.aclose()
-
-    @overload
-    async def completions(
-        self,
-        prompt: Prompt,
-        *,
-        model: str | None = None,
-        stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[CompletionOptions],
-    ) -> Completion: ...
-
-    @overload
-    async def completions(
-        self,
-        prompt: Prompt,
-        *,
-        model: str | None = None,
-        stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[CompletionOptions],
-    ) -> AsyncStream[CompletionChunk]: ...
-
-    async def completions(
-        self,
-        prompt: Prompt,
-        *,
-        model: str | None = None,
-        stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[CompletionOptions],
-    ) -> Completion | AsyncStream[CompletionChunk]:
-        """See `Client.completions`. A stream begins with `async with await client.completions(…, stream=True)`."""
-        body = build_body({"prompt": prompt, "model": model, "timeout": deadline}, options, extra_body)
-        if stream:
-            return await self._open(self._core.completion_stream(body, timeout))
-        return await self._run(self._core.completion(body, timeout))
-
-    @overload
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        stream: Literal[False] = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> ChatCompletion: ...
-
-    @overload
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        stream: Literal[True],
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> AsyncStream[ChatCompletionChunk]: ...
-
-    async def chat(
-        self,
-        messages: Messages,
-        *,
-        model: str | None = None,
-        stream: bool = False,
-        deadline: float | None = None,
-        timeout: Timeout = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> ChatCompletion | AsyncStream[ChatCompletionChunk]:
-        """See `Client.chat`."""
-        body = build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
-        if stream:
-            return await self._open(self._core.chat_stream(body, timeout))
-        return await self._run(self._core.chat(body, timeout))
-
-    async def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-    ) -> Tokenization:
-        """See `Client.tokenize`."""
-        return await self._run(
-            self._core.tokenize(build_body({"prompt": prompt, "messages": messages, "model": model}, {}, extra_body))
-        )
-
-    async def detokenize(
-        self, tokens: Sequence[int], *, model: str | None = None, extra_body: Mapping[str, Any] | None = None
-    ) -> Detokenization:
-        """See `Client.detokenize`."""
-        return await self._run(self._core.detokenize(build_body({"tokens": tokens, "model": model}, {}, extra_body)))
-
-    async def models(self) -> list[Model]:
-        """See `Client.models`."""
-        return await self._run(self._core.models())
-
-    async def model(self, model_id: str) -> Model:
-        """See `Client.model`."""
-        return await self._run(self._core.model(model_id))
-
-    async def rotary(self) -> RotarySettings:
-        """See `Client.rotary`."""
-        return await self._run(self._core.rotary())
-
-    async def inspect(
-        self,
-        rope_scaling: Mapping[str, Any] | str | None = None,
-        *,
-        length: int | None = None,
-        rope_update: str | Mapping[str, Any] | None = None,
-        model: str | None = None,
-    ) -> RotaryInspection:
-        """See `Client.inspect`."""
-        return await self._run(self._core.inspect(rope_scaling, length, rope_update, model))
-
-    async def health(self) -> Health:
-        """See `Client.health`."""
-        return await self._run(self._core.probe("/health"))
-
-    async def ready(self) -> Health:
-        """See `Client.ready`."""
-        return await self._run(self._core.probe("/ready"))
-
-    async def _run(self, call: Call[T]) -> T:
-        return await run_async(self._http, self._core.run(call))
-
-    async def _open(self, call: StreamCall[T]) -> AsyncStream[T]:
-        return AsyncStream(*await run_async(self._http, self._core.open(call)))

@@ -1,101 +1,12 @@
-"""What the client takes and gives: options of requests, and answers as frozen dataclasses.
+"""What the client gives: answers as frozen dataclasses.
 
 Knows field names; knows nothing of HTTP. Fields a newer server adds are ignored, fields an older one lacks are None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
-
-TokenIds = Sequence[int]
-Prompt = str | Sequence[str] | TokenIds | Sequence[TokenIds]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """When to send a request again: it could not connect, or the server answered 429 or 503. Streams never restart.
-
-    max_retries: sends after the first. The wait doubles from `first_delay` up to `longest_delay` seconds, each drawn
-    between half of it and all of it; a Retry-After header is honoured instead, up to `longest_retry_after` seconds: a
-    server that asks for more time than that gets no second request, and the error is raised.
-    """
-
-    max_retries: int = 2
-    first_delay: float = 0.5
-    longest_delay: float = 8.0
-    longest_retry_after: float = 60.0
-
-    def delay(self, attempt: int, retry_after: float | None, draw: float) -> float | None:
-        """Seconds to wait after failed send number `attempt` (from 0), None to give up. draw: uniform in [0, 1)."""
-        if attempt >= self.max_retries:
-            return None
-        if retry_after is not None:
-            # Everybody who was turned away got the same number: spread them over a little more.
-            return retry_after * (1 + 0.1 * draw) if retry_after <= self.longest_retry_after else None
-        return min(self.longest_delay, self.first_delay * 2.0**attempt) * (0.5 + 0.5 * draw)
-
-
-class GenerationOptions(TypedDict, total=False):
-    """Body fields of both generation endpoints, by their API names. None means "not given"."""
-
-    max_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    typical_p: float | None
-    n: int | None
-    best_of: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    include_stop_str_in_output: bool | None
-    seed: int | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Mapping[str, float] | Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    bad_words: Sequence[str] | None
-    min_tokens: int | None
-    ignore_eos: bool | None
-    skip_special_tokens: bool | None
-    add_special_tokens: bool | None
-    prompt_logprobs: int | None
-    return_token_ids: bool | None
-    truncate_prompt_tokens: int | None
-    stream_options: Mapping[str, bool] | None
-    rope_scaling: Mapping[str, Any] | str | None
-    rope_update: str | Mapping[str, Any] | None
-    context_overflow: str | None
-    keep_tokens: int | None
-    cache_reuse: int | None
-    cache_salt: str | None
-    priority: int | None
-    request_id: str | None
-    user: str | None
-
-
-class CompletionOptions(GenerationOptions, total=False):
-    """Body fields of /v1/completions. logprobs: how many alternatives per token."""
-
-    echo: bool | None
-    logprobs: int | None
-
-
-class ChatOptions(GenerationOptions, total=False):
-    """Body fields of /v1/chat/completions."""
-
-    max_completion_tokens: int | None
-    logprobs: bool | None
-    top_logprobs: int | None
-    tools: Sequence[Mapping[str, Any]] | None
-    tool_choice: str | Mapping[str, Any] | None
-    response_format: Mapping[str, Any] | None
-    chat_template_kwargs: Mapping[str, Any] | None
-    add_generation_prompt: bool | None
-    continue_final_message: bool | None
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +27,16 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryGroup:
+    """The rotary scaling of one group of layers. fingerprint: equal for equal frequencies and factors of the group."""
+
+    rope_type: str
+    parameters: dict[str, Any] = field(default_factory=dict)
+    effective_length: float | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
     """The rotary scaling an answer ran under. parameters: its fields, theta included.
 
@@ -130,7 +51,7 @@ class Rotary:
     effective_length: float | None = None
     fingerprint: str | None = None
     moves: int = 0
-    groups: dict[str, Any] | None = None
+    groups: dict[str, RotaryGroup] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,8 +267,8 @@ class RotarySettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryInspection:
-    """What a scaling comes to on the served model at some length. inv_freq: radians per token, one per rotated pair.
+class RotaryInspectionGroup:
+    """What a scaling comes to in one group of layers. inv_freq: radians per token, one per rotated pair.
 
     wavelengths: tokens per turn, None for a pair that never turns. attention_factor: on cosines and sines.
     effective_length: tokens the frequencies are formed for, None for kinds that do not depend on length.
@@ -360,10 +281,19 @@ class RotaryInspection:
     attention_factor: float = 1.0
     softmax_scale: float = 1.0
     fingerprint: str | None = None
+    effective_length: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryInspection(RotaryInspectionGroup):
+    """What a scaling comes to on the served model: the main group of layers, and all of them where there are several.
+
+    fingerprint: of all groups together. policy: frozen, recompute or rotate. length: what was asked about, in tokens.
+    """
+
     policy: str | None = None
     length: int | None = None
-    effective_length: float | None = None
-    groups: dict[str, Any] | None = None
+    groups: dict[str, RotaryInspectionGroup] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -163,7 +163,7 @@ def generate_remote(
         say(f"[{time.monotonic() - start:.2f} s, {reason}]")
 
 
-def _open(client: Client, wanted: Generation, settings: dict[str, Any]) -> Stream[Any]:
+def _open(client: Client, wanted: Generation, settings: dict[str, Any]) -> Stream[Any, Any]:
     if wanted.chat:
         return client.chat([{"role": "user", "content": wanted.prompt}], stream=True, **settings)
     return client.completions(wanted.prompt, stream=True, **settings)

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from windlass.server.errors import ApiError, from_exception, internal_error
-from windlass.server.request_id import direct_send
+from windlass.server.request_id import direct_send, request_id
 from windlass.server.state import ServerState
 
 DONE = b"data: [DONE]\n\n"
@@ -60,6 +60,7 @@ class Exchange(Response):
         self._deadline = deadline
         self._send: Send  # through all middlewares
         self._send_direct: Send  # past them, for the bodies of streams
+        self._id = ""  # under which the log speaks of the request, and the client of its error
         self._task: asyncio.Task[Any] | None = None
         self._closed = False  # the work is over: no more interruptions
         self._gone = False
@@ -105,6 +106,7 @@ class Exchange(Response):
         loop = asyncio.get_running_loop()
         self._send = send
         self._send_direct = direct_send(scope, send)
+        self._id = request_id(scope)
         # A task of its own: awaiting a token then passes through our few frames and not through the framework's twenty.
         self._task = loop.create_task(self._run())
         watcher = loop.create_task(_wait_for_disconnect(receive))
@@ -135,6 +137,8 @@ class Exchange(Response):
                 assert self._task is not None
                 self._task.uncancel()  # what follows may await
                 if self._gone:
+                    # The client cannot tell what became of its request, and may ask.
+                    _logger.info("request %s: the client left before its answer was complete", self._id)
                     self._state.metrics.failed("client_disconnected")
                     return
                 assert self._reason is not None
@@ -143,8 +147,10 @@ class Exchange(Response):
             self._closed = True
             known = from_exception(error, retry_after=self._state.settings.retry_after_seconds)
             if known is None:
-                _logger.exception("a generation request failed", exc_info=error)
+                _logger.exception("request %s failed", self._id, exc_info=error)
                 known = internal_error()
+            elif known.status >= 500:
+                _logger.info("request %s: answered %d: %s", self._id, known.status, known.message)
             self._state.metrics.failed(known.code or str(known.status))
             await self._send_error(known)
 
@@ -169,7 +175,7 @@ class Exchange(Response):
                 else:
                     await self._send_body(error.status, to_json(error.body()), error.headers)
         except TimeoutError:
-            _logger.info("a client does not read; its stream ends without its error event")
+            _logger.info("request %s: its client does not read; the stream ends without its error event", self._id)
 
     async def _send_body(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self._stop_keep_alive()

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from helpers.any_client import any_client
 from helpers.scripted_http import answer, drop, events, scripted_server, silence
 
 import windlass.clients
@@ -91,62 +92,12 @@ def chat_chunk(content: str | None = None, role: str | None = None, finish: str 
     return {**ENVELOPE, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
 
-class Sync:
-    """The synchronous client behind the asynchronous interface, so that one test covers both."""
-
-    def __init__(self, *args, **options) -> None:
-        self.client = Client(*args, **options)
-
-    def __getattr__(self, name):
-        method = getattr(self.client, name)
-
-        async def call(*args, **options):
-            result = await asyncio.to_thread(method, *args, **options)
-            return SyncStream(result) if isinstance(result, windlass.clients.Stream) else result
-
-        return call
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *error):
-        self.client.close()
-
-
-class SyncStream:
-    def __init__(self, stream) -> None:
-        self.stream = stream
-        self.request_id = stream.request_id
-
-    async def __aenter__(self):
-        assert self.stream.__enter__() is self.stream
-        return self
-
-    async def __aexit__(self, *error):
-        await asyncio.to_thread(self.stream.__exit__, *error)
-
-    def __aiter__(self):
-        assert iter(self.stream) is self.stream
-        return self
-
-    async def __anext__(self):
-        end = object()
-        item = await asyncio.to_thread(next, self.stream, end)
-        if item is end:
-            raise StopAsyncIteration
-        return item
-
-    async def aclose(self):
-        await asyncio.to_thread(self.stream.close)
-
-
 @pytest.fixture(params=["sync", "async"])
 def make(request, monkeypatch):
     """A factory of clients of either kind, with quick retries."""
     for variable in ("WINDLASS_API_KEY", "WINDLASS_BASE_URL", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(variable, raising=False)
-    kind = Sync if request.param == "sync" else AsyncClient
-    return lambda *args, **options: kind(*args, **{"retry": QUICK, "timeout": 10, **options})
+    return lambda *args, **options: any_client(request.param, *args, **{"retry": QUICK, "timeout": 10, **options})
 
 
 @pytest.fixture

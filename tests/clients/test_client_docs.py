@@ -1,56 +1,77 @@
-"""Every example of docs/clients.md runs, against a server that answers as Windlass does."""
+"""Every Python example of the pages about clients runs against the bundled model."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import openai
 import pytest
-from helpers.scripted_http import Exchange, answer, events, scripted_server
+from helpers.real_server import RealServer
 
-PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
-EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-ENVELOPE = {"id": "x", "created": 1, "model": "demo"}
+import windlass.clients
+from windlass.clients import RopeScaling
 
-
-async def windlass(exchange: Exchange) -> None:
-    """Answers every path the page uses."""
-    path, body = exchange.request.path, exchange.request.json if exchange.request.body else {}
-    chat = path.endswith("chat/completions")
-    if path == "/health":
-        await answer({"status": "ok"})(exchange)
-    elif path == "/v1/models":
-        await answer({"object": "list", "data": [{"id": "demo", "max_model_len": 512}]})(exchange)
-    elif path == "/tokenize":
-        await answer({"count": 2, "tokens": [1, 2], "max_model_len": 512})(exchange)
-    elif path == "/v1/rotary":
-        await answer({"model": {}, "default": {"rope_type": "default"}, "profiles": {}, "policy": "allow"})(exchange)
-    elif path == "/v1/rotary/inspect":
-        await answer({"rope_type": "dynamic", "inv_freq": [1.0], "wavelengths": [6.28], "fingerprint": "f"})(exchange)
-    elif path == "/detokenize":
-        await answer({"prompt": "hello"})(exchange)
-    elif (body.get("max_tokens") or 0) > 512:
-        error = {"message": "too long", "type": "invalid_request_error", "param": "max_tokens", "code": "c"}
-        await answer({"error": error}, "400 Bad Request")(exchange)
-    elif body.get("stream"):
-        part = {"delta": {"content": "hi"}} if chat else {"text": "hi"}
-        choices = [{"index": 0, **part, "finish_reason": reason} for reason in (None, "stop")]
-        await events(*({**ENVELOPE, "choices": [choice]} for choice in choices), "[DONE]")(exchange)
-    else:
-        part = {"message": {"role": "assistant", "content": "hi"}} if chat else {"text": "hi"}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-        logprobs = {"tokens": ["hi"], "token_logprobs": [-0.5], "top_logprobs": [{"hi": -0.5}], "text_offset": [0]}
-        choice = {"index": 0, **part, "finish_reason": "stop", "logprobs": None if chat else logprobs}
-        await answer({**ENVELOPE, "choices": [choice], "usage": usage})(exchange)
+ROOT = Path(__file__).parents[2]
+PAGES = {"README.md": 2, "docs/clients.md": 10, "docs/openai.md": 5}
+EXAMPLES = [
+    pytest.param(page, source, id=f"{page}-{number}")
+    for page in PAGES
+    for number, source in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    )
+]
+# What an example must print, besides running: the parts that would go wrong unnoticed.
+PRINTS = {
+    "docs/clients.md-2": r" (length|stop) \d+ default$",
+    "docs/clients.md-4": r"^rotate 512\.0 0\n[\s\S]*'factor': 2\.0\}$",
+    "docs/clients.md-5": r"beta_fast should not be below beta_slow",
+    "docs/clients.md-6": r"^long \{'rope_type': 'yarn', 'factor': 2\.0\} [0-9a-f]{64}\nyarn$",
+    "docs/clients.md-8": r"^change temperature because ",
+    "docs/openai.md-1": r"^dynamic 512\.0 None\n",
+    "docs/openai.md-2": r"yarn 2\.0\n$",
+    "docs/openai.md-4": r"^rope_scaling\.factor invalid_value \S+ rope_scaling\.factor must be",
+}
 
 
-@pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_example(source, monkeypatch):
-    with scripted_server(windlass) as server:
-        monkeypatch.setenv("WINDLASS_BASE_URL", server.url)
-        exec(compile(source, str(PAGE), "exec"), {"__name__": "__main__"})
-        assert server.requests
+@pytest.mark.parametrize(("page", "source"), EXAMPLES)
+def test_example(
+    page: str,
+    source: str,
+    demo_server: RealServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setenv("WINDLASS_BASE_URL", demo_server.url)
+    source = source.replace("http://127.0.0.1:8000", demo_server.url)
+    space: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(source, page, "exec"), space)
+    if isinstance(space.get("client"), openai.OpenAI):
+        space["client"].close()
+    printed = capsys.readouterr().out
+    assert "tell the operator" not in printed and "no server there" not in printed
+    assert re.search(PRINTS.get(request.node.callspec.id, ""), printed, re.MULTILINE), printed
 
 
-def test_the_page_has_examples():
-    assert len(EXAMPLES) >= 5
+def test_the_pages_have_their_examples() -> None:
+    for page, count in PAGES.items():
+        assert sum(parameter.values[0] == page for parameter in EXAMPLES) == count
+    assert {parameter.id for parameter in EXAMPLES} >= set(PRINTS)
+
+
+def test_the_builders_on_the_page_are_those_of_the_class() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    builders = {
+        name
+        for name, member in vars(RopeScaling).items()
+        if isinstance(member, classmethod) and not name.startswith("_")
+    }
+    assert set(re.findall(r"`(?:RopeScaling)?\.([a-z0-9_]+)\(", page)) == builders
+
+
+def test_every_error_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "clients.md").read_text(encoding="utf-8")
+    for name in windlass.clients.__all__:
+        if name.endswith("Error") and name != "APIStatusError":  # the base of those with a status
+            assert f"`{name}`" in page, name

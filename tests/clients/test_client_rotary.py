@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.scripted_http import answer, events, scripted_server
 
-from windlass.clients import AsyncClient, Client, ResponseError, Rotary, RotaryInspection, RotarySettings
+from windlass.clients import AsyncClient, Client, ResponseError, Rotary, RotaryGroup, RotaryInspection, RotarySettings
 
 ENVELOPE = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -103,14 +103,20 @@ async def test_both_fields_are_sent_as_given(kind: str) -> None:
 
 
 async def test_answers_have_typed_reports(kind: str) -> None:
-    other = {**REPORT, "effective_length": None, "groups": {"full_attention": {}}}
+    group = {"rope_type": "yarn", "parameters": {"factor": 4.0}, "effective_length": 9, "fingerprint": "g", "new": 1}
+    other = {**REPORT, "effective_length": None, "groups": {"full_attention": group}}
+    groups = {
+        "full_attention": RotaryGroup(
+            rope_type="yarn", parameters={"factor": 4.0}, effective_length=9.0, fingerprint="g"
+        )
+    }
     choices = [{"index": i, "text": "x", "finish_reason": "stop", "rotary": r} for i, r in enumerate([REPORT, other])]
     chat = {**ENVELOPE, "choices": [{"index": 0, "message": {"content": "x"}, "rotary": REPORT}], "rotary": REPORT}
     scripts = (answer({**ENVELOPE, "choices": choices, "rotary": REPORT}), answer(chat))
     with scripted_server(*scripts) as server:
         result = await call(kind, server.url, "completions", ["a", "b"])
         assert result.rotary == result.choices[0].rotary == TYPED and isinstance(result.rotary.effective_length, float)
-        assert result.choices[1].rotary == dataclasses.replace(TYPED, effective_length=None, groups=other["groups"])
+        assert result.choices[1].rotary == dataclasses.replace(TYPED, effective_length=None, groups=groups)
         result = await call(kind, server.url, "chat", [])
         assert result.rotary == result.choices[0].rotary == TYPED
 
@@ -172,3 +178,15 @@ async def test_inspection(kind: str) -> None:
     assert isinstance(inspection, RotaryInspection)
     assert inspection.inv_freq == (0.5, 0.0) and inspection.wavelengths == (12.5, None)
     assert (inspection.attention_factor, inspection.policy, inspection.effective_length) == (1.2, "frozen", None)
+
+
+async def test_inspection_of_a_model_whose_layers_rotate_in_two_ways(kind: str) -> None:
+    groups = {"full_attention": INSPECTION, "sliding_attention": {**INSPECTION, "inv_freq": [1], "fingerprint": "f2"}}
+    with scripted_server(
+        answer({**INSPECTION, "groups": groups}), answer({**INSPECTION, "groups": {"x": 3}})
+    ) as server:
+        inspection = await call(kind, server.url, "inspect")
+        with pytest.raises(ResponseError, match=r"groups\.x should be an object"):
+            await call(kind, server.url, "inspect")
+    local = inspection.groups["sliding_attention"]
+    assert list(inspection.groups) == list(groups) and (local.inv_freq, local.fingerprint) == ((1.0,), "f2")

@@ -1,0 +1,242 @@
+"""Puts whole answers together from the chunks of a stream, as the server would have sent them unstreamed.
+
+Knows what each part of a chunk adds to; knows nothing of bytes or events.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from windlass.clients.types import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatLogprobs,
+    ChatMessage,
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    Logprobs,
+    Rotary,
+    TokenLogprob,
+    Usage,
+)
+
+Chunk = TypeVar("Chunk", CompletionChunk, ChatCompletionChunk)
+A = TypeVar("A")
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What has come of one choice so far."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    role: str | None = None
+    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    completion_logprobs: list[Logprobs] = field(default_factory=list)
+    chat_logprobs: list[TokenLogprob] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
+    rotary: Rotary | None = None
+
+
+class Accumulator(ABC, Generic[Chunk, A]):
+    """Add chunks in order; `answer` is the whole, as far as it has come.
+
+    usage: the last that was told. rotary: the first choice's, once it has ended.
+    """
+
+    def __init__(self) -> None:
+        self.usage: Usage | None = None
+        self.rotary: Rotary | None = None
+        self._choices: dict[int, _Choice] = {}
+        self._id, self._model, self._created = "", "", 0
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        if 0 not in self._choices:
+            return ""
+        first = self._choices[0]
+        if len(first.texts) > 1:
+            first.texts = ["".join(first.texts)]  # asked for after each chunk, it is not joined from the start
+        return first.texts[0] if first.texts else ""
+
+    @property
+    def finish_reasons(self) -> dict[int, str]:
+        """Why each choice ended, of those that have, by index."""
+        ended = sorted(self._choices.items())
+        return {index: choice.finish_reason for index, choice in ended if choice.finish_reason is not None}
+
+    @property
+    def begun(self) -> int:
+        """How many choices have begun."""
+        return len(self._choices)
+
+    def add(self, chunk: Chunk) -> None:
+        """Take what a chunk brings."""
+        if not self._id:
+            self._id, self._model, self._created = chunk.id, chunk.model, chunk.created
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+        for part in chunk.choices:
+            choice = self._choices.setdefault(part.index, _Choice())
+            if part.finish_reason is not None:
+                choice.finish_reason, choice.stop_reason = part.finish_reason, part.stop_reason
+                choice.rotary = chunk.rotary
+            if part.token_ids is not None:
+                choice.token_ids = choice.token_ids or []
+                choice.token_ids.extend(part.token_ids)
+        # A chunk without choices tells the usage and speaks of the first choice.
+        if chunk.rotary is not None and (not chunk.choices or chunk.choices[0].index == 0):
+            self.rotary = chunk.rotary
+        self._take(chunk)
+
+    @abstractmethod
+    def _take(self, chunk: Chunk) -> None:
+        """What only this kind of chunk brings."""
+
+    @abstractmethod
+    def answer(self, request_id: str | None) -> A:
+        """The whole answer."""
+
+    def _numbered(self) -> Iterator[tuple[int, _Choice, Rotary | None]]:
+        """Each choice with the report it shows: its own where they differ, as in an answer that was not streamed."""
+        if 0 in self._choices:
+            self._choices[0].rotary = self.rotary
+        differ = any(choice.rotary != self.rotary for choice in self._choices.values())
+        for index, choice in sorted(self._choices.items()):
+            yield index, choice, choice.rotary if differ else None
+
+    def _envelope(self, request_id: str | None) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "model": self._model,
+            "created": self._created,
+            "usage": self.usage,
+            "rotary": self.rotary,
+            "request_id": request_id,
+        }
+
+
+class CompletionAccumulator(Accumulator[CompletionChunk, Completion]):
+    """Chunks of /v1/completions."""
+
+    def _take(self, chunk: CompletionChunk) -> None:
+        for part in chunk.choices:
+            choice = self._choices[part.index]
+            choice.texts.append(part.text)
+            if part.logprobs is not None:
+                choice.completion_logprobs.append(part.logprobs)
+            choice.prompt_token_ids = part.prompt_token_ids or choice.prompt_token_ids
+            choice.prompt_logprobs = part.prompt_logprobs or choice.prompt_logprobs
+
+    def answer(self, request_id: str | None) -> Completion:
+        choices = [
+            CompletionChoice(
+                index=index,
+                text="".join(choice.texts),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                logprobs=_joined(choice.completion_logprobs),
+                token_ids=_tuple(choice.token_ids),
+                prompt_token_ids=choice.prompt_token_ids,
+                prompt_logprobs=choice.prompt_logprobs,
+                rotary=rotary,
+            )
+            for index, choice, rotary in self._numbered()
+        ]
+        return Completion(choices=tuple(choices), **self._envelope(request_id))
+
+
+class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
+    """Chunks of /v1/chat/completions. What concerns the prompt stands at the top level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prompt_token_ids: tuple[int, ...] | None = None
+        self._prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
+
+    def _take(self, chunk: ChatCompletionChunk) -> None:
+        self._prompt_token_ids = chunk.prompt_token_ids or self._prompt_token_ids
+        self._prompt_logprobs = chunk.prompt_logprobs or self._prompt_logprobs
+        for part in chunk.choices:
+            self._take_choice(self._choices[part.index], part)
+
+    @staticmethod
+    def _take_choice(choice: _Choice, part: ChatChunkChoice) -> None:
+        delta = part.delta
+        choice.role = delta.role or choice.role
+        if delta.content is not None:
+            choice.texts.append(delta.content)
+        if delta.reasoning_content is not None:
+            choice.reasoning.append(delta.reasoning_content)
+        for call in delta.tool_calls or ():
+            _merge(choice.tool_calls.setdefault(call.get("index", 0), {}), call)
+        if part.logprobs is not None:
+            choice.chat_logprobs = choice.chat_logprobs or []
+            choice.chat_logprobs.extend(part.logprobs.content or ())
+
+    def answer(self, request_id: str | None) -> ChatCompletion:
+        choices = [
+            ChatChoice(
+                index=index,
+                message=ChatMessage(
+                    role=choice.role or "assistant",
+                    content="".join(choice.texts) if choice.texts else None,
+                    reasoning_content="".join(choice.reasoning) if choice.reasoning else None,
+                    tool_calls=tuple(call for _, call in sorted(choice.tool_calls.items())) or None,
+                ),
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                logprobs=None if choice.chat_logprobs is None else ChatLogprobs(content=tuple(choice.chat_logprobs)),
+                token_ids=_tuple(choice.token_ids),
+                rotary=rotary,
+            )
+            for index, choice, rotary in self._numbered()
+        ]
+        return ChatCompletion(
+            choices=tuple(choices),
+            prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs,
+            **self._envelope(request_id),
+        )
+
+
+def _tuple(items: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if items is None else tuple(items)
+
+
+def _joined(parts: list[Logprobs]) -> Logprobs | None:
+    """Log-probabilities one after the other; lists that no part has stay absent."""
+    if not parts:
+        return None
+    tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
+    offsets = [part.text_offset for part in parts if part.text_offset is not None]
+    return Logprobs(
+        tokens=tuple(token for part in parts for token in part.tokens),
+        token_logprobs=tuple(value for part in parts for value in part.token_logprobs),
+        top_logprobs=tuple(top for part in tops for top in part) if tops else None,
+        text_offset=tuple(offset for part in offsets for offset in part) if offsets else None,
+    )
+
+
+def _merge(call: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add a piece of a tool call: arguments come in parts, everything else once."""
+    for key, value in delta.items():
+        if key == "function" and isinstance(value, dict):
+            function = call.setdefault("function", {})
+            arguments = function.get("arguments") or ""
+            function.update({name: part for name, part in value.items() if part is not None})
+            if value.get("arguments") is not None:
+                function["arguments"] = arguments + value["arguments"]
+        elif key != "index" and value is not None:
+            call[key] = value

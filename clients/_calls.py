@@ -1,0 +1,224 @@
+"""One call per endpoint of the server: what is sent, and how the answer is understood. Does no input or output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from windlass.clients._accumulate import Accumulator, ChatAccumulator, CompletionAccumulator
+from windlass.clients._failures import request_id_of
+from windlass.clients._parse import parse
+from windlass.clients.metrics import Metrics
+from windlass.clients.options import Timeout
+from windlass.clients.rope import RopeScaling
+from windlass.clients.types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Detokenization,
+    Health,
+    Model,
+    RotaryInspection,
+    RotarySettings,
+    Tokenization,
+)
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[T]):
+    """One request to make and how to understand its answer.
+
+    answer: makes the result from the response, whole, or raises ValueError. accepted: error statuses that are answers
+    too. timeout: None for the client's own.
+    """
+
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
+    answer: Callable[[httpx.Response], T]
+    accepted: frozenset[int] = frozenset()
+    retried: bool = True
+    timeout: Timeout = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCall(Generic[T, A]):
+    """A request that is answered by a stream of chunks of class `chunk`, which must finish `expected` choices.
+
+    accumulator: makes what puts the whole answer together from them.
+    """
+
+    path: str
+    body: dict[str, Any]
+    chunk: type[T]
+    accumulator: Callable[[], Accumulator[Any, A]]
+    expected: int
+    timeout: Timeout = None
+
+
+def completion(body: dict[str, Any], timeout: Timeout) -> Call[Completion]:
+    return Call(method="POST", path="/v1/completions", body=body, answer=_generated(Completion), timeout=timeout)
+
+
+def completion_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[CompletionChunk, Completion]:
+    prompts = body.get("prompt")
+    count = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+    return StreamCall(
+        path="/v1/completions",
+        body=_streamed(body),
+        chunk=CompletionChunk,
+        accumulator=CompletionAccumulator,
+        expected=count * _samples(body),
+        timeout=timeout,
+    )
+
+
+def chat(body: dict[str, Any], timeout: Timeout) -> Call[ChatCompletion]:
+    return Call(
+        method="POST", path="/v1/chat/completions", body=body, answer=_generated(ChatCompletion), timeout=timeout
+    )
+
+
+def chat_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[ChatCompletionChunk, ChatCompletion]:
+    return StreamCall(
+        path="/v1/chat/completions",
+        body=_streamed(body),
+        chunk=ChatCompletionChunk,
+        accumulator=ChatAccumulator,
+        expected=_samples(body),
+        timeout=timeout,
+    )
+
+
+def tokenize(body: dict[str, Any]) -> Call[Tokenization]:
+    return Call(method="POST", path="/tokenize", body=body, answer=_parsed(Tokenization))
+
+
+def detokenize(body: dict[str, Any]) -> Call[Detokenization]:
+    return Call(method="POST", path="/detokenize", body=body, answer=_parsed(Detokenization))
+
+
+def models() -> Call[list[Model]]:
+    def answer(response: httpx.Response) -> list[Model]:
+        data = response.json()
+        if not isinstance(data, dict) or not isinstance(data.get("data"), list):
+            raise ValueError("the list of models should be an object with a list `data`")
+        return [parse(Model, entry) for entry in data["data"]]
+
+    return Call(method="GET", path="/v1/models", answer=answer)
+
+
+def model(model_id: str) -> Call[Model]:
+    return Call(method="GET", path=f"/v1/models/{quote(model_id, safe='/')}", answer=_parsed(Model))
+
+
+def rotary() -> Call[RotarySettings]:
+    return Call(method="GET", path="/v1/rotary", answer=_parsed(RotarySettings))
+
+
+def profiles() -> Call[dict[str, RopeScaling]]:
+    def answer(response: httpx.Response) -> dict[str, RopeScaling]:
+        given = parse(RotarySettings, response.json()).profiles
+        for name, scaling in given.items():
+            if not isinstance(scaling, dict):
+                raise ValueError(f"the profile {name!r} should be an object")
+        # Unchecked: a newer server may know kinds that this client does not.
+        return {name: RopeScaling(scaling) for name, scaling in given.items()}
+
+    return Call(method="GET", path="/v1/rotary", answer=answer)
+
+
+def inspect(
+    rope_scaling: Mapping[str, Any] | str | None,
+    length: int | None,
+    rope_update: Mapping[str, Any] | str | None,
+    model: str | None,
+) -> Call[RotaryInspection]:
+    fixed = {"rope_scaling": rope_scaling, "length": length, "rope_update": rope_update, "model": model}
+    body = build_body(fixed, {}, None)
+    return Call(method="POST", path="/v1/rotary/inspect", body=body, answer=_parsed(RotaryInspection))
+
+
+def probe(path: str) -> Call[Health]:
+    """/health or /ready: 503 is an answer, and asking again is the caller's business."""
+
+    def answer(response: httpx.Response) -> Health:
+        data = response.json()
+        status = data.get("status") if isinstance(data, dict) else None
+        return Health(ok=response.status_code == 200, status=status if isinstance(status, str) else "")
+
+    return Call(method="GET", path=path, answer=answer, accepted=frozenset({503}), retried=False)
+
+
+def version() -> Call[str]:
+    def answer(response: httpx.Response) -> str:
+        data = response.json()
+        if not isinstance(data, dict) or not isinstance(data.get("version"), str):
+            raise ValueError("the version should be an object with a string `version`")
+        return str(data["version"])
+
+    return Call(method="GET", path="/version", answer=answer)
+
+
+def metrics() -> Call[Metrics]:
+    return Call(method="GET", path="/metrics", answer=lambda response: Metrics.parse(response.text))
+
+
+def openapi() -> Call[dict[str, Any]]:
+    def answer(response: httpx.Response) -> dict[str, Any]:
+        data = response.json()
+        if not isinstance(data, dict):
+            raise ValueError("the description should be an object")
+        return data
+
+    return Call(method="GET", path="/openapi.json", answer=answer)
+
+
+def build_body(fixed: Mapping[str, Any], options: Mapping[str, Any], extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """One body from a method's own arguments, its options and `extra_body`; None means "not given"."""
+    body = {name: _jsonable(value) for name, value in {**fixed, **options}.items() if value is not None}
+    body.update(extra or {})
+    return body
+
+
+def _jsonable(value: Any) -> Any:
+    """Sequences such as tuples, ranges and arrays as lists; everything else as it is."""
+    if hasattr(value, "tolist"):  # numpy's arrays and scalars
+        return value.tolist()
+    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
+        return value
+    return [_jsonable(item) for item in value]
+
+
+def _streamed(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a stream, which tells its usage unless the caller says otherwise."""
+    given = body.get("stream_options")
+    options = {"include_usage": True, **given} if isinstance(given, Mapping) else {"include_usage": True}
+    return {**body, "stream": True, "stream_options": options}
+
+
+def _samples(body: Mapping[str, Any]) -> int:
+    n = body.get("n")
+    return n if isinstance(n, int) else 1
+
+
+def _parsed(cls: type[T]) -> Callable[[httpx.Response], T]:
+    return lambda response: parse(cls, response.json())
+
+
+def _generated(cls: type[T]) -> Callable[[httpx.Response], T]:
+    def answer(response: httpx.Response) -> T:
+        data = response.json()
+        if isinstance(data, dict):
+            data = {**data, "request_id": request_id_of(response)}
+        return parse(cls, data)
+
+    return answer

@@ -1,0 +1,249 @@
+"""The asynchronous client. Each method builds a call and has it carried out; no rule lives here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
+
+import httpx
+
+from windlass.clients import _calls as calls
+from windlass.clients._calls import Call, StreamCall
+from windlass.clients._core import Core
+from windlass.clients._drivers import run_async
+from windlass.clients.metrics import Metrics
+from windlass.clients.options import (
+    ChatOptions,
+    CompletionOptions,
+    DetokenizeOptions,
+    Messages,
+    Prompt,
+    RetryPolicy,
+    Timeout,
+    TokenizeOptions,
+)
+from windlass.clients.rope import RopeScaling
+from windlass.clients.streams import AsyncStream
+from windlass.clients.types import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    Detokenization,
+    Health,
+    Model,
+    RotaryInspection,
+    RotarySettings,
+    Tokenization,
+)
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+class AsyncClient:
+    """`Client` for asyncio and trio: the same arguments, and methods to await."""
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        *,
+        api_key: str | None = None,
+        timeout: Timeout = None,
+        retry: RetryPolicy | None = None,
+        headers: Mapping[str, str] | None = None,
+        max_connections: int = 100,
+        max_keepalive_connections: int | None = None,
+        keepalive_expiry: float = 4.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._core = Core(base_url, api_key, timeout, retry, headers)
+        limits = httpx.Limits(
+            max_connections=max_connections,
+            max_keepalive_connections=max_keepalive_connections,
+            keepalive_expiry=keepalive_expiry,
+        )
+        self._http = httpx.AsyncClient(transport=transport, limits=limits)
+
+    @property
+    def base_url(self) -> str:
+        """The server's URL, without /v1."""
+        return self._core.base_url
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections; running streams end."""
+        await self._http.aclose()
+
+    @overload
+    async def completions(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[CompletionOptions],
+    ) -> Completion: ...
+
+    @overload
+    async def completions(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[CompletionOptions],
+    ) -> AsyncStream[CompletionChunk, Completion]: ...
+
+    async def completions(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[CompletionOptions],
+    ) -> Completion | AsyncStream[CompletionChunk, Completion]:
+        """See `Client.completions`. A stream begins with `async with await client.completions(…, stream=True)`."""
+        body = calls.build_body({"prompt": prompt, "model": model, "timeout": deadline}, options, extra_body)
+        if stream:
+            return await self._open(calls.completion_stream(body, timeout))
+        return await self._run(calls.completion(body, timeout))
+
+    @overload
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion: ...
+
+    @overload
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncStream[ChatCompletionChunk, ChatCompletion]: ...
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion | AsyncStream[ChatCompletionChunk, ChatCompletion]:
+        """See `Client.chat`."""
+        body = calls.build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
+        if stream:
+            return await self._open(calls.chat_stream(body, timeout))
+        return await self._run(calls.chat(body, timeout))
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Messages | None = None,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[TokenizeOptions],
+    ) -> Tokenization:
+        """See `Client.tokenize`."""
+        fixed = {"prompt": prompt, "messages": messages, "model": model}
+        return await self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
+
+    async def detokenize(
+        self,
+        tokens: Sequence[int],
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[DetokenizeOptions],
+    ) -> Detokenization:
+        """See `Client.detokenize`."""
+        return await self._run(
+            calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body))
+        )
+
+    async def models(self) -> list[Model]:
+        """See `Client.models`."""
+        return await self._run(calls.models())
+
+    async def model(self, model_id: str) -> Model:
+        """See `Client.model`."""
+        return await self._run(calls.model(model_id))
+
+    async def rotary(self) -> RotarySettings:
+        """See `Client.rotary`."""
+        return await self._run(calls.rotary())
+
+    async def profiles(self) -> dict[str, RopeScaling]:
+        """See `Client.profiles`."""
+        return await self._run(calls.profiles())
+
+    async def inspect(
+        self,
+        rope_scaling: Mapping[str, Any] | str | None = None,
+        *,
+        length: int | None = None,
+        rope_update: str | Mapping[str, Any] | None = None,
+        model: str | None = None,
+    ) -> RotaryInspection:
+        """See `Client.inspect`."""
+        return await self._run(calls.inspect(rope_scaling, length, rope_update, model))
+
+    async def health(self) -> Health:
+        """See `Client.health`."""
+        return await self._run(calls.probe("/health"))
+
+    async def ready(self) -> Health:
+        """See `Client.ready`."""
+        return await self._run(calls.probe("/ready"))
+
+    async def version(self) -> str:
+        """See `Client.version`."""
+        return await self._run(calls.version())
+
+    async def metrics(self) -> Metrics:
+        """See `Client.metrics`."""
+        return await self._run(calls.metrics())
+
+    async def openapi(self) -> dict[str, Any]:
+        """See `Client.openapi`."""
+        return await self._run(calls.openapi())
+
+    async def _run(self, call: Call[T]) -> T:
+        return await run_async(self._http, self._core.run(call))
+
+    async def _open(self, call: StreamCall[T, A]) -> AsyncStream[T, A]:
+        return AsyncStream(*await run_async(self._http, self._core.open(call)))

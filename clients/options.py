@@ -1,0 +1,129 @@
+"""What the client takes: prompts, the fields of request bodies by their API names, and when to send again.
+
+Knows field names; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import httpx
+
+TokenIds = Sequence[int]
+Prompt = str | Sequence[str] | TokenIds | Sequence[TokenIds]
+Messages = Sequence[Mapping[str, Any]]
+Timeout = float | httpx.Timeout | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """When to send a request again: it could not connect, or the server answered 429 or 503. Streams never restart.
+
+    max_retries: sends after the first. The wait doubles from `first_delay` up to `longest_delay` seconds, each drawn
+    between half of it and all of it; a Retry-After header is honoured instead, up to `longest_retry_after` seconds: a
+    server that asks for more time than that gets no second request, and the error is raised.
+    """
+
+    max_retries: int = 2
+    first_delay: float = 0.5
+    longest_delay: float = 8.0
+    longest_retry_after: float = 60.0
+
+    def delay(self, attempt: int, retry_after: float | None, draw: float) -> float | None:
+        """Seconds to wait after failed send number `attempt` (from 0), None to give up. draw: uniform in [0, 1)."""
+        if attempt >= self.max_retries:
+            return None
+        if retry_after is not None:
+            # Everybody who was turned away got the same number: spread them over a little more.
+            return retry_after * (1 + 0.1 * draw) if retry_after <= self.longest_retry_after else None
+        return min(self.longest_delay, self.first_delay * 2.0**attempt) * (0.5 + 0.5 * draw)
+
+
+class GenerationOptions(TypedDict, total=False):
+    """Body fields of both generation endpoints, by their API names. None means "not given"."""
+
+    max_tokens: int | None
+    max_completion_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    typical_p: float | None
+    n: int | None
+    best_of: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop_str_in_output: bool | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Mapping[str, float] | Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    min_tokens: int | None
+    ignore_eos: bool | None
+    skip_special_tokens: bool | None
+    add_special_tokens: bool | None
+    prompt_logprobs: int | None
+    return_token_ids: bool | None
+    truncate_prompt_tokens: int | None
+    stream_options: Mapping[str, bool] | None
+    response_format: Mapping[str, Any] | None
+    structured: Mapping[str, Any] | None
+    rope_scaling: Mapping[str, Any] | str | None
+    rope_update: str | Mapping[str, Any] | None
+    context_overflow: str | None
+    keep_tokens: int | None
+    cache_reuse: int | None
+    cache_salt: str | None
+    priority: int | None
+    request_id: str | None
+    user: str | None
+    metadata: Mapping[str, Any] | None
+    store: bool | None
+    service_tier: str | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+    verbosity: str | None
+
+
+class CompletionOptions(GenerationOptions, total=False):
+    """Body fields of /v1/completions. logprobs: how many alternatives per token."""
+
+    echo: bool | None
+    logprobs: int | None
+    suffix: str | None
+
+
+class ChatOptions(GenerationOptions, total=False):
+    """Body fields of /v1/chat/completions."""
+
+    logprobs: bool | None
+    top_logprobs: int | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+
+
+class TokenizeOptions(TypedDict, total=False):
+    """Body fields of /tokenize."""
+
+    add_special_tokens: bool | None
+    return_token_strs: bool | None
+    return_offsets: bool | None
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class DetokenizeOptions(TypedDict, total=False):
+    """Body fields of /detokenize."""
+
+    skip_special_tokens: bool | None
+    return_offsets: bool | None

@@ -1,0 +1,164 @@
+"""The two streams: iterators over the chunks of a running generation that close their connection when they are left.
+
+Reads bytes with httpx; what they mean is `ChunkReader`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Generator
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import httpx
+
+from windlass.clients._failures import broken_answer
+from windlass.clients._stream import ChunkReader
+from windlass.clients.types import Rotary, Usage
+
+T = TypeVar("T")
+A = TypeVar("A")
+
+
+class _Told(Generic[T, A]):
+    """What both streams tell of the generation while it runs."""
+
+    _reader: ChunkReader[T, A]
+
+    @property
+    def request_id(self) -> str | None:
+        """The `x-request-id` of the answer."""
+        return self._reader.request_id
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice, as far as it was read."""
+        return self._reader.whole.text
+
+    @property
+    def finish_reasons(self) -> dict[int, str]:
+        """Why each choice ended, by its index; only of choices that have."""
+        return self._reader.whole.finish_reasons
+
+    @property
+    def usage(self) -> Usage | None:
+        """Token counts; None until the server has told them, which by default it does at the end."""
+        return self._reader.whole.usage
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """The rotary scaling the first choice ran under; None until that choice has ended."""
+        return self._reader.whole.rotary
+
+
+class Stream(_Told[T, A]):
+    """Chunks of a running generation, as they come. Iterate it once, best inside `with`.
+
+    Leaving the `with` block, `close`, an error and the end all close the HTTP response, and a server stops generating
+    when its client is gone. Raises StreamError when the stream does not end well, APIConnectionError when it breaks.
+    """
+
+    def __init__(self, response: httpx.Response, reader: ChunkReader[T, A]) -> None:
+        self._response = response
+        self._reader = reader
+        self._chunks = _chunks(response, reader)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        return next(self._chunks)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def until_done(self) -> Self:
+        """Read what is left; then everything about the stream is known."""
+        for _ in self._chunks:
+            pass
+        return self
+
+    def get_final(self) -> A:
+        """Read what is left and give the whole answer, as if it had not been streamed.
+
+        Raises StreamError where the stream was closed, or has failed, before its end.
+        """
+        return self.until_done()._reader.answer()
+
+    def close(self) -> None:
+        """End the stream now. Safe to call twice."""
+        self._chunks.close()
+        self._response.close()  # a generator that never started has no `finally`
+
+
+class AsyncStream(_Told[T, A]):
+    """`Stream` for `async for` and `async with`."""
+
+    def __init__(self, response: httpx.Response, reader: ChunkReader[T, A]) -> None:
+        self._response = response
+        self._reader = reader
+        self._chunks = _chunks_async(response, reader)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        return await anext(self._chunks)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def until_done(self) -> Self:
+        """See `Stream.until_done`."""
+        async for _ in self._chunks:
+            pass
+        return self
+
+    async def get_final(self) -> A:
+        """See `Stream.get_final`."""
+        return (await self.until_done())._reader.answer()
+
+    async def aclose(self) -> None:
+        """End the stream now. Safe to call twice."""
+        try:
+            await self._chunks.aclose()
+        finally:
+            await self._response.aclose()  # a generator that never started has no `finally`
+
+
+# Not methods: a generator that held its stream would keep a forgotten one, and its connection, alive until the garbage
+# collector comes by.
+def _chunks(response: httpx.Response, reader: ChunkReader[T, A]) -> Generator[T, None, None]:
+    try:
+        for data in response.iter_bytes():
+            yield from reader.feed(data)
+            if reader.done:
+                return
+        reader.end()
+    except httpx.HTTPError as error:
+        raise broken_answer(error, response) from error
+    finally:
+        response.close()
+
+
+async def _chunks_async(response: httpx.Response, reader: ChunkReader[T, A]) -> AsyncGenerator[T, None]:
+    try:
+        async for data in response.aiter_bytes():
+            for chunk in reader.feed(data):
+                yield chunk
+            if reader.done:
+                return
+        reader.end()
+    except httpx.HTTPError as error:
+        raise broken_answer(error, response) from error
+    finally:
+        await response.aclose()

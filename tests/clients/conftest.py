@@ -1,0 +1,19 @@
+"""A server with the bundled model for the tests of this folder that want a real one; it starts once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from helpers.real_server import RealServer, serve
+
+
+@pytest.fixture(scope="session")
+def demo_server() -> Iterator[RealServer]:
+    profiles = {"long": {"rope_type": "yarn", "factor": 2.0}, "grow": {"rope_type": "dynamic", "factor": 4.0}}
+    options = [
+        word for name, scaling in profiles.items() for word in ("--rope-profile", f"{name}={json.dumps(scaling)}")
+    ]
+    with serve("--kv-cache-memory", "64MiB", "--max-model-len", "1024", *options) as running:
+        yield running

@@ -1,0 +1,206 @@
+"""What a stream knows besides its chunks: usage, rotation, finish reasons, text, and the whole answer at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.any_client import any_client
+from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine
+from helpers.scripted_http import answer, events, scripted_server
+
+from windlass.clients import APIConnectionError, ChatCompletion, Completion, StreamError
+from windlass.engine.rotary.policy import RotaryReport
+
+pytestmark = pytest.mark.anyio
+ENVELOPE = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def report(request: Any) -> RotaryReport:
+    """One that tells the length of the prompt, so that prompts of different lengths differ in it."""
+    length = float(len(request.prompt_token_ids))
+    return RotaryReport(
+        rope_type="dynamic",
+        parameters={"factor": 2.0},
+        policy="frozen",
+        effective_length=length,
+        fingerprint=f"f{length}",
+        moves=0,
+        groups=None,
+    )
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_server(ScriptedEngine(reply=[72, 101, 195, 182, 108, 111], report=report)) as server:
+        yield server
+
+
+def timeless(result: Completion | ChatCompletion) -> Any:
+    """An answer without what differs from one request to the next."""
+    return dataclasses.replace(result, id="", created=0, request_id=None)
+
+
+COMPLETIONS: list[dict[str, Any]] = [
+    {"prompt": "hello"},
+    {"prompt": "hello", "n": 3, "max_tokens": 5},
+    {"prompt": ["a", "longer prompt"], "logprobs": 2},
+    {"prompt": ["a", "longer prompt"], "n": 2, "return_token_ids": True},
+    {"prompt": "hello", "echo": True, "logprobs": 1, "prompt_logprobs": 1},
+    {"prompt": "hello", "stop": "lo"},
+    {"prompt": [1, 2, 3], "logprobs": 0, "return_token_ids": True, "stream_options": {"continuous_usage_stats": True}},
+]
+
+
+def unstreamed(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "stream_options"}
+
+
+@pytest.mark.parametrize("options", COMPLETIONS, ids=str)
+async def test_the_final_completion_is_the_one_that_is_not_streamed(
+    live: Live, kind: str, options: dict[str, Any]
+) -> None:
+    async with any_client(kind, live.url) as client:
+        expected = await client.completions(**{"max_tokens": 6, **unstreamed(options)})
+        async with await client.completions(**{"max_tokens": 6, **options}, stream=True) as stream:
+            final = await stream.get_final()
+    assert isinstance(final, Completion) and timeless(final) == timeless(expected)
+    assert final.usage is not None and final.rotary is not None
+    assert final.id.endswith(str(final.request_id)) and final.request_id == stream.request_id
+
+
+CHATS: list[dict[str, Any]] = [
+    {},
+    {"n": 2, "logprobs": True, "top_logprobs": 2},
+    {"return_token_ids": True, "prompt_logprobs": 1},
+]
+
+
+@pytest.mark.parametrize("options", CHATS, ids=str)
+async def test_the_final_chat_is_the_one_that_is_not_streamed(live: Live, kind: str, options: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    async with any_client(kind, live.url) as client:
+        expected = await client.chat(messages, max_tokens=6, **options)
+        final = await (await client.chat(messages, max_tokens=6, stream=True, **options)).get_final()
+    assert isinstance(final, ChatCompletion) and timeless(final) == timeless(expected)
+    assert final.usage is not None and final.rotary is not None
+
+
+async def test_what_a_stream_tells_while_it_runs(live: Live, kind: str) -> None:
+    async with any_client(kind, live.url) as client:
+        stream = await client.completions([1, 2, 3, 4, 5], n=2, max_tokens=3, stream=True)
+        async with stream:
+            assert (stream.text, stream.usage, stream.rotary, stream.finish_reasons) == ("", None, None, {})
+            texts = ["", ""]
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                assert stream.text == texts[0]
+            assert stream.finish_reasons == {0: "length", 1: "length"}
+            assert stream.usage.completion_tokens == 6 and stream.usage.prompt_tokens == 5
+            assert stream.rotary.rope_type == "dynamic" and stream.rotary.effective_length == 5.0
+            final = await stream.get_final()  # nothing is left to read
+            assert [choice.text for choice in final.choices] == texts
+
+
+async def test_until_done_goes_on_where_iteration_stopped(live: Live, kind: str) -> None:
+    async with any_client(kind, live.url) as client:
+        whole = await client.completions("hello", max_tokens=6)
+        stream = await client.completions("hello", max_tokens=6, stream=True)
+        first = await anext(stream)
+        assert whole.text.startswith(first.text) and first.text == stream.text != whole.text
+        assert await stream.until_done() is stream
+        assert stream.text == whole.text and stream.usage == whole.usage
+        assert [chunk async for chunk in stream] == []
+
+
+async def test_usage_is_asked_for_unless_the_caller_says_otherwise(kind: str) -> None:
+    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+    script = events(end, "[DONE]")
+    asked = [
+        ({}, {"include_usage": True}),
+        ({"stream_options": {"continuous_usage_stats": True}}, {"include_usage": True, "continuous_usage_stats": True}),
+        ({"stream_options": {"include_usage": False}}, {"include_usage": False}),
+        ({"extra_body": {"stream_options": {"include_usage": False}}}, {"include_usage": False}),
+    ]
+    with scripted_server(script) as server:
+        async with any_client(kind, server.url) as client:
+            for options, _ in asked:
+                stream = await (await client.completions("x", stream=True, **options)).until_done()
+                assert stream.usage is None  # this server tells none
+    assert [request.json["stream_options"] for request in server.requests] == [sent for _, sent in asked]
+
+
+async def test_whole_answers_ask_for_no_stream_options(kind: str) -> None:
+    with scripted_server(answer({**ENVELOPE, "choices": []})) as server:
+        async with any_client(kind, server.url) as client:
+            await client.completions("x")
+    assert server.requests[0].json == {"prompt": "x"}
+
+
+@pytest.mark.parametrize("how", ["closed", "error event", "broken"])
+async def test_a_stream_that_did_not_end_well_has_no_final_answer(kind: str, how: str) -> None:
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    error = {"error": {"message": "engine died", "code": "engine_unavailable"}}
+    scripts = {
+        "closed": events(part, hang=True),
+        "error event": events(part, error, "[DONE]"),
+        "broken": events(part, end=False),
+    }
+    with scripted_server(scripts[how]) as server:
+        async with any_client(kind, server.url) as client:
+            stream = await client.completions("x", stream=True)
+            await anext(stream)
+            if how == "closed":
+                await stream.aclose()
+            else:
+                failure = StreamError if how == "error event" else APIConnectionError
+                with pytest.raises(failure, match="engine died" if how == "error event" else "broke"):
+                    await stream.get_final()
+            with pytest.raises(StreamError, match="incomplete") as caught:
+                await stream.get_final()
+            assert stream.text == "part" and caught.value.request_id == "req-1"
+
+
+async def test_pieces_of_reasoning_and_of_tool_calls_are_joined(kind: str) -> None:
+    def chat_chunk(finish: str | None = None, **delta: Any) -> dict[str, Any]:
+        return {**ENVELOPE, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+    def call(index: int, arguments: str, **fields: Any) -> dict[str, Any]:
+        function = {"arguments": arguments, **({"name": fields.pop("name")} if "name" in fields else {})}
+        return {"index": index, "function": function, **fields}
+
+    payloads = [
+        chat_chunk(role="assistant", reasoning_content="Let me "),
+        chat_chunk(reasoning_content="see."),
+        chat_chunk(tool_calls=[call(0, "", id="c0", type="function", name="look")]),
+        chat_chunk(tool_calls=[call(0, '{"x"'), call(1, "{", id="c1", type="function", name="wait")]),
+        chat_chunk(tool_calls=[call(1, "}"), call(0, ": 1}")]),
+        chat_chunk(finish="tool_calls"),
+        {**ENVELOPE, "choices": [], "usage": USAGE},
+        "[DONE]",
+    ]
+    with scripted_server(events(*payloads)) as server:
+        async with any_client(kind, server.url) as client:
+            final = await (await client.chat([], stream=True)).get_final()
+    message = final.choices[0].message
+    assert (message.role, message.content, message.reasoning_content) == ("assistant", None, "Let me see.")
+    assert message.tool_calls == (
+        {"id": "c0", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}},
+        {"id": "c1", "type": "function", "function": {"name": "wait", "arguments": "{}"}},
+    )
+    assert final.choices[0].finish_reason == "tool_calls" and final.usage.total_tokens == 5
