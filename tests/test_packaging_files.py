@@ -55,12 +55,33 @@ def test_what_the_dockerfile_copies_exists_and_is_in_the_build_context():
             assert any(Path(path).is_relative_to(target) for path in copied), f"{link.name} would dangle"
 
 
-def test_torch_is_pinned_and_comes_from_the_cpu_index():
-    installs = re.findall(r"RUN pip install ((?:.|\\\n)+?)(?:\n(?! )|$)", DOCKERFILE)
-    assert len(installs) == 2
-    assert all("--constraint constraints.txt" in install for install in installs)
-    assert "https://download.pytorch.org/whl/cpu" in installs[0] and installs[0].rstrip().endswith("torch")
+def stages() -> dict[str, str]:
+    """What each stage of the Dockerfile begins with and does; the last one has no name."""
+    found = re.findall(r"^FROM (\S+)(?: AS (\S+))?\n((?:(?!FROM ).*\n?)*)", DOCKERFILE, re.MULTILINE)
+    return {name: f"{base}\n{body}" for base, name, body in found}
+
+
+def installs(stage: str) -> list[str]:
+    return re.findall(r"^RUN pip install ((?:\\\n|[^\n])+)$", stage, re.MULTILINE)
+
+
+def test_torch_is_pinned_and_comes_from_the_index_of_its_device():
+    (cpu,), (cuda,) = installs(stages()["torch-cpu"]), installs(stages()["torch-cuda"])
+    assert cpu.split()[-1] == cuda.split()[-1] == "torch"
+    assert "--index-url https://download.pytorch.org/whl/cpu" in cpu
+    # PyPI's wheels of torch for Linux are the CUDA ones.
+    assert "--index-url https://pypi.org/simple" in cuda and "extra-index-url" not in cuda
+    everything = installs(DOCKERFILE)
+    assert len(everything) == 3 and all("--constraint constraints.txt" in install for install in everything)
     assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_build_argument_picks_torch_and_the_device_alike():
+    before, final = DOCKERFILE.split("\nFROM ", 1)[0], stages()[""]
+    assert re.findall(r"^ARG .+$", before, re.MULTILINE) == ["ARG DEVICE=cpu"]
+    assert stages()["build"].startswith("torch-${DEVICE}\n")
+    assert "COPY --from=build " in final and "\nARG DEVICE\n" in final and "WINDLASS_DEVICE=$DEVICE " in final
+    assert {name for name in stages() if name.startswith("torch-")} == {"torch-cpu", "torch-cuda"}
 
 
 def test_the_image_runs_unprivileged_and_hands_signals_to_the_server():
