@@ -99,3 +99,10 @@ def test_lines_on_the_dashboard_are_the_limits_of_the_alerts():
         name: float(re.search(r"> ([\d.]+)(?: and |\s*$)", RULES[name]["expr"])[1])
         for name in ("WindlassSlowFirstToken", "WindlassSlowTokens", "WindlassCacheThrashing")
     }
+
+
+def test_the_page_explains_every_alert():
+    page = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(Windlass\w+)` \| (\w+) \| \S", page, re.MULTILINE))
+    assert rows == {name: rule["labels"]["severity"] for name, rule in RULES.items()}
+    assert set(re.findall(r"\bWindlass[A-Z]\w+", page)) == set(RULES)
