@@ -2,7 +2,7 @@
 # CUDA image: docker build -t windlass:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 127.0.0.1:8000:8000 windlass:cuda
 ARG DEVICE=cpu
 
-FROM python:3.11-slim-bookworm AS compiler
+FROM python:3.11-slim-bookworm AS build
 
 # The compiler builds the CPU kernels and stays behind in this stage.
 # hadolint ignore=DL3008
@@ -11,23 +11,18 @@ RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r
 WORKDIR /source
 RUN python -m venv /opt/windlass
 ENV PATH=/opt/windlass/bin:$PATH
+
+# Torch first and alone: its layer survives every change of the sources. The CPU index keeps gigabytes of CUDA out; PyPI's
+# own wheels bring CUDA with them, but for the driver, which is the host's.
 COPY constraints.txt ./
+ARG DEVICE
+RUN case "$DEVICE" in \
+      cpu) set -- --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple ;; \
+      cuda) set -- --index-url https://pypi.org/simple ;; \
+      *) echo "error: DEVICE must be cpu or cuda, got '$DEVICE'" >&2; exit 1 ;; \
+    esac \
+    && pip install --no-cache-dir --constraint constraints.txt "$@" torch
 
-
-# Torch first and alone: its layer survives every change of the sources. The CPU index keeps gigabytes of CUDA out.
-FROM compiler AS torch-cpu
-RUN pip install --no-cache-dir --constraint constraints.txt \
-      --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple torch
-
-
-# PyPI's own wheels of torch bring CUDA with them; the driver comes from the host.
-FROM compiler AS torch-cuda
-RUN pip install --no-cache-dir --constraint constraints.txt --index-url https://pypi.org/simple torch
-
-
-# hadolint ignore=DL3006
-FROM torch-${DEVICE} AS build
-WORKDIR /source
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY src src
 COPY server server
