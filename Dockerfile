@@ -1,5 +1,8 @@
-# CPU image: docker build -t windlass . && docker run -p 8000:8000 windlass
-FROM python:3.11-slim AS build
+# CPU image:  docker build -t windlass . && docker run -p 127.0.0.1:8000:8000 windlass
+# CUDA image: docker build -t windlass:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 127.0.0.1:8000:8000 windlass:cuda
+ARG DEVICE=cpu
+
+FROM python:3.11-slim-bookworm AS build
 
 # The compiler builds the CPU kernels and stays behind in this stage.
 # hadolint ignore=DL3008
@@ -9,10 +12,16 @@ WORKDIR /source
 RUN python -m venv /opt/windlass
 ENV PATH=/opt/windlass/bin:$PATH
 
-# Torch first and alone: its layer survives every change of the sources. The CPU index keeps gigabytes of CUDA out.
+# Torch first and alone: its layer survives every change of the sources. The CPU index keeps gigabytes of CUDA out; PyPI's
+# own wheels bring CUDA with them, but for the driver, which is the host's.
 COPY constraints.txt ./
-RUN pip install --no-cache-dir --constraint constraints.txt \
-      --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple torch
+ARG DEVICE
+RUN case "$DEVICE" in \
+      cpu) set -- --index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple ;; \
+      cuda) set -- --index-url https://pypi.org/simple ;; \
+      *) echo "error: DEVICE must be cpu or cuda, got '$DEVICE'" >&2; exit 1 ;; \
+    esac \
+    && pip install --no-cache-dir --constraint constraints.txt "$@" torch
 
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY src src
@@ -24,15 +33,18 @@ COPY models/demo models/demo
 RUN pip install --no-cache-dir --constraint constraints.txt ".[hub]"
 
 
-FROM python:3.11-slim
+FROM python:3.11-slim-bookworm
 
-# Downloaded models live in a volume that the unprivileged user owns.
+# auto would fall back to the CPU in silence where a CUDA container gets no GPU.
+ARG DEVICE
+# Downloaded models and reports of load tests live in volumes that the unprivileged user owns.
 RUN useradd --system --uid 10001 --create-home windlass \
-    && install --directory --owner windlass --group windlass /models
+    && install --directory --owner windlass --group windlass /models /reports
 COPY --from=build /opt/windlass /opt/windlass
 ENV PATH=/opt/windlass/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/models \
+    WINDLASS_DEVICE=$DEVICE \
     WINDLASS_HOST=0.0.0.0 \
     WINDLASS_PORT=8000
 

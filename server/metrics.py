@@ -44,6 +44,10 @@ _COUNTERS = {
 
 _RECOMPUTE_REASONS = ("full_prefix_hit", "preemption", "rope_update")
 
+# Printed from the start: Prometheus cannot see the first increase of a series that begins with it.
+_FINISH_REASONS = ("stop", "length")
+_SERVER_FAULTS = ("deadline_exceeded", "engine_unavailable", "internal", "queue_full")
+
 
 class _EngineCollector(Collector):
     """Turns the last `EngineStats` into metric families."""
@@ -109,9 +113,11 @@ class ServerMetrics:
         self._success = Counter(
             "windlass_request_success", "Outputs finished, by reason.", ["finished_reason"], registry=self.registry
         )
-        for reason in ("stop", "length"):
+        for reason in _FINISH_REASONS:
             self._success.labels(reason)
         self._failed = Counter("windlass_request_errors", "Requests failed, by code.", ["code"], registry=self.registry)
+        for code in _SERVER_FAULTS:
+            self._failed.labels(code)
         self.time_to_first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
         self.inter_token_latency = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
         self._e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)

@@ -55,12 +55,36 @@ def test_what_the_dockerfile_copies_exists_and_is_in_the_build_context():
             assert any(Path(path).is_relative_to(target) for path in copied), f"{link.name} would dangle"
 
 
-def test_torch_is_pinned_and_comes_from_the_cpu_index():
-    installs = re.findall(r"RUN pip install ((?:.|\\\n)+?)(?:\n(?! )|$)", DOCKERFILE)
-    assert len(installs) == 2
-    assert all("--constraint constraints.txt" in install for install in installs)
-    assert "https://download.pytorch.org/whl/cpu" in installs[0] and installs[0].rstrip().endswith("torch")
+def torch_install(device: str) -> subprocess.CompletedProcess[str]:
+    """Runs the instruction that installs torch, with a `pip` that prints what it is asked."""
+    found = re.findall(r"^RUN (case (?:\\\n|[^\n])+)$", DOCKERFILE, re.MULTILINE)
+    assert len(found) == 1
+    script = f'pip() {{ echo pip "$@"; }}\n{found[0]}'
+    return subprocess.run(["sh", "-c", script], env={"DEVICE": device}, capture_output=True, text=True, check=False)
+
+
+def test_torch_is_pinned_and_comes_from_the_index_of_its_device():
+    common = "pip install --no-cache-dir --constraint constraints.txt"
+    cpu = "--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
+    assert torch_install("cpu").stdout == f"{common} {cpu} torch\n"
+    # PyPI's wheels of torch for Linux are the CUDA ones.
+    assert torch_install("cuda").stdout == f"{common} --index-url https://pypi.org/simple torch\n"
+    wrong = torch_install("gpu")
+    assert wrong.returncode == 1 and wrong.stderr == "error: DEVICE must be cpu or cuda, got 'gpu'\n"
+    assert (
+        DOCKERFILE.count("pip install")
+        == DOCKERFILE.count("pip install --no-cache-dir --constraint constraints.txt")
+        == 2
+    )
     assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_build_argument_picks_torch_and_the_device_alike():
+    before, build, final = DOCKERFILE.split("\nFROM ")
+    assert re.findall(r"^ARG .+$", before, re.MULTILINE) == ["ARG DEVICE=cpu"]
+    # An argument from before the first stage is known only where it is named again.
+    assert build.index("\nARG DEVICE\n") < build.index("RUN case")
+    assert "\nARG DEVICE\n" in final and "WINDLASS_DEVICE=$DEVICE " in final
 
 
 def test_the_image_runs_unprivileged_and_hands_signals_to_the_server():
