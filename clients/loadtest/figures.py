@@ -1,0 +1,278 @@
+"""The numbers behind a report's charts: bins, series, timelines, percentile curves. Plain data in, plain data out.
+
+Knows neither HTML nor files. Everything here is ready for JSON; times are in seconds or milliseconds as named.
+
+A request's context at a token is its input tokens and the output before it. Where a server sends several tokens per
+chunk, a chunk stands for output_tokens / chunks of them, so a gap still belongs to the right length.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.clients.loadtest.files import NamedRun
+from windlass.clients.loadtest.results import RequestRecord, RunResult, Summary, percentile
+
+MEASURES = {
+    "ttft": "TTFT, from the intended send",
+    "ttft_actual": "TTFT, from the actual send",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2EL",
+}
+MAX_POINTS = 4000  # of one scatter
+MAX_ROWS = 4000  # of one timeline
+BINS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A line y = intercept + slope · x, in the units of what was fitted."""
+
+    intercept: float
+    slope: float
+
+    def at(self, x: float) -> float:
+        return self.intercept + self.slope * x
+
+
+def values_of(run: RunResult, measure: str) -> list[float]:
+    """All values of a measure in ms over the completed requests; gaps pooled for itl."""
+    if measure == "itl":
+        return [gap for record in run.completed for gap in record.gaps_ms]
+    found = (getattr(record, f"{measure}_ms") for record in run.completed)
+    return [value for value in found if value is not None]
+
+
+def tokens_per_chunk(record: RequestRecord) -> float:
+    """How many tokens a chunk of it stands for; 1 where the server did not say."""
+    return record.output_tokens / len(record.chunks) if record.chunks and record.output_tokens else 1.0
+
+
+def gaps_at_context(run: RunResult) -> list[tuple[float, float, float]]:
+    """(context in tokens, gap in ms, tokens it brought) of every gap of the completed requests."""
+    found = []
+    for record in run.completed:
+        per_chunk = tokens_per_chunk(record)
+        for index, gap in enumerate(record.gaps_ms, 1):
+            found.append((record.input_tokens + index * per_chunk, gap, per_chunk))
+    return found
+
+
+def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[str, float]]:
+    """Equal steps over x; of each that holds anything its mean x, the mean, the median and p95 of y, and how many."""
+    if not pairs:
+        return []
+    low, high = min(x for x, _ in pairs), max(x for x, _ in pairs)
+    width = (high - low) / bins or 1.0
+    inside: dict[int, list[tuple[float, float]]] = {}
+    for x, y in pairs:
+        inside.setdefault(min(int((x - low) / width), bins - 1), []).append((x, y))
+    found = []
+    for _, members in sorted(inside.items()):
+        ordered = sorted(y for _, y in members)
+        found.append(
+            {
+                "x": math.fsum(x for x, _ in members) / len(members),
+                "mean": math.fsum(ordered) / len(ordered),
+                "median": percentile(ordered, 50),
+                "p95": percentile(ordered, 95),
+                "count": len(ordered),
+            }
+        )
+    return found
+
+
+def linear_fit(points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None) -> Fit | None:
+    """Weighted least squares; None without two different x."""
+    weights = [1.0] * len(points) if weights is None else weights
+    total = math.fsum(weights)
+    if len({x for x, _ in points}) < 2 or total <= 0:
+        return None
+    mean_x = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = math.fsum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = math.fsum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    common = math.fsum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
+    return Fit(mean_y - common / spread * mean_x, common / spread) if spread > 0 else None
+
+
+def thinned(points: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of them, evenly spread over their order, first and last included."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(k * (len(points) - 1) / (most - 1))] for k in range(most)]
+
+
+def tail_curve(values: Sequence[float], steps: int = 120) -> list[tuple[float, float]]:
+    """(percent, value) up to the last percentile that at least one value lies above, dense towards the tail.
+
+    Equal steps of -log10(1 - percent / 100), as tails are drawn.
+    """
+    if not values:
+        return []
+    ordered = sorted(values)
+    longest = math.log10(len(ordered)) if len(ordered) > 1 else 0.0
+    percents = sorted({0.0, *(100 * (1 - 10 ** (-longest * k / steps)) for k in range(steps + 1))})
+    return [(percent, percentile(ordered, percent)) for percent in percents]
+
+
+def nice_step(span: float, most: int) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that divides `span` into at most `most` steps."""
+    if span <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(span / most))
+    return next(step for step in (power, 2 * power, 5 * power, 10 * power, 20 * power) if span / step <= most)
+
+
+def over_time(run: RunResult, most: int = 100) -> dict[str, Any]:
+    """Output tokens per second, requests waiting for their first token and requests decoding, in equal steps of time.
+
+    Tokens count when they arrive, those of failed requests too: it is what the server delivered. The last step is
+    divided by its own length.
+    """
+    step = nice_step(run.duration_s, most)
+    edges = [step * k for k in range(max(1, math.ceil(run.duration_s / step - 1e-9)))]
+    tokens = [0.0] * len(edges)
+    for record in run.records:
+        per_chunk = tokens_per_chunk(record)
+        for moment in record.chunks:
+            tokens[min(max(int(moment / step), 0), len(edges) - 1)] += per_chunk
+    widths = [min(step, run.duration_s - edge) or step for edge in edges]
+    middles = [edge + width / 2 for edge, width in zip(edges, widths, strict=True)]
+    sent = [r for r in run.records if r.sent is not None]
+    starts = sorted(r.sent for r in sent if r.sent is not None)
+    firsts = sorted(r.chunks[0] for r in sent if r.chunks)
+    ends = sorted(_end(r, run) for r in sent)
+    silent = sorted(_end(r, run) for r in sent if not r.chunks)
+
+    def open_at(moment: float) -> tuple[int, int]:
+        waiting = bisect_right(starts, moment) - bisect_right(firsts, moment) - bisect_right(silent, moment)
+        return waiting, bisect_right(starts, moment) - bisect_left(ends, moment) - waiting
+
+    counts = [open_at(moment) for moment in middles]
+    return {
+        "step_s": step,
+        "seconds": middles,
+        "tokens_per_second": [count / width for count, width in zip(tokens, widths, strict=True)],
+        "waiting": [waiting for waiting, _ in counts],
+        "decoding": [max(0, decoding) for _, decoding in counts],
+    }
+
+
+def _end(record: RequestRecord, run: RunResult) -> float:
+    return run.duration_s if record.ended is None else record.ended
+
+
+def timeline(run: RunResult, most: int = MAX_ROWS) -> dict[str, Any]:
+    """One row per request in the order they were to be sent: intended, sent, first token, end, and what went wrong.
+
+    Past `most` rows completed requests are thinned evenly; failed ones all stay unless they alone are more.
+    """
+    ordered = sorted(run.records, key=lambda record: (record.intended, record.index))
+    shown = ordered
+    if len(ordered) > most:
+        failed = thinned([r for r in ordered if not r.completed], most)
+        keep = {id(r) for r in [*failed, *thinned([r for r in ordered if r.completed], max(2, most - len(failed)))]}
+        shown = [r for r in ordered if id(r) in keep]
+    rows = [
+        {
+            "index": record.index,
+            "intended": record.intended,
+            "sent": record.sent,
+            "first": record.chunks[0] if record.chunks else None,
+            "end": record.ended,
+            "tokens": [record.input_tokens, record.output_tokens],
+            "label": record.label,
+            "outcome": None if record.completed else record.outcome,
+            "message": record.message,
+        }
+        for record in shown
+    ]
+    return {"rows": rows, "left_out": len(ordered) - len(shown)}
+
+
+def against_context(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
+    """Per series of runs what depends on context: TTFT and prompt speed by input tokens, ITL and decode speed by context.
+
+    ttft: points (input tokens, ms from the actual send) and bins; prefill: points with prompt tokens per second, cached
+    ones excepted; itl: bins of gaps; decode: tokens per second of one stream, per bin the tokens over the time they took;
+    itl_fit: the line through the bins' means, weighted by their counts, None unless the longest context is half as long
+    again as the shortest.
+    """
+    series: dict[str, list[NamedRun]] = {}
+    for run in runs:
+        series.setdefault(run.line, []).append(run)
+    return [_context_of(name, members) for name, members in series.items()]
+
+
+def _context_of(name: str, runs: Sequence[NamedRun]) -> dict[str, Any]:
+    done = [record for run in runs for record in run.result.completed if record.ttft_actual_ms is not None]
+    ttft = [(float(r.input_tokens), r.ttft_actual_ms or 0.0) for r in done]
+    prefill = [
+        (float(r.input_tokens), (r.input_tokens - (r.cached_tokens or 0)) * 1000 / r.ttft_actual_ms)
+        for r in done
+        if r.ttft_actual_ms and r.input_tokens > (r.cached_tokens or 0)
+    ]
+    gaps = [gap for run in runs for gap in gaps_at_context(run.result)]
+    itl = binned([(context, gap) for context, gap, _ in gaps])
+    tokens = binned([(context, brought) for context, _, brought in gaps])  # the same bins: the same contexts
+    wide = bool(itl) and itl[-1]["x"] >= 1.5 * itl[0]["x"]
+    fit = linear_fit([(b["x"], b["mean"]) for b in itl], [b["count"] for b in itl]) if wide else None
+    return {
+        "name": name,
+        "ttft": {"points": thinned(sorted(ttft), MAX_POINTS), "bins": binned(ttft), "left_out": _cut(ttft)},
+        "prefill": {"points": thinned(sorted(prefill), MAX_POINTS), "left_out": _cut(prefill)},
+        "itl": {"bins": itl},
+        "decode": [[b["x"], t["mean"] * 1000 / b["mean"]] for b, t in zip(itl, tokens, strict=True) if b["mean"] > 0],
+        "itl_fit": None if fit is None else {"intercept": fit.intercept, "slope": fit.slope},
+    }
+
+
+def _cut(points: Sequence[Any]) -> int:
+    return max(0, len(points) - MAX_POINTS)
+
+
+def against_rate(runs: Sequence[NamedRun]) -> dict[str, Any] | None:
+    """Percentiles, throughput and goodput of several runs by rate; None where the rates do not differ.
+
+    The rate is the offered one where every run had one, else that of completed requests.
+    """
+    offered = all(run.result.offered_rate is not None for run in runs)
+    rows = []
+    for run in runs:
+        summary = run.result.summary()
+        rows.append(
+            {
+                "name": run.name,
+                "rate": summary["offered_rate" if offered else "request_rate"],
+                **{measure: summary[f"{measure}_ms"] for measure in MEASURES},
+                "request_rate": summary["request_rate"],
+                "tokens_per_second": summary["output_tokens_per_second"],
+                "goodput": summary["goodput"],
+            }
+        )
+    if len({row["rate"] for row in rows}) < 2:
+        return None
+    return {"offered": offered, "rows": sorted(rows, key=lambda row: row["rate"])}
+
+
+def summaries(run: RunResult) -> dict[str, Summary]:
+    """Mean and percentiles in ms by measure."""
+    return {measure: Summary.of(values_of(run, measure)) for measure in MEASURES}
+
+
+def rounded(value: Any, digits: int = 7) -> Any:
+    """Plain data with every float cut to `digits` significant digits: a page shows no more."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: rounded(entry, digits) for key, entry in value.items()}
+    return (
+        [rounded(entry, digits) for entry in value]
+        if isinstance(value, Iterable) and not isinstance(value, str)
+        else value
+    )
