@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,11 +44,12 @@ def report(
             f"--name was given {len(name)} times for {len(files)} files: give it once per file or not at all"
         )
     measured = [_read(path) for path in files]
-    runs: list[NamedRun] = []
-    for place, each in enumerate(measured):
-        runs += _renamed(each, name[place]) if name else each.runs
+    if name:
+        measured = [_renamed(each, text) for each, text in zip(measured, name, strict=True)]
     try:
-        write_html(runs, html, title=title, highest_rate=measured[0].highest_rate if len(files) == 1 else None)
+        write_html(
+            measured[0] if len(measured) == 1 else [run for each in measured for run in each.runs], html, title=title
+        )
     except OSError as error:
         raise ResultsError(f"cannot write {html}: {error.strerror or error}") from None
     print(f"wrote {html}")
@@ -95,36 +97,42 @@ def _single(path: Path) -> NamedRun:
     return measured.runs[0]
 
 
-def _renamed(measured: Measured, name: str) -> list[NamedRun]:
-    from windlass.clients.loadtest.files import NamedRun
-
-    if not measured.sweep:
-        return [NamedRun(name=name, result=measured.runs[0].result)]
-    return [NamedRun(name=f"{name}, {run.name.rpartition(', ')[2]}", result=run.result) for run in measured.runs]
+def _renamed(measured: Measured, name: str) -> Measured:
+    """The same under another name; the runs of a sweep keep their rates behind it."""
+    names = [f"{name}, {run.name.rpartition(', ')[2]}" if measured.sweep else name for run in measured.runs]
+    runs = tuple(dataclasses.replace(run, name=each) for run, each in zip(measured.runs, names, strict=True))
+    return dataclasses.replace(measured, runs=runs)
 
 
 def _print(result: Comparison, files: Sequence[Path]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width
+        console = Console(width=120)
     for letter, path in zip("AB", files, strict=True):
         console.print(f"{letter}: {escape(str(path))}", highlight=False)
     for caution in result.cautions:
         console.print(f"note: {escape(caution)}", style="yellow", highlight=False)
     if result.paired:
-        console.print("Both runs sent the same requests: latencies are compared request by request.")
+        console.print(
+            "Both runs sent prompts of the same lengths in the same order: latencies are compared request by request."
+        )
     for name, (old, new) in result.differing.items():
         console.print(f"  {escape(name)}: {escape(old)} → {escape(new)}", highlight=False)
-    table = Table("measure", "", "A", "B", "change", f"B − A, {result.confidence:.0%} interval", "B is")
+    table = Table("measure", "", "A", "B", "change", f"B − A, {result.confidence:.0%}", "B is", box=box.SIMPLE_HEAD)
     for column in table.columns[2:6]:
         column.justify = "right"
     colours = {"better": "green", "worse": "red"}
     previous = ""
     for line in result.lines:
         verdict = f"[{colours[line.verdict]}]{line.verdict}[/]" if line.verdict in colours else line.verdict
-        table.add_row(line.measure if line.measure != previous else "", line.statistic, *_cells(line), verdict)
+        name = f"{line.measure}, {line.unit}" if line.unit else line.measure
+        statistic = "" if line.statistic == "per second" else line.statistic
+        table.add_row(name if line.measure != previous else "", statistic, *_cells(line), verdict)
         previous = line.measure
     console.print(table)
     console.print(
@@ -135,16 +143,14 @@ def _print(result: Comparison, files: Sequence[Path]) -> None:
 
 
 def _cells(line: Line) -> list[str]:
+    """Both values, the change, and the interval of the difference; the unit stands beside the measure."""
     share = line.statistic == "share"
 
-    def text(value: float | None, sign: bool = False) -> str:
+    def text(value: float | None, sign: str = "") -> str:
         if value is None:
             return "–"
-        return f"{value:{'+' if sign else ''}.2%}" if share else f"{value:{'+' if sign else ''},.4g} {line.unit}"
+        return f"{value:{sign}.2%}" if share else f"{value:{sign},.0f}" if abs(value) >= 1000 else f"{value:{sign}.4g}"
 
     change = "" if line.change is None or share else f"{line.change:+.1%}"
-    if line.interval is None:
-        return [text(line.first), text(line.second), change, ""]
-    low, high = (text(end, sign=True) for end in line.interval)
-    unit = f" {line.unit}" if line.unit else ""
-    return [text(line.first), text(line.second), change, f"{low.removesuffix(unit)} to {high}"]
+    interval = "" if line.interval is None else " to ".join(text(end, "+") for end in line.interval)
+    return [text(line.first), text(line.second), change, interval]

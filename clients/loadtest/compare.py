@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.clients.loadtest import words
-from windlass.clients.loadtest.figures import MEASURES, tokens_per_chunk
+from windlass.clients.loadtest.figures import MEASURES, beginning, tokens_per_chunk
 from windlass.clients.loadtest.results import PERCENTILES, RequestRecord, RunResult
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ def _rates(first: RunResult, second: RunResult, confidence: float) -> Iterator[L
                 for run in runs
             ]
             yield _line("goodput", "per second", "requests/s", compare_rates(good[0], good[1], confidence))
-    failed = [(len(run.records) - len(run.completed), len(run.records)) for run in runs]
-    yield _line("failed", "share", "", compare_shares(failed[0], failed[1], confidence), lower_is_better=True)
+    shares = [(failed, failed + len(run.completed)) for run in runs for failed in [sum(run.errors.values())]]
+    yield _line("failed", "share", "", compare_shares(shares[0], shares[1], confidence), lower_is_better=True)
 
 
 def _token_arrivals(run: RunResult) -> Iterator[tuple[float, float]]:
@@ -148,10 +148,10 @@ def _batches(run: RunResult, arrivals: Iterator[tuple[float, float]]) -> list[fl
     """Rates of equal spans of the run; their mean is the rate of the whole."""
     from windlass.clients.loadtest.intervals import BATCHES
 
-    width = run.duration_s / BATCHES
+    width, begin = run.duration_s / BATCHES, beginning(run)
     amounts = [0.0] * BATCHES
     for moment, amount in arrivals:
-        amounts[min(max(int(moment / width), 0), BATCHES - 1)] += amount
+        amounts[min(max(int((moment - begin) / width), 0), BATCHES - 1)] += amount
     return [amount / width for amount in amounts]
 
 
@@ -182,13 +182,13 @@ def _line(measure: str, statistic: str, unit: str, difference: Difference, *, lo
 
 
 def _differing(first: RunResult, second: RunResult) -> dict[str, tuple[str, str]]:
-    """Settings and facts of the server that are not the same, absent ones as –."""
+    """Settings and facts of the server but its address that are not the same, absent ones as –."""
     found = {}
     for prefix, mappings in (("", (first.settings, second.settings)), ("server.", (first.server, second.server))):
         flat = [dict(words.flat(mapping, prefix)) for mapping in mappings]
         for name in dict.fromkeys([*flat[0], *flat[1]]):
             values = flat[0].get(name, "–"), flat[1].get(name, "–")
-            if values[0] != values[1]:
+            if values[0] != values[1] and name != "server.url":
                 found[name] = values
     return found
 
@@ -199,7 +199,7 @@ def _cautions(first: RunResult, second: RunResult, differing: dict[str, tuple[st
             yield f"the {name} run was interrupted"
         if run.generator.get("limited"):
             yield f"in the {name} run the load generator, not the server, was the limit"
-        failed = len(run.records) - len(run.completed)
+        failed = sum(run.errors.values())
         if failed:
             yield f"{failed:,} of {len(run.records):,} requests of the {name} run failed; latencies leave them out"
         if run.duration_s <= 0:

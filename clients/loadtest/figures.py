@@ -131,18 +131,18 @@ def nice_step(span: float, most: int) -> float:
 def over_time(run: RunResult, most: int = 100) -> dict[str, Any]:
     """Output tokens per second, requests waiting for their first token and requests decoding, in equal steps of time.
 
-    Tokens count when they arrive, those of failed requests too: it is what the server delivered. The last step is
-    divided by its own length.
+    Tokens count when they arrive, those of failed requests too: it is what the server delivered. Steps begin at the
+    first intended send, as a run's duration does; the last is divided by its own length.
     """
-    step = nice_step(run.duration_s, most)
+    step, begin = nice_step(run.duration_s, most), beginning(run)
     edges = [step * k for k in range(max(1, math.ceil(run.duration_s / step - 1e-9)))]
     tokens = [0.0] * len(edges)
     for record in run.records:
         per_chunk = tokens_per_chunk(record)
         for moment in record.chunks:
-            tokens[min(max(int(moment / step), 0), len(edges) - 1)] += per_chunk
+            tokens[min(max(int((moment - begin) / step), 0), len(edges) - 1)] += per_chunk
     widths = [min(step, run.duration_s - edge) or step for edge in edges]
-    middles = [edge + width / 2 for edge, width in zip(edges, widths, strict=True)]
+    middles = [begin + edge + width / 2 for edge, width in zip(edges, widths, strict=True)]
     sent = [r for r in run.records if r.sent is not None]
     starts = sorted(r.sent for r in sent if r.sent is not None)
     firsts = sorted(r.chunks[0] for r in sent if r.chunks)
@@ -163,20 +163,28 @@ def over_time(run: RunResult, most: int = 100) -> dict[str, Any]:
     }
 
 
+def beginning(run: RunResult) -> float:
+    """The first intended send, in seconds: what a run's duration counts from."""
+    return min((record.intended for record in run.records), default=0.0)
+
+
 def _end(record: RequestRecord, run: RunResult) -> float:
-    return run.duration_s if record.ended is None else record.ended
+    return beginning(run) + run.duration_s if record.ended is None else record.ended
 
 
 def timeline(run: RunResult, most: int = MAX_ROWS) -> dict[str, Any]:
     """One row per request in the order they were to be sent: intended, sent, first token, end, and what went wrong.
 
-    Past `most` rows completed requests are thinned evenly; failed ones all stay unless they alone are more.
+    Past `most` rows completed requests are thinned evenly; failed ones all stay unless they alone are more. failed: false
+    for requests that this side gave up on purpose.
     """
+    errors = run.errors
     ordered = sorted(run.records, key=lambda record: (record.intended, record.index))
     shown = ordered
     if len(ordered) > most:
-        failed = thinned([r for r in ordered if not r.completed], most)
-        keep = {id(r) for r in [*failed, *thinned([r for r in ordered if r.completed], max(2, most - len(failed)))]}
+        failed = thinned([r for r in ordered if r.outcome in errors], most)
+        others = thinned([r for r in ordered if r.outcome not in errors], max(2, most - len(failed)))
+        keep = {id(r) for r in [*failed, *others]}
         shown = [r for r in ordered if id(r) in keep]
     rows = [
         {
@@ -188,6 +196,7 @@ def timeline(run: RunResult, most: int = MAX_ROWS) -> dict[str, Any]:
             "tokens": [record.input_tokens, record.output_tokens],
             "label": record.label,
             "outcome": None if record.completed else record.outcome,
+            "failed": record.outcome in errors,
             "message": record.message,
         }
         for record in shown

@@ -13,7 +13,7 @@ import importlib.resources
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -28,28 +28,34 @@ _STYLES = ("uPlot.min.css", "report.css")
 _UNITS = {"ttft": "ms", "ttft_actual": "ms", "tpot": "ms per token", "itl": "ms per chunk", "e2el": "ms"}
 
 
+class Sweep(Protocol):
+    """Several runs and what was searched for: `files.Measured`, or what a search returns."""
+
+    @property
+    def runs(self) -> Sequence[RunResult | NamedRun]: ...
+    @property
+    def highest_rate(self) -> float | None: ...
+
+
+Results = RunResult | Sequence[RunResult | NamedRun] | Sweep
+
+
 def write_html(
-    results: RunResult | Sequence[RunResult | NamedRun],
+    results: Results,
     path: Path,
     *,
     title: str = "Load test",
-    highest_rate: float | None = None,
 ) -> None:
     """Write the page for one run, or for several: a sweep or runs to set side by side.
 
-    highest_rate: of a sweep, the highest in requests per second that met its limits. Raises OSError, and ValueError
-    for no runs.
+    Raises OSError, and ValueError for no runs.
     """
-    path.write_text(to_html(results, title=title, highest_rate=highest_rate), encoding="utf-8")
+    path.write_text(to_html(results, title=title), encoding="utf-8")
 
 
-def to_html(
-    results: RunResult | Sequence[RunResult | NamedRun],
-    *,
-    title: str = "Load test",
-    highest_rate: float | None = None,
-) -> str:
+def to_html(results: Results, *, title: str = "Load test") -> str:
     """The page as text; see write_html."""
+    highest_rate = None if isinstance(results, RunResult | Sequence) else results.highest_rate
     runs = named(results)
     scripts = [_asset(name) for name in _SCRIPTS]
     context = figures.against_context(runs)
@@ -84,9 +90,15 @@ def to_html(
     )
 
 
-def named(results: RunResult | Sequence[RunResult | NamedRun]) -> list[NamedRun]:
-    """Every run with a name of its own. Raises ValueError for none."""
-    given = [results] if isinstance(results, RunResult) else list(results)
+def named(results: Results) -> list[NamedRun]:
+    """Every run with a name of its own, those of a sweep by their rate. Raises ValueError for none."""
+    given: list[RunResult | NamedRun]
+    if isinstance(results, RunResult):
+        given = [results]
+    elif isinstance(results, Sequence):
+        given = list(results)
+    else:
+        given = sorted(results.runs, key=lambda run: _result(run).offered_rate or 0.0)
     if not given:
         raise ValueError("a report needs a run")
     runs = [
@@ -95,6 +107,10 @@ def named(results: RunResult | Sequence[RunResult | NamedRun]) -> list[NamedRun]
     ]
     names = unique(run.name for run in runs)
     return [NamedRun(name=name, result=run.result, series=run.series) for name, run in zip(names, runs, strict=True)]
+
+
+def _result(run: RunResult | NamedRun) -> RunResult:
+    return run.result if isinstance(run, NamedRun) else run
 
 
 def _name(run: RunResult, index: int, count: int) -> str:
@@ -136,16 +152,21 @@ def _warnings(run: NamedRun, several: bool) -> list[str]:
     if result.interrupted:
         found.append("The run was interrupted: it holds what came before, and its last requests may be missing.")
     if result.generator.get("limited"):
+        reasons = result.generator.get("reasons")
+        why = f" ({'; '.join(map(str, reasons))})" if isinstance(reasons, list | tuple) and reasons else ""
         found.append(
-            "The load generator, not the server, was the limit: these figures are a lower bound of what the server can do."
+            f"The load generator, not the server, was the limit{why}: the server may do better than these figures."
         )
-    failed = len(result.records) - len(result.completed)
+    failed = sum(result.errors.values())
     if failed:
         kinds = ", ".join(f"{kind}: {count:,}" for kind, count in sorted(result.errors.items(), key=lambda e: -e[1]))
         found.append(
             f"{failed:,} of {len(result.records):,} requests failed ({kinds}). Latencies count completed requests only, so "
             "they may look better than what callers met."
         )
+    given_up = len(result.records) - len(result.completed) - failed
+    if given_up and not result.interrupted:
+        found.append(f"{given_up:,} requests were given up on purpose: they count neither as completed nor as failed.")
     if not result.records:
         found.append("The run holds no requests.")
     return [f"{run.name}: {text}" if several else text for text in found]
@@ -164,6 +185,7 @@ def _run_view(run: NamedRun) -> dict[str, Any]:
         "requests": len(result.records),
         "failures": _failures(result),
         "more_failures": max(0, summary["failed"] - MAX_FAILURES),
+        "given_up": len(result.records) - summary["completed"] - summary["failed"],
         "left_out": max(0, len(result.records) - figures.MAX_ROWS),
         "tables": [
             (heading, list(words.flat(values)))
@@ -241,7 +263,8 @@ def _percentiles(summary: dict[str, Any], result: RunResult) -> list[dict[str, A
 
 
 def _failures(result: RunResult) -> list[dict[str, Any]]:
-    failed = [record for record in result.records if not record.completed]
+    errors = result.errors
+    failed = [record for record in result.records if record.outcome in errors]
     return [
         {
             "index": record.index,

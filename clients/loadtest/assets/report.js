@@ -148,7 +148,7 @@
     `${number(row.tokens[0])} tokens in, ${number(row.tokens[1])} out`,
     `intended ${seconds(row.intended)}, sent ${seconds(row.sent)}`,
     ...(row.first === null ? [] : [`first token after ${number((row.first - row.intended) * 1000)} ms`]),
-    ...(row.end === null ? [] : [`${row.outcome === null ? "ended" : "failed"} after ${number((row.end - row.intended) * 1000)} ms`]),
+    ...(row.end === null ? [] : [`${row.outcome === null ? "ended" : row.failed ? "failed" : "given up"} after ${number((row.end - row.intended) * 1000)} ms`]),
     ...(row.outcome === null ? [] : [row.outcome + (row.message ? ": " + row.message.slice(0, 200) : "")]),
   ];
 
@@ -170,20 +170,21 @@
         ctx.fillStyle = colour;
         ctx.fillRect(x(from), top, Math.max(ratio * 0.75, x(to) - x(from)), height);
       };
-      const colours = Object.fromEntries(["late", "wait", "decode", "bad"].map((name) => [name, Chart.colour(name)]));
+      const colours = Object.fromEntries(["late", "wait", "decode", "bad", "soft"].map((name) => [name, Chart.colour(name)]));
       ctx.save();
       ctx.beginPath();
       ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
       ctx.clip();
       rows.forEach((row, index) => {
-        const top = bbox.top + step * (index + 0.5) - height / 2, end = row.end ?? last, failed = row.outcome !== null;
-        if (row.sent === null) bar(row.intended, end < row.intended ? row.intended : end, top, colours.bad);
+        const top = bbox.top + step * (index + 0.5) - height / 2, end = row.end ?? last;
+        const ended = row.outcome === null ? null : row.failed ? colours.bad : colours.soft;
+        if (row.sent === null) bar(row.intended, end < row.intended ? row.intended : end, top, ended ?? colours.late);
         else {
           if (row.sent > row.intended) bar(row.intended, row.sent, top, colours.late);
-          bar(row.sent, row.first ?? end, top, failed && row.first === null ? colours.bad : colours.wait);
-          if (row.first !== null) bar(row.first, end, top, failed ? colours.bad : colours.decode);
+          bar(row.sent, row.first ?? end, top, row.first === null && ended ? ended : colours.wait);
+          if (row.first !== null) bar(row.first, end, top, ended ?? colours.decode);
         }
-        if (failed) {
+        if (row.failed) {
           const side = Math.max(3.5 * ratio, height * 0.4), at = x(Math.max(end, row.intended));
           ctx.strokeStyle = colours.bad;
           ctx.lineWidth = 2 * ratio;
@@ -225,18 +226,19 @@
     drawn.set(figure, chart);
     figure.dataset.drawn = "yes";
   };
-  const visible = (figure) => figure.offsetParent !== null;
+  const visible = (figure) => !figure.closest("details:not([open])");
   const renderAll = () => document.querySelectorAll("figure.chart").forEach((figure) => visible(figure) && render(figure));
 
   const observer = new ResizeObserver((entries) => {
     for (const { target } of entries) {
       const figure = target.closest("figure"), chart = drawn.get(figure), width = Math.max(200, target.clientWidth);
-      if (!visible(figure)) continue;
-      if (figure.dataset.drawn !== "yes") render(figure); // a closed part was opened
-      else if (chart && Math.abs(chart.width - width) > 1) render(figure);
+      if (visible(figure) && chart && Math.abs(chart.width - width) > 1) render(figure);
     }
   });
   renderAll();
   document.querySelectorAll("figure.chart .plot").forEach((host) => observer.observe(host));
+  document.querySelectorAll("details.run").forEach((part) =>
+    part.addEventListener("toggle", () => part.open && part.querySelectorAll("figure.chart").forEach(render)),
+  );
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", renderAll);
 })();
