@@ -121,6 +121,8 @@ def _print(result: Comparison, files: Sequence[Path]) -> None:
         console.print(
             "Both runs sent prompts of the same lengths in the same order: latencies are compared request by request."
         )
+    if result.differing:
+        console.print("note: the runs differ in these settings:", style="yellow")
     for name, (old, new) in result.differing.items():
         console.print(f"  {escape(name)}: {escape(old)} → {escape(new)}", highlight=False)
     table = Table("measure", "", "A", "B", "change", f"B − A, {result.confidence:.0%}", "B is", box=box.SIMPLE_HEAD)

@@ -65,7 +65,7 @@ def compare(
     differing = _differing(first, second)
     return Comparison(
         lines=(*_rates(first, second, confidence), *_latencies(first, second, confidence, resamples, seed)),
-        cautions=tuple(_cautions(first, second, differing)),
+        cautions=tuple(_cautions(first, second)),
         differing=differing,
         paired=_same_requests(first, second),
         confidence=confidence,
@@ -193,7 +193,7 @@ def _differing(first: RunResult, second: RunResult) -> dict[str, tuple[str, str]
     return found
 
 
-def _cautions(first: RunResult, second: RunResult, differing: dict[str, tuple[str, str]]) -> Iterator[str]:
+def _cautions(first: RunResult, second: RunResult) -> Iterator[str]:
     for name, run in (("first", first), ("second", second)):
         if run.interrupted:
             yield f"the {name} run was interrupted"
@@ -206,8 +206,6 @@ def _cautions(first: RunResult, second: RunResult, differing: dict[str, tuple[st
             yield f"the {name} run took no time: its rates cannot be told"
     if first.slo != second.slo:
         yield "the runs had different limits: their goodput is not compared"
-    if differing:
-        yield f"the runs differ in {', '.join(differing)}"
     for name, run in (("first", first), ("second", second)):
         if _drifts(run):
             yield f"time to first token kept growing during the {name} run: its figures depend on how long it lasted"
