@@ -46,6 +46,8 @@ def report(
     measured = [_read(path) for path in files]
     if name:
         measured = [_renamed(each, text) for each, text in zip(measured, name, strict=True)]
+    if len(measured) > 1:  # sweeps side by side: a line each
+        measured = [_one_line(each, text) for each, text in zip(measured, name or [p.stem for p in files], strict=True)]
     try:
         write_html(
             measured[0] if len(measured) == 1 else [run for each in measured for run in each.runs], html, title=title
@@ -102,6 +104,13 @@ def _renamed(measured: Measured, name: str) -> Measured:
     names = [f"{name}, {run.name.rpartition(', ')[2]}" if measured.sweep else name for run in measured.runs]
     runs = tuple(dataclasses.replace(run, name=each) for run, each in zip(measured.runs, names, strict=True))
     return dataclasses.replace(measured, runs=runs)
+
+
+def _one_line(measured: Measured, name: str) -> Measured:
+    """The runs of a sweep as one series of that name; a single run stays as it is."""
+    if not measured.sweep:
+        return measured
+    return dataclasses.replace(measured, runs=tuple(dataclasses.replace(run, series=name) for run in measured.runs))
 
 
 def _print(result: Comparison, files: Sequence[Path]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.clients.loadtest.files import NamedRun
-from windlass.clients.loadtest.results import RequestRecord, RunResult, Summary, percentile
+from windlass.clients.loadtest.results import RequestRecord, RunResult, percentile
 
 MEASURES = {
     "ttft": "TTFT, from the intended send",
@@ -64,7 +64,10 @@ def gaps_at_context(run: RunResult) -> list[tuple[float, float, float]]:
 
 
 def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[str, float]]:
-    """Equal steps over x; of each that holds anything its mean x, the mean, the median and p95 of y, and how many."""
+    """Equal steps over x; of each that holds anything its mean x, the mean, the median and p95 of y, and how many.
+
+    Neighbours that together are no wider than a step are one: an edge shall not cut a cluster in two.
+    """
     if not pairs:
         return []
     low, high = min(x for x, _ in pairs), max(x for x, _ in pairs)
@@ -72,8 +75,14 @@ def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[
     inside: dict[int, list[tuple[float, float]]] = {}
     for x, y in pairs:
         inside.setdefault(min(int((x - low) / width), bins - 1), []).append((x, y))
-    found = []
+    groups: list[list[tuple[float, float]]] = []
     for _, members in sorted(inside.items()):
+        if groups and max(x for x, _ in members) - min(x for x, _ in groups[-1]) <= width:
+            groups[-1] += members
+        else:
+            groups.append(members)
+    found = []
+    for members in groups:
         ordered = sorted(y for _, y in members)
         found.append(
             {
@@ -246,32 +255,41 @@ def _cut(points: Sequence[Any]) -> int:
 
 
 def against_rate(runs: Sequence[NamedRun]) -> dict[str, Any] | None:
-    """Percentiles, throughput and goodput of several runs by rate; None where the rates do not differ.
+    """Percentiles, throughput and goodput by load; None where runs do not differ in it.
 
-    The rate is the offered one where every run had one, else that of completed requests.
+    The load is the offered rate where every run had one, and the concurrency where none had. Rows are in the order of
+    `group`, the series given to a run, and load.
     """
     offered = all(run.result.offered_rate is not None for run in runs)
+    loads = [_offered(run.result) if offered else _concurrency(run.result) for run in runs]
+    if None in loads or len(set(loads)) < 2:
+        return None
     rows = []
-    for run in runs:
+    for run, load in zip(runs, loads, strict=True):
         summary = run.result.summary()
         rows.append(
             {
                 "name": run.name,
-                "rate": summary["offered_rate" if offered else "request_rate"],
+                "group": run.series or "",
+                "load": load,
                 **{measure: summary[f"{measure}_ms"] for measure in MEASURES},
                 "request_rate": summary["request_rate"],
                 "tokens_per_second": summary["output_tokens_per_second"],
                 "goodput": summary["goodput"],
             }
         )
-    if len({row["rate"] for row in rows}) < 2:
+    return {"offered": offered, "rows": sorted(rows, key=lambda row: (row["group"], row["load"]))}
+
+
+def _offered(run: RunResult) -> float | None:
+    return run.offered_rate
+
+
+def _concurrency(run: RunResult) -> float | None:
+    found = run.settings.get("concurrency")
+    if run.offered_rate is not None or isinstance(found, bool) or not isinstance(found, int):
         return None
-    return {"offered": offered, "rows": sorted(rows, key=lambda row: row["rate"])}
-
-
-def summaries(run: RunResult) -> dict[str, Summary]:
-    """Mean and percentiles in ms by measure."""
-    return {measure: Summary.of(values_of(run, measure)) for measure in MEASURES}
+    return float(found)
 
 
 def rounded(value: Any, digits: int = 7) -> Any:

@@ -79,6 +79,7 @@ def to_html(results: Results, *, title: str = "Load test") -> str:
         scripts=[Markup(script) for script in scripts],
         data=Markup(_json_in_html(figures.rounded(data))),
         rates=data["rate"] is not None,
+        offered=data["rate"] is not None and data["rate"]["offered"],
         warnings=[warning for run in runs for warning in _warnings(run, several=len(runs) > 1)],
         runs=[_run_view(run) for run in runs],
         overview=_overview(runs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -44,6 +45,7 @@ def test_a_report_of_a_sweep_and_of_files_under_names_of_their_own(files):
     for name in ("old", "new, 1 req/s", "new, 2 req/s"):
         assert f"<summary>{name}</summary>" in text
     assert "Highest rate" not in text
+    assert json.loads(re.search(r'id="report-data">(.*?)</script>', text)[1])["rate"]["rows"][-1]["group"] == "new"
 
 
 def test_a_comparison_in_words(files, capsys):

@@ -49,30 +49,45 @@
   const pooled = data.context.length > 1;
   const named = (entry, text) => ({ label: pooled ? `${entry.name}, ${text}` : text, group: pooled ? entry.name : text });
 
+  const loadAxis = () => ({ label: data.rate.offered ? "requests per second, offered" : "concurrent requests", zero: true });
+  const byGroup = (make) => {
+    const groups = [...new Set(data.rate.rows.map((row) => row.group))];
+    return groups.flatMap((group, index) => make(group, data.rate.rows.filter((row) => row.group === group), index, groups.length));
+  };
+
   const kinds = {
     "rate-latency": (figure) => {
       measureChoices(figure, "rate");
       const measure = state.rate, limit = data.slo[measure];
-      const line = (percent, colour, dash) => ({
-        label: percent === "p50" ? "median" : percent, colour, dash, markers: true,
-        points: data.rate.rows.map((row) => [row.rate, row[measure][percent], row.name]),
+      const line = (group, rows, percent, colour, dash) => ({
+        label: `${group ? group + ", " : ""}${percent === "p50" ? "median" : percent}`, group: group || percent.replace("p50", "median"),
+        colour, dash, markers: true, points: rows.map((row) => [row.load, row[measure][percent], row.name]),
       });
+      const dashes = { p50: undefined, p90: [6, 3], p99: [2, 3] };
       return {
-        x: { label: `requests per second, ${data.rate.offered ? "offered" : "completed"}`, zero: true },
+        x: loadAxis(),
         y: { label: `${measure.toUpperCase().replace("_ACTUAL", "")}, ${units(measure)}`, log: true },
-        series: [line("p50", Chart.colour("c0")), line("p90", Chart.colour("c1"), [6, 3]), line("p99", Chart.colour("c2"), [2, 3])],
+        series: byGroup((group, rows, index, count) => count > 1
+          ? ["p50", "p99"].map((percent) => line(group, rows, percent, Chart.palette(index, count), dashes[percent]))
+          : ["p50", "p90", "p99"].map((percent, place) => line(group, rows, percent, Chart.colour("c" + place), dashes[percent]))),
         marks: limit === undefined ? [] : [{ y: limit, text: `limit ${number(limit)} ms` }],
-        tip: (row, series) => [row.about, `${series.label}: ${number(row.y)} ms`, `${number(row.x)} requests/s`],
+        tip: (row, series) => [row.about, `${series.label}: ${number(row.y)} ms`],
       };
     },
     "rate-throughput": () => {
-      const line = (label, key, colour, dash) => ({ label, colour, dash, markers: true, points: data.rate.rows.map((row) => [row.rate, row[key], row]) });
-      const good = data.rate.rows.some((row) => row.goodput !== null);
+      const line = (group, rows, label, key, colour, dash) => ({
+        label: group ? `${group}, ${label}` : label, group: group || label, colour, dash, markers: true, points: rows.map((row) => [row.load, row[key], row]),
+      });
       return {
-        x: { label: `requests per second, ${data.rate.offered ? "offered" : "completed"}`, zero: true },
+        x: loadAxis(),
         y: { label: "requests per second" },
         diagonal: data.rate.offered,
-        series: [line("completed", "request_rate", Chart.colour("c0")), ...(good ? [line("inside the limits", "goodput", Chart.colour("c2"), [6, 3])] : [])],
+        series: byGroup((group, rows, index, count) => [
+          line(group, rows, "completed", "request_rate", Chart.palette(index, Math.max(3, count))),
+          ...(rows.some((row) => row.goodput !== null)
+            ? [line(group, rows, "inside the limits", "goodput", count > 1 ? Chart.palette(index, Math.max(3, count)) : Chart.colour("c2"), [6, 3])]
+            : []),
+        ]),
         tip: (row, series) => [row.about.name, `${series.label}: ${number(row.y)} requests/s`, `${number(row.about.tokens_per_second)} output tokens/s`],
       };
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -140,14 +141,29 @@ def test_cached_tokens_are_no_prefill():
     assert entry["prefill"]["points"] == [(100.0, 80.0)]
 
 
-def test_rates_are_offered_ones_or_what_was_done():
+def test_load_is_the_offered_rate_or_the_concurrency():
     runs = [NamedRun(name=str(r), result=simulated_run(rate=r, count=20)) for r in (8, 2)]
     found = figures.against_rate(runs)
-    assert found["offered"] and [row["rate"] for row in found["rows"]] == [2, 8]
-    closed = [NamedRun(name=str(r), result=simulated_run(rate=r, count=20, closed_loop=True)) for r in (2, 8)]
+    assert found["offered"] and [row["load"] for row in found["rows"]] == [2, 8]
+    assert figures.against_rate(runs[:1]) is None and figures.against_rate([runs[0], runs[0]]) is None
+    closed = [
+        NamedRun(name=str(clients), result=dataclasses.replace(simulated_run(closed_loop=True), settings=settings))
+        for clients, settings in ((4, {"concurrency": 4}), (1, {"concurrency": 1}))
+    ]
     found = figures.against_rate(closed)
-    assert not found["offered"] and found["rows"][0]["rate"] == closed[0].result.summary()["request_rate"]
-    assert figures.against_rate(runs[:1]) is None
+    assert not found["offered"] and [row["load"] for row in found["rows"]] == [1, 4]
+    assert figures.against_rate([*closed, *runs]) is None
+    unknown = NamedRun(name="x", result=simulated_run(closed_loop=True))
+    assert figures.against_rate([*closed, unknown]) is None
+    two = [dataclasses.replace(run, series=series) for series in ("new", "old") for run in runs]
+    rows = figures.against_rate(two)["rows"]
+    assert [(row["group"], row["load"]) for row in rows] == [("new", 2), ("new", 8), ("old", 2), ("old", 8)]
+
+
+def test_bins_do_not_cut_a_cluster():
+    """Contexts 4,096 to 4,127 of a study lie on both sides of an edge of forty equal steps."""
+    pairs = [(float(start + k), 1.0) for start in (1024, 2048, 4096, 8192, 16384) for k in range(32)]
+    assert [b["count"] for b in figures.binned(pairs)] == [32] * 5
 
 
 @pytest.mark.parametrize(
