@@ -258,7 +258,7 @@ def against_rate(runs: Sequence[NamedRun]) -> dict[str, Any] | None:
     """Percentiles, throughput and goodput by load; None where runs do not differ in it.
 
     The load is the offered rate where every run had one, and the concurrency where none had. Rows are in the order of
-    `group`, the series given to a run, and load.
+    `group`, the series given to a run, as it first comes, and load.
     """
     offered = all(run.result.offered_rate is not None for run in runs)
     loads = [_offered(run.result) if offered else _concurrency(run.result) for run in runs]
@@ -278,7 +278,8 @@ def against_rate(runs: Sequence[NamedRun]) -> dict[str, Any] | None:
                 "goodput": summary["goodput"],
             }
         )
-    return {"offered": offered, "rows": sorted(rows, key=lambda row: (row["group"], row["load"]))}
+    order = list(dict.fromkeys(row["group"] for row in rows))
+    return {"offered": offered, "rows": sorted(rows, key=lambda row: (order.index(row["group"]), row["load"]))}
 
 
 def _offered(run: RunResult) -> float | None:

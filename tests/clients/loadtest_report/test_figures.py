@@ -155,9 +155,9 @@ def test_load_is_the_offered_rate_or_the_concurrency():
     assert figures.against_rate([*closed, *runs]) is None
     unknown = NamedRun(name="x", result=simulated_run(closed_loop=True))
     assert figures.against_rate([*closed, unknown]) is None
-    two = [dataclasses.replace(run, series=series) for series in ("new", "old") for run in runs]
+    two = [dataclasses.replace(run, series=series) for series in ("old", "new") for run in runs]
     rows = figures.against_rate(two)["rows"]
-    assert [(row["group"], row["load"]) for row in rows] == [("new", 2), ("new", 8), ("old", 2), ("old", 8)]
+    assert [(row["group"], row["load"]) for row in rows] == [("old", 2), ("old", 8), ("new", 2), ("new", 8)]
 
 
 def test_bins_do_not_cut_a_cluster():
