@@ -101,7 +101,8 @@ def rows_of(study: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def fits_of(study: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Per model the line through ITL over context, in ms and ms per token; models with too few lengths are left out."""
+    """Per model the line through ITL over context, in ms and ms per token, and its slope's standard error; models with too
+    few lengths are left out."""
     return {entry["name"]: entry["itl_fit"] for entry in against_context(runs_of(study)) if entry["itl_fit"]}
 
 
@@ -117,9 +118,8 @@ def text_table(study: dict[str, Any]) -> str:
         lines.append(f"| {row['model']} | {row['length']:,} | {' | '.join(figures)} | {row['completed']} |")
     lines.append("")
     for name, fit in fits_of(study).items():
-        lines.append(
-            f"{name}: ITL = {fit['intercept']:.3g} ms + {fit['slope'] * 1000:.3g} ms per 1,000 tokens of context."
-        )
+        slope = f"{fit['slope'] * 1000:.3g} ± {fit['error'] * 2000:.2g}"
+        lines.append(f"{name}: ITL = {fit['intercept']:.3g} ms + {slope} ms per 1,000 tokens of context.")
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from windlass.clients.loadtest.files import NamedRun
@@ -31,13 +31,11 @@ BINS = 40
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A line y = intercept + slope · x, in the units of what was fitted."""
+    """A line y = intercept + slope · x and the standard error of its slope, in the units of what was fitted."""
 
     intercept: float
     slope: float
-
-    def at(self, x: float) -> float:
-        return self.intercept + self.slope * x
+    error: float
 
 
 def values_of(run: RunResult, measure: str) -> list[float]:
@@ -53,14 +51,18 @@ def tokens_per_chunk(record: RequestRecord) -> float:
     return record.output_tokens / len(record.chunks) if record.chunks and record.output_tokens else 1.0
 
 
-def gaps_at_context(run: RunResult) -> list[tuple[float, float, float]]:
-    """(context in tokens, gap in ms, tokens it brought) of every gap of the completed requests."""
-    found = []
-    for record in run.completed:
-        per_chunk = tokens_per_chunk(record)
-        for index, gap in enumerate(record.gaps_ms, 1):
-            found.append((record.input_tokens + index * per_chunk, gap, per_chunk))
-    return found
+def gaps_at_context(record: RequestRecord) -> list[tuple[float, float]]:
+    """(context in tokens, gap in ms) of every gap of a request."""
+    per_chunk = tokens_per_chunk(record)
+    return [(record.input_tokens + index * per_chunk, gap) for index, gap in enumerate(record.gaps_ms, 1)]
+
+
+def bins_for(records: Sequence[RequestRecord]) -> int:
+    """How many bins over context these requests fill: the most where there are few lengths of input, as in a study;
+    else one for every eight requests, so that a bin's median is more than a request or two."""
+    if len({record.input_tokens for record in records}) <= BINS:
+        return BINS
+    return min(BINS, max(3, len(records) // 8))
 
 
 def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[str, float]]:
@@ -96,17 +98,25 @@ def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[
     return found
 
 
-def linear_fit(points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None) -> Fit | None:
-    """Weighted least squares; None without two different x."""
-    weights = [1.0] * len(points) if weights is None else weights
-    total = math.fsum(weights)
-    if len({x for x, _ in points}) < 2 or total <= 0:
+def linear_fit(clusters: Sequence[Sequence[tuple[float, float]]]) -> Fit | None:
+    """Least squares through all points (x, y); None without two different x or with fewer than three clusters.
+
+    The error takes a cluster (a request) as one observation, however many points it has (Liang and Zeger, "Longitudinal
+    data analysis using generalized linear models", 1986; with the factor n / (n - 1) for n clusters).
+    """
+    clusters = [cluster for cluster in clusters if cluster]
+    count = sum(map(len, clusters))
+    if len(clusters) < 3:
         return None
-    mean_x = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = math.fsum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = math.fsum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    common = math.fsum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True))
-    return Fit(mean_y - common / spread * mean_x, common / spread) if spread > 0 else None
+    mean_x = math.fsum(x for cluster in clusters for x, _ in cluster) / count
+    mean_y = math.fsum(y for cluster in clusters for _, y in cluster) / count
+    spread = math.fsum((x - mean_x) ** 2 for cluster in clusters for x, _ in cluster)
+    if spread <= 0:
+        return None
+    slope = math.fsum((x - mean_x) * (y - mean_y) for cluster in clusters for x, y in cluster) / spread
+    pulls = [math.fsum((x - mean_x) * (y - mean_y - slope * (x - mean_x)) for x, y in cluster) for cluster in clusters]
+    error = math.sqrt(len(clusters) / (len(clusters) - 1) * math.fsum(pull**2 for pull in pulls)) / spread
+    return Fit(mean_y - slope * mean_x, slope, error)
 
 
 def thinned(points: Sequence[Any], most: int) -> list[Any]:
@@ -141,16 +151,16 @@ def over_time(run: RunResult, most: int = 100) -> dict[str, Any]:
     """Output tokens per second, requests waiting for their first token and requests decoding, in equal steps of time.
 
     Tokens count when they arrive, those of failed requests too: it is what the server delivered. Steps begin at the
-    first intended send, as a run's duration does; the last is divided by its own length.
+    first intended send, as a run's duration does; the last is half to one and a half steps long.
     """
     step, begin = nice_step(run.duration_s, most), beginning(run)
-    edges = [step * k for k in range(max(1, math.ceil(run.duration_s / step - 1e-9)))]
+    edges = [step * k for k in range(max(1, math.floor(run.duration_s / step + 0.5)))]
     tokens = [0.0] * len(edges)
     for record in run.records:
         per_chunk = tokens_per_chunk(record)
         for moment in record.chunks:
             tokens[min(max(int((moment - begin) / step), 0), len(edges) - 1)] += per_chunk
-    widths = [min(step, run.duration_s - edge) or step for edge in edges]
+    widths = [step] * (len(edges) - 1) + [run.duration_s - edges[-1] or step]
     middles = [begin + edge + width / 2 for edge, width in zip(edges, widths, strict=True)]
     sent = [r for r in run.records if r.sent is not None]
     starts = sorted(r.sent for r in sent if r.sent is not None)
@@ -165,6 +175,7 @@ def over_time(run: RunResult, most: int = 100) -> dict[str, Any]:
     counts = [open_at(moment) for moment in middles]
     return {
         "step_s": step,
+        "widths": widths,
         "seconds": middles,
         "tokens_per_second": [count / width for count, width in zip(tokens, widths, strict=True)],
         "waiting": [waiting for waiting, _ in counts],
@@ -218,8 +229,7 @@ def against_context(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
 
     ttft: points (input tokens, ms from the actual send) and bins; prefill: points with prompt tokens per second, cached
     ones excepted; itl: bins of gaps; decode: tokens per second of one stream, per bin the tokens over the time they took;
-    itl_fit: the line through the bins' means, weighted by their counts, None unless the longest context is half as long
-    again as the shortest.
+    itl_fit: the line through all gaps, None unless the longest context is half as long again as the shortest.
     """
     series: dict[str, list[NamedRun]] = {}
     for run in runs:
@@ -235,18 +245,19 @@ def _context_of(name: str, runs: Sequence[NamedRun]) -> dict[str, Any]:
         for r in done
         if r.ttft_actual_ms and r.input_tokens > (r.cached_tokens or 0)
     ]
-    gaps = [gap for run in runs for gap in gaps_at_context(run.result)]
-    itl = binned([(context, gap) for context, gap, _ in gaps])
-    tokens = binned([(context, brought) for context, _, brought in gaps])  # the same bins: the same contexts
+    gaps, bins = [gaps_at_context(record) for record in done], bins_for(done)
+    itl = binned([pair for each in gaps for pair in each], bins)
+    # The same bins, as the contexts are the same.
+    tokens = binned([(x, tokens_per_chunk(r)) for r, each in zip(done, gaps, strict=True) for x, _ in each], bins)
     wide = bool(itl) and itl[-1]["x"] >= 1.5 * itl[0]["x"]
-    fit = linear_fit([(b["x"], b["mean"]) for b in itl], [b["count"] for b in itl]) if wide else None
+    fit = linear_fit(gaps) if wide else None
     return {
         "name": name,
-        "ttft": {"points": thinned(sorted(ttft), MAX_POINTS), "bins": binned(ttft), "left_out": _cut(ttft)},
+        "ttft": {"points": thinned(sorted(ttft), MAX_POINTS), "bins": binned(ttft, bins), "left_out": _cut(ttft)},
         "prefill": {"points": thinned(sorted(prefill), MAX_POINTS), "left_out": _cut(prefill)},
         "itl": {"bins": itl},
         "decode": [[b["x"], t["mean"] * 1000 / b["mean"]] for b, t in zip(itl, tokens, strict=True) if b["mean"] > 0],
-        "itl_fit": None if fit is None else {"intercept": fit.intercept, "slope": fit.slope},
+        "itl_fit": None if fit is None else asdict(fit),
     }
 
 

@@ -198,7 +198,7 @@ def _run_view(run: NamedRun) -> dict[str, Any]:
             if values
         ],
         "lag": [(name, words.milliseconds(value)) for name, value in summary["schedule_lag_ms"].items()],
-        "means": words.metric_means(result.server_metrics),
+        "means": words.phase_means(result.server_metrics),
         "metrics": [(name, words.number(value)) for name, value in sorted(result.server_metrics.items())],
         "labels": _labels(result),
     }
@@ -318,7 +318,8 @@ def _fits(context: list[dict[str, Any]]) -> list[dict[str, str]]:
         {
             "name": entry["name"],
             "intercept": words.number(fit["intercept"]),
-            "slope": words.number(fit["slope"] * 1000),
+            "slope": f"{words.number(fit['slope'] * 1000)} ± {words.number(2000 * fit['error'])}",
+            "shown": "" if abs(fit["slope"]) > 2 * fit["error"] else "none shown",
             "span": f"{entry['itl']['bins'][0]['x']:,.0f} to {entry['itl']['bins'][-1]['x']:,.0f}",
         }
         for entry in context

@@ -39,11 +39,11 @@ def per_second(value: float | None) -> str:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, text) of nested settings, inner names behind a dot; absent values are left out."""
+    """(name, text) of nested settings, inner names behind a dot; absent and empty values are left out."""
     for name, value in values.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
-        elif value is not None:
+        elif value is not None and value != [] and value != "":
             yield f"{prefix}{name}", plain(value)
 
 
@@ -54,21 +54,19 @@ def plain(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):
-        return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.6g}"
+        return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else f"{value:.4g}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def metric_means(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(name, mean) of every histogram among a server's metrics: its `_sum` over its `_count`, seconds as milliseconds."""
+_PHASES = ("queue", "prefill", "decode")
+
+
+def phase_means(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(name, mean) of the server's histograms of the phases of a request: `_sum` over `_count`, in milliseconds."""
     found = []
     for name, total in metrics.items():
-        stem, _, labels = name.partition("{")
-        if not stem.endswith("_sum"):
-            continue
-        stem = stem.removesuffix("_sum")
-        count = metrics.get(name.replace("_sum", "_count", 1) if labels == "" else f"{stem}_count{{{labels}")
-        if count:
-            mean = total / count
-            label = stem + ("{" + labels if labels else "")
-            found.append((label, f"{milliseconds(mean * 1000)} ms" if stem.endswith("_seconds") else number(mean)))
+        stem = name.removesuffix("_seconds_sum")
+        count = metrics.get(f"{stem}_seconds_count", 0.0)
+        if stem != name and count > 0 and any(phase in stem for phase in _PHASES):
+            found.append((stem, f"{milliseconds(total / count * 1000)} ms"))
     return found

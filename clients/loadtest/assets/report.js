@@ -136,13 +136,13 @@
       y: { label: "tokens per second" },
     }),
     "time-throughput": (figure) => {
-      const { time } = data.runs[figure.dataset.run], half = time.step_s / 2;
+      const { time } = data.runs[figure.dataset.run], half = (moment) => time.widths[time.seconds.indexOf(moment)] / 2;
       const points = time.seconds.map((moment, index) => [moment, time.tokens_per_second[index]]);
       return {
         x: { label: "seconds", zero: true },
         y: { label: "tokens per second" },
         series: [{ label: "output tokens per second", colour: Chart.colour("c0"), fill: `color-mix(in srgb, ${Chart.colour("c0")} 14%, transparent)`, points }],
-        tip: (row) => [`${number(row.y)} tokens/s`, `around ${number(row.x)} s, ± ${number(half)} s`],
+        tip: (row) => [`${number(row.y)} tokens/s`, `around ${number(row.x)} s, ± ${number(half(row.x))} s`],
       };
     },
     "time-open": (figure) => {

@@ -23,12 +23,20 @@ def test_gaps_stand_at_input_plus_position():
     record = RequestRecord(
         index=0, intended=0, sent=0, chunks=(1.0, 1.01, 1.03), ended=1.04, input_tokens=100, output_tokens=3
     )
-    twice = RequestRecord(
-        index=1, intended=0, sent=0, chunks=(1.0, 1.01, 1.03), ended=1.04, input_tokens=100, output_tokens=6
-    )
-    found = figures.gaps_at_context(RunResult(records=(record, twice), duration_s=2))
-    assert [(context, tokens) for context, _, tokens in found] == [(101, 1), (102, 1), (102, 2), (104, 2)]
-    assert [gap for _, gap, _ in found[:2]] == pytest.approx([10, 20])
+    found = figures.gaps_at_context(record)
+    assert [context for context, _ in found] == [101, 102] and [gap for _, gap in found] == pytest.approx([10, 20])
+    twice = dataclasses.replace(record, output_tokens=6)
+    assert [context for context, _ in figures.gaps_at_context(twice)] == [102, 104]
+    unknown = dataclasses.replace(record, output_tokens=0)
+    assert [context for context, _ in figures.gaps_at_context(unknown)] == [101, 102]
+
+
+def test_speed_counts_tokens_and_not_chunks():
+    records = [
+        RequestRecord(index=0, intended=0, sent=0, chunks=(1.0, 1.1, 1.2), ended=1.3, input_tokens=9, output_tokens=6)
+    ]
+    (entry,) = figures.against_context([NamedRun(name="x", result=RunResult(records=tuple(records), duration_s=2))])
+    assert [speed for _, speed in entry["decode"]] == pytest.approx([20.0, 20.0])
 
 
 @given(
@@ -48,26 +56,49 @@ def test_bins_hold_every_point_once_in_order(pairs, bins):
         assert b["mean"] == pytest.approx(np.mean(ys))
 
 
-@given(
-    st.lists(st.tuples(st.floats(-100, 100), st.floats(-100, 100), st.floats(0.1, 10)), min_size=3, max_size=30).filter(
-        lambda rows: max(x for x, _, _ in rows) - min(x for x, _, _ in rows) > 1
-    )
-)
-def test_the_fit_is_numpy_s(rows):
-    fit = figures.linear_fit([(x, y) for x, y, _ in rows], [w for _, _, w in rows])
-    slope, intercept = np.polyfit(
-        [x for x, _, _ in rows], [y for _, y, _ in rows], 1, w=[math.sqrt(w) for *_, w in rows]
-    )
-    assert fit.slope == pytest.approx(slope, rel=1e-5, abs=1e-5)
-    assert fit.intercept == pytest.approx(intercept, rel=1e-5, abs=1e-4)
-    assert figures.linear_fit([(1.0, 2.0), (1.0, 3.0)]) is None
+def test_the_fit_is_numpy_s_and_its_error_the_sandwich_written_out():
+    chance = np.random.default_rng(4)
+    clusters = []
+    for start in chance.uniform(0, 1000, size=25):
+        shift = chance.normal()  # what a request's gaps share
+        clusters.append([(start + k, 5 + 0.01 * (start + k) + shift + chance.normal()) for k in range(8)])
+    fit = figures.linear_fit(clusters)
+    x, y = np.array([point for cluster in clusters for point in cluster]).T
+    slope, intercept = np.polyfit(x, y, 1)
+    assert (fit.slope, fit.intercept) == (pytest.approx(slope), pytest.approx(intercept))
+    design = np.stack([np.ones_like(x), x], axis=1)
+    bread = np.linalg.inv(design.T @ design)
+    residuals = y - design @ [intercept, slope]
+    owner = np.repeat(np.arange(25), 8)
+    pulls = np.array([design[owner == g].T @ residuals[owner == g] for g in range(25)])
+    robust = 25 / 24 * bread @ (pulls.T @ pulls) @ bread
+    assert fit.error == pytest.approx(math.sqrt(robust[1, 1]))
+    naive = math.sqrt(residuals.var() / ((x - x.mean()) ** 2).sum())
+    assert fit.error > 1.3 * naive  # the gaps of one request are not eight observations
+
+
+def test_too_little_has_no_fit():
+    assert figures.linear_fit([[(1.0, 2.0)], [(1.0, 3.0)], [(1.0, 4.0)]]) is None
+    assert figures.linear_fit([[(1.0, 2.0), (2.0, 3.0)], [(3.0, 3.0)], []]) is None
+
+
+def test_bins_are_as_many_as_the_requests_can_fill():
+    chance = np.random.default_rng(0)
+
+    def bins(lengths) -> int:
+        return figures.bins_for([RequestRecord(index=0, intended=0, input_tokens=int(n)) for n in lengths])
+
+    assert bins([1024, 2048] * 3) == 40 and bins(range(40)) == 40
+    assert bins(chance.permutation(1000)[:41]) == 5 and bins(range(1000)) == 40
 
 
 def test_tokens_over_time_add_up_and_open_requests_are_counted():
     found = figures.over_time(RUN)
     assert len(found["seconds"]) <= 100
-    widths = [min(found["step_s"], RUN.duration_s - k * found["step_s"]) for k in range(len(found["seconds"]))]
-    tokens = sum(rate * width for rate, width in zip(found["tokens_per_second"], widths, strict=True))
+    assert sum(found["widths"]) == pytest.approx(RUN.duration_s)
+    assert all(width == found["step_s"] for width in found["widths"][:-1])
+    assert 0.5 <= found["widths"][-1] / found["step_s"] <= 1.5
+    tokens = sum(rate * width for rate, width in zip(found["tokens_per_second"], found["widths"], strict=True))
     assert tokens == pytest.approx(sum(r.output_tokens for r in RUN.records))
     for moment, waiting, decoding in zip(found["seconds"], found["waiting"], found["decoding"], strict=True):
         open_ = [r for r in RUN.records if r.sent <= moment < r.ended]

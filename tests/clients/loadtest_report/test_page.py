@@ -83,7 +83,9 @@ def test_figures_on_the_page_are_the_summary_s(browser, tmp_path):
     assert tiles["Completed"] == "40 of 40" and page.locator(".warnings").count() == 0
     (row,) = [text for text in page.locator("tbody tr").all_inner_texts() if text.startswith("ITL per")]
     assert row.split("\t")[1:6] == [f"{summary['itl_ms'][name]:.1f}" for name in ("mean", "p50", "p90", "p95", "p99")]
-    assert "windlass_request_queue_time_seconds" in page.locator("body").inner_text()
+    pairs = dict(zip(page.locator("dt").all_inner_texts(), page.locator("dd").all_inner_texts(), strict=True))
+    assert pairs["windlass_request_queue_time"] == "37.5 ms" and pairs["windlass_request_prefill_time"] == "225 ms"
+    assert pairs["rotary.rope_type"] == "yarn"
     page.close()
 
 
