@@ -228,7 +228,7 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
             "Requests",
             words.per_second(summary["request_rate"]),
             "per s",
-            "closed loop" if offered is None else f"offered {words.per_second(offered)} per s",
+            "no rate set" if offered is None else f"offered {words.per_second(offered)} per s",
         ),
         latency("Time to first token", "ttft"),
         latency("Inter-token latency", "itl"),

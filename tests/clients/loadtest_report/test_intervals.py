@@ -66,7 +66,7 @@ def coverage(truth: float, make, trials: int) -> dict[str, float]:
 
 
 def test_intervals_of_independent_values_hold_the_truth_as_often_as_they_say():
-    found = coverage(0.3, lambda chance: chance.exponential(size=120), trials=150)
+    found = coverage(0.3, lambda chance: chance.exponential(size=120), trials=110)
     for name, share in found.items():
         assert 0.89 <= share <= 0.995, name
 
@@ -144,6 +144,16 @@ def test_rates_are_compared_by_welch():
     assert (found.interval.low + found.interval.high) / 2 == pytest.approx(np.mean(second) - np.mean(first))
     assert (found.interval.high - found.interval.low) / 2 == pytest.approx(reach, rel=3e-3)
     assert found.interval.excludes_zero
+
+
+def test_batch_means_of_random_arrivals_hold_the_truth_as_often_as_they_say():
+    """Two Poisson processes whose rates differ by 1 per second, counted in twenty spans of 5 s."""
+    hits = 0
+    for trial in range(300):
+        chance = np.random.default_rng(trial)
+        found = compare_rates(chance.poisson(4 * 5, size=20) / 5, chance.poisson(5 * 5, size=20) / 5, 0.95)
+        hits += found.interval.low <= 1 <= found.interval.high
+    assert 0.92 <= hits / 300 <= 0.98
 
 
 def test_rates_that_never_vary_have_no_width():
