@@ -34,7 +34,7 @@ def report(
         list[str] | None,
         typer.Option("--name", help="What to call a run, once per file in their order. Default: the file's name."),
     ] = None,
-    title: Annotated[str, typer.Option("--title", help="The page's heading.")] = "Load test",
+    title: Annotated[str | None, typer.Option("--title", help="The page's heading.", show_default=False)] = None,
 ) -> None:
     """Make one HTML page of one run, of a sweep, or of several runs side by side."""
     from windlass.clients.loadtest.report import write_html
@@ -43,14 +43,12 @@ def report(
         raise ResultsError(
             f"--name was given {len(name)} times for {len(files)} files: give it once per file or not at all"
         )
-    measured = [_read(path) for path in files]
-    if name:
-        measured = [_renamed(each, text) for each, text in zip(measured, name, strict=True)]
-    if len(measured) > 1:  # sweeps side by side: a line each
-        measured = [_one_line(each, text) for each, text in zip(measured, name or [p.stem for p in files], strict=True)]
+    names = name or [path.stem for path in files]
+    measured = [_named(_read(path), text, alone=len(files) == 1) for path, text in zip(files, names, strict=True)]
+    heading = title or (f"Load test: {names[0]}" if len(files) == 1 else "Load tests")
     try:
         write_html(
-            measured[0] if len(measured) == 1 else [run for each in measured for run in each.runs], html, title=title
+            measured[0] if len(files) == 1 else [run for each in measured for run in each.runs], html, title=heading
         )
     except OSError as error:
         raise ResultsError(f"cannot write {html}: {error.strerror or error}") from None
@@ -99,18 +97,14 @@ def _single(path: Path) -> NamedRun:
     return measured.runs[0]
 
 
-def _renamed(measured: Measured, name: str) -> Measured:
-    """The same under another name; the runs of a sweep keep their rates behind it."""
-    names = [f"{name}, {run.name.rpartition(', ')[2]}" if measured.sweep else name for run in measured.runs]
-    runs = tuple(dataclasses.replace(run, name=each) for run, each in zip(measured.runs, names, strict=True))
-    return dataclasses.replace(measured, runs=runs)
-
-
-def _one_line(measured: Measured, name: str) -> Measured:
-    """The runs of a sweep as one series of that name; a single run stays as it is."""
+def _named(measured: Measured, name: str, alone: bool) -> Measured:
+    """The same under its name on the page. Sweeps beside others have it before their rates and a line of their own."""
     if not measured.sweep:
+        return dataclasses.replace(measured, runs=(dataclasses.replace(measured.runs[0], name=name),))
+    if alone:
         return measured
-    return dataclasses.replace(measured, runs=tuple(dataclasses.replace(run, series=name) for run in measured.runs))
+    runs = [dataclasses.replace(run, name=f"{name}, {run.name}", series=name) for run in measured.runs]
+    return dataclasses.replace(measured, runs=tuple(runs))
 
 
 def _print(result: Comparison, files: Sequence[Path]) -> None:

@@ -58,9 +58,10 @@ def gaps_at_context(record: RequestRecord) -> list[tuple[float, float]]:
 
 
 def bins_for(records: Sequence[RequestRecord]) -> int:
-    """How many bins over context these requests fill: the most where there are few lengths of input, as in a study;
+    """How many bins over context these requests fill: the most where they come in a few lengths of input, as in a study;
     else one for every eight requests, so that a bin's median is more than a request or two."""
-    if len({record.input_tokens for record in records}) <= BINS:
+    lengths = len({record.input_tokens for record in records})
+    if lengths <= 8 or lengths <= min(BINS, len(records) // 2):
         return BINS
     return min(BINS, max(3, len(records) // 8))
 

@@ -46,7 +46,7 @@ class Measured:
 
 
 def read_file(path: Path) -> Measured:
-    """A run or a sweep. Runs are named after the file, those of a sweep also after their rate.
+    """A run, named after the file, or a sweep, its runs named after their rates.
 
     Raises OSError, or ValueError whose one line says what is wrong, without the file's name.
     """
@@ -57,7 +57,7 @@ def read_file(path: Path) -> Measured:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a JSON file: {error}") from None
     if isinstance(data, Mapping) and data.get("format") == SWEEP_FORMAT:
-        return _read_sweep(data, path.stem)
+        return _read_sweep(data)
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ValueError(
             f"not the JSON of a load test: its `format` should be {FORMAT!r}, or {SWEEP_FORMAT!r} for a sweep"
@@ -73,7 +73,7 @@ def read_run(data: Mapping[str, Any]) -> RunResult:
     return result
 
 
-def _read_sweep(data: Mapping[str, Any], stem: str) -> Measured:
+def _read_sweep(data: Mapping[str, Any]) -> Measured:
     runs = data.get("runs")
     if not isinstance(runs, Sequence) or isinstance(runs, str) or not runs:
         raise ValueError("this sweep holds no `runs`")
@@ -82,7 +82,7 @@ def _read_sweep(data: Mapping[str, Any], stem: str) -> Measured:
         raise ValueError("the sweep's `highest_rate` is not a number")
     _check_numbers("slo", slo)
     results = [read_run(run) for run in runs]
-    names = unique(f"{stem}, {_rate(result, index)}" for index, result in enumerate(results, 1))
+    names = unique(_rate(result, index) for index, result in enumerate(results, 1))
     return Measured(
         runs=tuple(NamedRun(name=name, result=result) for name, result in zip(names, results, strict=True)),
         sweep=True,

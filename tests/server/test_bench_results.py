@@ -38,7 +38,9 @@ def test_a_report_of_a_sweep_and_of_files_under_names_of_their_own(files):
     page = files / "page.html"
     assert run(["bench", "report", str(files / "sweep.json"), "--html", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
-    assert "2 requests per second" in text and "<summary>sweep, 1 req/s</summary>" in text
+    assert (
+        "2 requests per second" in text and "<summary>1 req/s</summary>" in text and "<h1>Load test: sweep</h1>" in text
+    )
     both = [str(files / "before.json"), str(files / "sweep.json")]
     assert run(["bench", "report", *both, "--html", str(page), "--name", "old", "--name", "new"]) == 0
     text = page.read_text(encoding="utf-8")

@@ -88,8 +88,8 @@ def test_bins_are_as_many_as_the_requests_can_fill():
     def bins(lengths) -> int:
         return figures.bins_for([RequestRecord(index=0, intended=0, input_tokens=int(n)) for n in lengths])
 
-    assert bins([1024, 2048] * 3) == 40 and bins(range(40)) == 40
-    assert bins(chance.permutation(1000)[:41]) == 5 and bins(range(1000)) == 40
+    assert bins([1024, 2048, 4096, 8192, 16384]) == 40 and bins(list(range(40)) * 2) == 40
+    assert bins(range(9)) == 3 and bins(chance.permutation(1000)[:41]) == 5 and bins(range(1000)) == 40
 
 
 def test_tokens_over_time_add_up_and_open_requests_are_counted():

@@ -34,12 +34,7 @@ def test_a_sweep_names_its_runs_by_rate(tmp_path):
     data = sweep(1, 2, 2)
     data["runs"].append(simulated_run(count=10, closed_loop=True).to_dict())
     measured = read_file(write(tmp_path, data, "night.json"))
-    assert [run.name for run in measured.runs] == [
-        "night, 1 req/s",
-        "night, 2 req/s",
-        "night, 2 req/s (2)",
-        "night, run 4",
-    ]
+    assert [run.name for run in measured.runs] == ["1 req/s", "2 req/s", "2 req/s (2)", "run 4"]
     assert measured.sweep and measured.highest_rate == 2.0 and measured.slo == {"ttft": 500}
     data["highest_rate"] = None
     assert read_file(write(tmp_path, data)).highest_rate is None
