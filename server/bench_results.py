@@ -37,13 +37,14 @@ def report(
     title: Annotated[str | None, typer.Option("--title", help="The page's heading.", show_default=False)] = None,
 ) -> None:
     """Make one HTML page of one run, of a sweep, or of several runs side by side."""
+    from windlass.clients.loadtest.files import unique
     from windlass.clients.loadtest.report import write_html
 
     if name and len(name) != len(files):
         raise ResultsError(
             f"--name was given {len(name)} times for {len(files)} files: give it once per file or not at all"
         )
-    names = name or [path.stem for path in files]
+    names = unique(name or [path.stem for path in files])
     measured = [_named(_read(path), text, alone=len(files) == 1) for path, text in zip(files, names, strict=True)]
     heading = title or (f"Load test: {names[0]}" if len(files) == 1 else "Load tests")
     try:

@@ -50,6 +50,21 @@ def test_a_report_of_a_sweep_and_of_files_under_names_of_their_own(files):
     assert json.loads(re.search(r'id="report-data">(.*?)</script>', text)[1])["rate"]["rows"][-1]["group"] == "new"
 
 
+def test_sweeps_of_one_name_keep_lines_of_their_own(files):
+    (files / "other").mkdir()
+    (files / "other" / "sweep.json").write_text((files / "sweep.json").read_text(encoding="utf-8"), encoding="utf-8")
+    both = [str(files / "sweep.json"), str(files / "other" / "sweep.json")]
+    assert run(["bench", "report", *both, "--html", str(files / "page.html")]) == 0
+    text = (files / "page.html").read_text(encoding="utf-8")
+    rows = json.loads(re.search(r'id="report-data">(.*?)</script>', text)[1])["rate"]["rows"]
+    assert [(row["group"], row["load"]) for row in rows] == [
+        ("sweep", 1),
+        ("sweep", 2),
+        ("sweep (2)", 1),
+        ("sweep (2)", 2),
+    ]
+
+
 def test_a_comparison_in_words(files, capsys):
     assert run(["bench", "compare", str(files / "before.json"), str(files / "after.json"), "--resamples", "200"]) == 0
     out = capsys.readouterr().out
