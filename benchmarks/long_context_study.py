@@ -127,7 +127,7 @@ def measure_model(
     # Without a measurement: one request, thrown away, that warms the server up.
     known = dict(measured) or {wanted[0]: seconds_per_request(bench(url, wanted[0], 1))}
     total = sum((forecast(known, length, prompts) for length in wanted), Forecast(0.0, 0.0))
-    print(f"{name}: {len(wanted)} lengths of {prompts} prompts each, about {total}", flush=True)
+    print(f"{name}: {prompts} x {', '.join(f'{length:,}' for length in wanted)} tokens, about {total}", flush=True)
     for length in wanted:
         expected = forecast(measured or known, length, prompts)
         if not budget.allows(expected):
@@ -160,7 +160,9 @@ def make_study(options: argparse.Namespace, serve: Serve, bench: Bench) -> dict[
         longest = max(options.lengths) + options.output_len + 16
         server = server_options(model, trained, longest, options.quantization)
         name = model if options.quantization == "none" else f"{model}, {options.quantization}"
-        study["models"].setdefault(name, {"options": server, "lengths": []})
+        known = study["models"].setdefault(name, {"options": server, "lengths": []})
+        if set(options.lengths) <= {entry["length"] for entry in known["lengths"]}:
+            continue
         with serve(path, server) as url:
             if not measure_model(study, name, options.lengths, options.num_prompts, url, bench, options.out, budget):
                 break

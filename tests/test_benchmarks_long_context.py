@@ -69,7 +69,7 @@ def test_a_study_leaves_its_runs_a_page_and_a_picture(script, pieces, tmp_path, 
     page = (tmp_path / "long_context.html").read_text(encoding="utf-8")
     assert "bundled, 4,096 tokens" in page
     assert (tmp_path / "long_context.png").read_bytes().startswith(b"\x89PNG")
-    assert "bundled: 3 lengths of 6 prompts each, about" in capsys.readouterr().out
+    assert "bundled: 6 x 1,024, 2,048, 4,096 tokens, about" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.part*"))
 
 
@@ -102,6 +102,9 @@ def test_an_interruption_keeps_what_was_measured_and_a_second_go_finishes(script
     )
     assert asked == [4096] and len(again["models"]["bundled"]["lengths"]) == 3
     assert again["models"]["bundled"]["lengths"][0] == saved["models"]["bundled"]["lengths"][0]
+    # With nothing left to do, no server is started.
+    done = script.make_study(options_for(script, tmp_path, "--resume"), None, None)
+    assert done == json.loads(json.dumps(again))
 
 
 def test_a_bound_on_minutes_stops_before_the_length_that_breaks_it(script, tmp_path, monkeypatch, capsys):
