@@ -12,6 +12,7 @@ import typer
 
 from windlass import __version__
 from windlass.engine.errors import EngineError
+from windlass.server import bench_results
 from windlass.server.options import (
     EngineOptions,
     LogLevel,
@@ -31,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
+bench_results.register(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
 

@@ -48,6 +48,14 @@ def test_the_wheel_serves_its_own_model(installed: Path) -> None:
     names = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
     for package in ("server/app.py", "engine/core.py", "kernels/reference.py", "clients/client.py"):
         assert f"windlass/{package}" in names
+    for asset in (
+        "report.html.j2",
+        "assets/report.css",
+        "assets/report.js",
+        "assets/chart.js",
+        "assets/uPlot.iife.min.js",
+    ):
+        assert f"windlass/clients/loadtest/{asset}" in names
     assert "windlass/py.typed" in names and "windlass/models/demo/model.safetensors" in names
     assert shutil.which("g++") is None or any(name.endswith(".so") for name in names)
     assert sum((installed / name).stat().st_size for name in names) < 40 << 20

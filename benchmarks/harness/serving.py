@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
@@ -11,12 +12,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections import abc
 from pathlib import Path
 
 from harness.machine import descendants, peak_memory
 from harness.worker import WorkerError
 
-_SERVE = "import sys; from windlass.server.cli import main; sys.exit(main())"
+SERVE = "import sys; from windlass.server.cli import main; sys.exit(main())"
 
 
 def time_to_ready(
@@ -30,7 +32,7 @@ def time_to_ready(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-c", _SERVE, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
+    command = [sys.executable, "-c", SERVE, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
     with log.open("ab") as out:
         started = time.perf_counter()
         server = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **environment})
@@ -47,6 +49,41 @@ def time_to_ready(
         if set(statuses) != {200}:
             raise WorkerError(f"the server answered {statuses}: see {log}")
         return seconds, peak_memory([server.pid, *descendants(server.pid)])
+    finally:
+        server.terminate()
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@contextlib.contextmanager
+def serving(
+    model: Path, options: list[str], log: Path, environment: dict[str, str], limit: float = 600.0
+) -> abc.Iterator[str]:
+    """The address of a `windlass serve` that takes requests, for as long as the block runs.
+
+    Raises WorkerError when the server ends or is not ready within `limit` seconds.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", SERVE, "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *options]
+    with log.open("ab") as out:
+        # A session of its own: ctrl-C reaches this script only, which then ends the server.
+        server = subprocess.Popen(
+            command, stdout=out, stderr=out, env={**os.environ, **environment}, start_new_session=True
+        )
+    started = time.monotonic()
+    try:
+        while _status(port, "/ready") != 200:
+            if server.poll() is not None:
+                raise WorkerError(f"windlass serve exited with {server.returncode}: see {log}")
+            if time.monotonic() - started > limit:
+                raise WorkerError(f"windlass serve was not ready within {limit:.0f} s: see {log}")
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         try:

@@ -1,0 +1,318 @@
+"""The numbers behind a report's charts: bins, series, timelines, percentile curves. Plain data in, plain data out.
+
+Knows neither HTML nor files. Everything here is ready for JSON; times are in seconds or milliseconds as named.
+
+A request's context at a token is its input tokens and the output before it. Where a server sends several tokens per
+chunk, a chunk stands for output_tokens / chunks of them, so a gap still belongs to the right length.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from windlass.clients.loadtest.files import NamedRun
+from windlass.clients.loadtest.results import RequestRecord, RunResult, percentile
+
+MEASURES = {
+    "ttft": "TTFT, from the intended send",
+    "ttft_actual": "TTFT, from the actual send",
+    "tpot": "TPOT",
+    "itl": "ITL",
+    "e2el": "E2EL",
+}
+MAX_POINTS = 4000  # of one scatter
+MAX_ROWS = 4000  # of one timeline
+BINS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A line y = intercept + slope · x and the standard error of its slope, in the units of what was fitted."""
+
+    intercept: float
+    slope: float
+    error: float
+
+
+def values_of(run: RunResult, measure: str) -> list[float]:
+    """All values of a measure in ms over the completed requests; gaps pooled for itl."""
+    if measure == "itl":
+        return [gap for record in run.completed for gap in record.gaps_ms]
+    found = (getattr(record, f"{measure}_ms") for record in run.completed)
+    return [value for value in found if value is not None]
+
+
+def tokens_per_chunk(record: RequestRecord) -> float:
+    """How many tokens a chunk of it stands for; 1 where the server did not say."""
+    return record.output_tokens / len(record.chunks) if record.chunks and record.output_tokens else 1.0
+
+
+def gaps_at_context(record: RequestRecord) -> list[tuple[float, float]]:
+    """(context in tokens, gap in ms) of every gap of a request."""
+    per_chunk = tokens_per_chunk(record)
+    return [(record.input_tokens + index * per_chunk, gap) for index, gap in enumerate(record.gaps_ms, 1)]
+
+
+def bins_for(records: Sequence[RequestRecord]) -> int:
+    """How many bins over context these requests fill: the most where they come in a few lengths of input, as in a study;
+    else one for every eight requests, so that a bin's median is more than a request or two."""
+    lengths = len({record.input_tokens for record in records})
+    if lengths <= 8 or lengths <= min(BINS, len(records) // 2):
+        return BINS
+    return min(BINS, max(3, len(records) // 8))
+
+
+def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[str, float]]:
+    """Equal steps over x; of each that holds anything its mean x, the mean, the median and p95 of y, and how many.
+
+    Neighbours that together are no wider than a step are one: an edge shall not cut a cluster in two.
+    """
+    if not pairs:
+        return []
+    low, high = min(x for x, _ in pairs), max(x for x, _ in pairs)
+    width = (high - low) / bins or 1.0
+    inside: dict[int, list[tuple[float, float]]] = {}
+    for x, y in pairs:
+        inside.setdefault(min(int((x - low) / width), bins - 1), []).append((x, y))
+    groups: list[list[tuple[float, float]]] = []
+    for _, members in sorted(inside.items()):
+        if groups and max(x for x, _ in members) - min(x for x, _ in groups[-1]) <= width:
+            groups[-1] += members
+        else:
+            groups.append(members)
+    found = []
+    for members in groups:
+        ordered = sorted(y for _, y in members)
+        found.append(
+            {
+                "x": math.fsum(x for x, _ in members) / len(members),
+                "mean": math.fsum(ordered) / len(ordered),
+                "median": percentile(ordered, 50),
+                "p95": percentile(ordered, 95),
+                "count": len(ordered),
+            }
+        )
+    return found
+
+
+def linear_fit(clusters: Sequence[Sequence[tuple[float, float]]]) -> Fit | None:
+    """Least squares through all points (x, y); None without two different x or with fewer than three clusters.
+
+    The error takes a cluster (a request) as one observation, however many points it has (Liang and Zeger, "Longitudinal
+    data analysis using generalized linear models", 1986; with the factor n / (n - 1) for n clusters).
+    """
+    clusters = [cluster for cluster in clusters if cluster]
+    count = sum(map(len, clusters))
+    if len(clusters) < 3:
+        return None
+    mean_x = math.fsum(x for cluster in clusters for x, _ in cluster) / count
+    mean_y = math.fsum(y for cluster in clusters for _, y in cluster) / count
+    spread = math.fsum((x - mean_x) ** 2 for cluster in clusters for x, _ in cluster)
+    if spread <= 0:
+        return None
+    slope = math.fsum((x - mean_x) * (y - mean_y) for cluster in clusters for x, y in cluster) / spread
+    pulls = [math.fsum((x - mean_x) * (y - mean_y - slope * (x - mean_x)) for x, y in cluster) for cluster in clusters]
+    error = math.sqrt(len(clusters) / (len(clusters) - 1) * math.fsum(pull**2 for pull in pulls)) / spread
+    return Fit(mean_y - slope * mean_x, slope, error)
+
+
+def thinned(points: Sequence[Any], most: int) -> list[Any]:
+    """At most `most` of them, evenly spread over their order, first and last included."""
+    if len(points) <= most:
+        return list(points)
+    return [points[round(k * (len(points) - 1) / (most - 1))] for k in range(most)]
+
+
+def tail_curve(values: Sequence[float], steps: int = 120) -> list[tuple[float, float]]:
+    """(percent, value) up to the last percentile that at least one value lies above, dense towards the tail.
+
+    Equal steps of -log10(1 - percent / 100), as tails are drawn.
+    """
+    if not values:
+        return []
+    ordered = sorted(values)
+    longest = math.log10(len(ordered)) if len(ordered) > 1 else 0.0
+    percents = sorted({0.0, *(100 * (1 - 10 ** (-longest * k / steps)) for k in range(steps + 1))})
+    return [(percent, percentile(ordered, percent)) for percent in percents]
+
+
+def nice_step(span: float, most: int) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that divides `span` into at most `most` steps."""
+    if span <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(span / most))
+    return next(step for step in (power, 2 * power, 5 * power, 10 * power, 20 * power) if span / step <= most)
+
+
+def over_time(run: RunResult, most: int = 100) -> dict[str, Any]:
+    """Output tokens per second, requests waiting for their first token and requests decoding, in equal steps of time.
+
+    Tokens count when they arrive, those of failed requests too: it is what the server delivered. Steps begin at the
+    first intended send, as a run's duration does; the last is half to one and a half steps long.
+    """
+    step, begin = nice_step(run.duration_s, most), beginning(run)
+    edges = [step * k for k in range(max(1, math.floor(run.duration_s / step + 0.5)))]
+    tokens = [0.0] * len(edges)
+    for record in run.records:
+        per_chunk = tokens_per_chunk(record)
+        for moment in record.chunks:
+            tokens[min(max(int((moment - begin) / step), 0), len(edges) - 1)] += per_chunk
+    widths = [step] * (len(edges) - 1) + [run.duration_s - edges[-1] or step]
+    middles = [begin + edge + width / 2 for edge, width in zip(edges, widths, strict=True)]
+    sent = [r for r in run.records if r.sent is not None]
+    starts = sorted(r.sent for r in sent if r.sent is not None)
+    firsts = sorted(r.chunks[0] for r in sent if r.chunks)
+    ends = sorted(_end(r, run) for r in sent)
+    silent = sorted(_end(r, run) for r in sent if not r.chunks)
+
+    def open_at(moment: float) -> tuple[int, int]:
+        waiting = bisect_right(starts, moment) - bisect_right(firsts, moment) - bisect_right(silent, moment)
+        return waiting, bisect_right(starts, moment) - bisect_left(ends, moment) - waiting
+
+    counts = [open_at(moment) for moment in middles]
+    return {
+        "step_s": step,
+        "widths": widths,
+        "seconds": middles,
+        "tokens_per_second": [count / width for count, width in zip(tokens, widths, strict=True)],
+        "waiting": [waiting for waiting, _ in counts],
+        "decoding": [max(0, decoding) for _, decoding in counts],
+    }
+
+
+def beginning(run: RunResult) -> float:
+    """The first intended send, in seconds: what a run's duration counts from."""
+    return min((record.intended for record in run.records), default=0.0)
+
+
+def _end(record: RequestRecord, run: RunResult) -> float:
+    return beginning(run) + run.duration_s if record.ended is None else record.ended
+
+
+def timeline(run: RunResult, most: int = MAX_ROWS) -> dict[str, Any]:
+    """One row per request in the order they were to be sent: intended, sent, first token, end, and what went wrong.
+
+    Past `most` rows completed requests are thinned evenly; failed ones all stay unless they alone are more. failed: false
+    for requests that this side gave up on purpose.
+    """
+    errors = run.errors
+    ordered = sorted(run.records, key=lambda record: (record.intended, record.index))
+    shown = ordered
+    if len(ordered) > most:
+        failed = thinned([r for r in ordered if r.outcome in errors], most)
+        others = thinned([r for r in ordered if r.outcome not in errors], max(2, most - len(failed)))
+        keep = {id(r) for r in [*failed, *others]}
+        shown = [r for r in ordered if id(r) in keep]
+    rows = [
+        {
+            "index": record.index,
+            "intended": record.intended,
+            "sent": record.sent,
+            "first": record.chunks[0] if record.chunks else None,
+            "end": record.ended,
+            "tokens": [record.input_tokens, record.output_tokens],
+            "label": record.label,
+            "outcome": None if record.completed else record.outcome,
+            "failed": record.outcome in errors,
+            "message": record.message,
+        }
+        for record in shown
+    ]
+    return {"rows": rows, "left_out": len(ordered) - len(shown)}
+
+
+def against_context(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
+    """Per series of runs what depends on context: TTFT and prompt speed by input tokens, ITL and decode speed by context.
+
+    ttft: points (input tokens, ms from the actual send) and bins; prefill: points with prompt tokens per second, cached
+    ones excepted; itl: bins of gaps; decode: tokens per second of one stream, per bin the tokens over the time they took;
+    itl_fit: the line through all gaps, None unless the longest context is half as long again as the shortest.
+    """
+    series: dict[str, list[NamedRun]] = {}
+    for run in runs:
+        series.setdefault(run.line, []).append(run)
+    return [_context_of(name, members) for name, members in series.items()]
+
+
+def _context_of(name: str, runs: Sequence[NamedRun]) -> dict[str, Any]:
+    done = [record for run in runs for record in run.result.completed if record.ttft_actual_ms is not None]
+    ttft = [(float(r.input_tokens), r.ttft_actual_ms or 0.0) for r in done]
+    prefill = [
+        (float(r.input_tokens), (r.input_tokens - (r.cached_tokens or 0)) * 1000 / r.ttft_actual_ms)
+        for r in done
+        if r.ttft_actual_ms and r.input_tokens > (r.cached_tokens or 0)
+    ]
+    gaps, bins = [gaps_at_context(record) for record in done], bins_for(done)
+    itl = binned([pair for each in gaps for pair in each], bins)
+    # The same bins, as the contexts are the same.
+    tokens = binned([(x, tokens_per_chunk(r)) for r, each in zip(done, gaps, strict=True) for x, _ in each], bins)
+    wide = bool(itl) and itl[-1]["x"] >= 1.5 * itl[0]["x"]
+    fit = linear_fit(gaps) if wide else None
+    return {
+        "name": name,
+        "ttft": {"points": thinned(sorted(ttft), MAX_POINTS), "bins": binned(ttft, bins), "left_out": _cut(ttft)},
+        "prefill": {"points": thinned(sorted(prefill), MAX_POINTS), "left_out": _cut(prefill)},
+        "itl": {"bins": itl},
+        "decode": [[b["x"], t["mean"] * 1000 / b["mean"]] for b, t in zip(itl, tokens, strict=True) if b["mean"] > 0],
+        "itl_fit": None if fit is None else asdict(fit),
+    }
+
+
+def _cut(points: Sequence[Any]) -> int:
+    return max(0, len(points) - MAX_POINTS)
+
+
+def against_rate(runs: Sequence[NamedRun]) -> dict[str, Any] | None:
+    """Percentiles, throughput and goodput by load; None where runs do not differ in it.
+
+    The load is the offered rate where every run had one, and the concurrency where none had. Rows are in the order of
+    `group`, the series given to a run, as it first comes, and load.
+    """
+    offered = all(run.result.offered_rate is not None for run in runs)
+    loads = [_offered(run.result) if offered else _concurrency(run.result) for run in runs]
+    if None in loads or len(set(loads)) < 2:
+        return None
+    rows = []
+    for run, load in zip(runs, loads, strict=True):
+        summary = run.result.summary()
+        rows.append(
+            {
+                "name": run.name,
+                "group": run.series or "",
+                "load": load,
+                **{measure: summary[f"{measure}_ms"] for measure in MEASURES},
+                "request_rate": summary["request_rate"],
+                "tokens_per_second": summary["output_tokens_per_second"],
+                "goodput": summary["goodput"],
+            }
+        )
+    order = list(dict.fromkeys(row["group"] for row in rows))
+    return {"offered": offered, "rows": sorted(rows, key=lambda row: (order.index(row["group"]), row["load"]))}
+
+
+def _offered(run: RunResult) -> float | None:
+    return run.offered_rate
+
+
+def _concurrency(run: RunResult) -> float | None:
+    found = run.settings.get("concurrency")
+    if run.offered_rate is not None or isinstance(found, bool) or not isinstance(found, int):
+        return None
+    return float(found)
+
+
+def rounded(value: Any, digits: int = 7) -> Any:
+    """Plain data with every float cut to `digits` significant digits: a page shows no more."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: rounded(entry, digits) for key, entry in value.items()}
+    return (
+        [rounded(entry, digits) for entry in value]
+        if isinstance(value, Iterable) and not isinstance(value, str)
+        else value
+    )

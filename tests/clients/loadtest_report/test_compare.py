@@ -1,0 +1,121 @@
+"""Verdicts on runs whose truth is known: the same server, a slower one, one that fails, too few requests."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from helpers.load_results import simulated_run
+
+from windlass.clients.loadtest.compare import compare
+from windlass.clients.loadtest.results import RequestRecord, RunResult
+
+FAST = {"resamples": 300}
+
+
+def verdicts(comparison) -> dict[tuple[str, str], str]:
+    return {(line.measure, line.statistic): line.verdict for line in comparison.lines}
+
+
+def test_a_run_beside_itself_shows_no_difference_at_all():
+    run = simulated_run(count=120, slo={"ttft": 300})
+    found = compare(run, run, **FAST)
+    assert found.paired and not found.differing and not found.cautions
+    assert {line.measure for line in found.lines} >= {"output", "requests", "goodput", "failed", "ttft", "itl", "e2el"}
+    for line in found.lines:
+        assert line.verdict in ("no difference shown", "too few requests")
+        assert line.first == line.second and line.change in (0.0, None)
+
+
+def test_values_are_those_of_the_summaries():
+    first, second = simulated_run(seed=1, failing=4), simulated_run(seed=2)
+    summaries = [run.summary() for run in (first, second)]
+    for line in compare(first, second, **FAST).lines:
+        key = {"output": "output_tokens_per_second", "requests": "request_rate"}.get(line.measure)
+        for value, summary in zip((line.first, line.second), summaries, strict=True):
+            if key:
+                assert value == pytest.approx(summary[key])
+            elif line.measure == "failed":
+                assert value == pytest.approx(summary["failed"] / 60)
+            else:
+                assert value == pytest.approx(summary[f"{line.measure}_ms"][line.statistic])
+
+
+def test_a_slower_server_is_found_worse_and_the_other_way_better():
+    quick, slow = simulated_run(count=150, seed=1, rate=2), simulated_run(count=150, seed=2, rate=2, slowness=1.3)
+    worse, better = verdicts(compare(quick, slow, **FAST)), verdicts(compare(slow, quick, **FAST))
+    for name in [("itl", "mean"), ("itl", "p50"), ("tpot", "mean"), ("ttft", "mean"), ("e2el", "p90")]:
+        assert worse[name] == "worse" and better[name] == "better"
+    assert worse["ttft", "p99"] == "too few requests"
+
+
+def test_more_throughput_is_better():
+    """A closed loop: the same requests in two thirds of the time."""
+
+    def steady(gap: float) -> RunResult:
+        records = [
+            RequestRecord(
+                index=k, intended=k * gap, sent=k * gap, chunks=(k * gap + 0.1,), ended=k * gap + 0.1, output_tokens=1
+            )
+            for k in range(100)
+        ]
+        return RunResult(records=tuple(records), duration_s=100 * gap)
+
+    found = verdicts(compare(steady(0.3), steady(0.2), **FAST))
+    assert found["output", "per second"] == found["requests", "per second"] == "better"
+    assert verdicts(compare(steady(0.2), steady(0.3), **FAST))["output", "per second"] == "worse"
+
+
+def test_failures_count_and_are_pointed_at():
+    good, bad = simulated_run(count=200, seed=1), simulated_run(count=200, seed=1, failing=20)
+    found = compare(good, bad, **FAST)
+    assert verdicts(found)["failed", "share"] == "worse"
+    assert any("20 of 200 requests of the second run failed" in caution for caution in found.cautions)
+
+
+def test_what_makes_runs_hard_to_compare_is_said():
+    first = simulated_run(limited=True, interrupted=True, slo={"ttft": 5})
+    second = dataclasses.replace(simulated_run(rate=8), server={"model": "other"})
+    found = compare(first, second, **FAST)
+    assert found.differing["rate"] == ("4", "8") and found.differing["server.model"] == ("demo", "other")
+    assert found.differing["server.rotary.factor"] == ("4", "–")
+    text = "; ".join(found.cautions)
+    for part in ("first run was interrupted", "load generator", "different limits"):
+        assert part in text
+    assert not any(line.measure == "goodput" for line in found.lines)
+
+
+def test_waits_that_only_grow_are_pointed_at():
+    overloaded, calm = simulated_run(rate=200, count=150), simulated_run(rate=1, count=150)
+    found = compare(calm, overloaded, **FAST)
+    assert any("kept growing during the second run" in caution for caution in found.cautions)
+    assert not any("growing during the first" in caution for caution in found.cautions)
+
+
+def test_requests_pair_by_index_and_length_only():
+    run = simulated_run(count=40)
+    shuffled = dataclasses.replace(run, records=tuple(reversed(run.records)))
+    assert compare(run, shuffled, **FAST).paired
+    unknown = dataclasses.replace(run.records[5], outcome="timeout", input_tokens=0, chunks=(), output_tokens=0)
+    failed = dataclasses.replace(run, records=(*run.records[:5], unknown, *run.records[6:]))
+    assert compare(run, failed, **FAST).paired
+    assert not compare(run, simulated_run(count=41), **FAST).paired
+    assert not compare(run, simulated_run(count=40, input_tokens=(7,)), **FAST).paired
+    twice = dataclasses.replace(run, records=(*run.records, run.records[0]))
+    assert not compare(twice, twice, **FAST).paired
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        RunResult(records=(), duration_s=0.0),
+        RunResult(records=(RequestRecord(index=0, intended=0.0, outcome="connect"),), duration_s=0.0),
+    ],
+)
+def test_empty_runs_compare_to_little(run):
+    found = compare(simulated_run(count=30), run, **FAST)
+    assert all(line.verdict in ("too few requests", "worse", "no difference shown") for line in found.lines)
+    assert not any(line.measure == "ttft" for line in found.lines)
+    json.dumps(found.to_dict(), allow_nan=False)
+    json.dumps(compare(run, run, **FAST).to_dict(), allow_nan=False)
