@@ -1,7 +1,8 @@
 """C++ SIMD kernels for CPUs: few-row linear, attention, rotation and moves of keys, norm and gated activations.
 
-`library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops` and `rotary` are the
-operations on tensors. They only ever run here or raise: choosing between backends is `windlass.kernels.dispatch`'s business.
+`library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops`, `rotary` and
+`sampling` are the operations on tensors. They only ever run here or raise: choosing between backends is
+`windlass.kernels.dispatch`'s business.
 """
 
 from windlass.kernels.cpu.attention import attention_refusal, paged_attention_decode, paged_attention_prefill
@@ -22,11 +23,15 @@ from windlass.kernels.cpu.rotary import (
     rotate_and_append,
     rotate_refusal,
 )
+from windlass.kernels.cpu.sampling import Draw, draw_tokens, drawing_memory
 
 __all__ = [
+    "Draw",
     "Library",
     "Recording",
     "attention_refusal",
+    "draw_tokens",
+    "drawing_memory",
     "gated_activation",
     "linear_packed",
     "linear_refusal",

@@ -9,6 +9,7 @@ namespace {
 #include "quantized.h"
 #include "pack.h"
 #include "pointwise.h"
+#include "sampling.h"
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "attention.h"

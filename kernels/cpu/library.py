@@ -64,6 +64,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "rms_norm": [_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
     "gated_activation": [_POINTER, _LONG, _INT, _INT, _POINTER, _LONG, _LONG],
     "soft_cap": [_POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG],
+    "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "paged_attention_decode": [
         *(*_TENSOR3, _INT),  # q
         *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),  # pages and their scales
@@ -108,6 +109,7 @@ class Library:
     rms_norm: Function
     gated_activation: Function
     soft_cap: Function
+    draw_tokens: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function
 

@@ -13,11 +13,23 @@ from transformers.generation import logits_process as hf
 from windlass.engine.draw import Filters, candidates, uniform
 from windlass.engine.errors import EngineError
 from windlass.engine.penalties import LogitsProcessor
+from windlass.engine.prepared_draws import PreparedDraws
 from windlass.engine.request import SamplingParams
 from windlass.engine.sampler import Drawn, Sampler, token_logprobs
 from windlass.engine.schedule import SampleSlot
+from windlass.kernels import cpu
 
 VOCAB = 97
+
+
+@pytest.fixture(autouse=True, params=["compiled", "plain"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test of this file holds for compiled draws and for plain torch."""
+    if request.param == "plain":
+        monkeypatch.setattr(PreparedDraws, "refusal", staticmethod(lambda vocab_size, device: "for this test"))
+    elif cpu.unavailable_reason() is not None:
+        pytest.skip(str(cpu.unavailable_reason()))
+    return str(request.param)
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -237,6 +249,13 @@ def test_greedy_is_argmax_and_leaves_the_logits_alone() -> None:
     drawn = Sampler(VOCAB, "cpu").sample(logits, slots)
     assert [d.token_id for d in drawn[:8]] == logits[:8].argmax(-1).tolist()
     assert torch.equal(logits, before)
+
+
+def test_slots_of_one_sequence_in_one_call_keep_apart() -> None:
+    logits = random_logits(1, seed=21)
+    slots = [(0, slot(seq_id=4, seed=s, logit_bias={s: 50.0}, token_ids=[1, 2, s])) for s in range(30)]
+    drawn = Sampler(VOCAB, "cpu").sample(logits, slots)
+    assert [d.token_id for d in drawn] == list(range(30))
 
 
 # --- masks, biases, penalties ---------------------------------------------------------------------------------------
