@@ -68,7 +68,7 @@ def _has_narrow_matrix_units() -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, deterministic: bool = False) -> Tensor:
     """See `reference.rms_norm`."""
     if x.is_cpu and cpu.unavailable_reason() is None:
-        if x.dim() == 2:
+        if x.dim() in (2, 3):
             return cpu.rms_norm(x, weight, eps)
         return cpu.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
     return rowwise.rms_norm(x, weight, eps) if deterministic else reference.rms_norm(x, weight, eps)

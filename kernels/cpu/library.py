@@ -61,7 +61,10 @@ _SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, _LONG, _LONG),  # inverse frequencies: groups, rows, half
         *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER),  # rows, positions, tokens, cos, sin
     ],
-    "rms_norm": [_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
+    "rms_norm": [
+        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _INT),  # x: rows and groups of rows, residual
+        *(_POINTER, _FLOAT, _POINTER, _LONG, _LONG),  # weight, eps, out
+    ],
     "gated_activation": [_POINTER, _LONG, _INT, _INT, _POINTER, _LONG, _LONG],
     "soft_cap": [_POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],

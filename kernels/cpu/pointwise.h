@@ -1,13 +1,14 @@
 // RMS norm, gated activations and soft caps. float32 arithmetic whatever the storage.
 
 // out = x / sqrt(mean(x^2) + eps) * weight. With a residual: residual += x first, rounded to its type, then normed.
-EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, void *residual, long residual_row, int type,
-                                   const float *weight, float eps, void *out, long rows, long dim) {
+// Rows of x stand in groups of `group`, x_row apart within one, the groups x_group apart; out and residual have plain rows.
+EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x_group, void *residual, long residual_row,
+                                   int type, const float *weight, float eps, void *out, long rows, long dim) {
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
 #pragma omp parallel for num_threads(threads_for(rows * dim, rows)) schedule(static)
         for (long r = 0; r < rows; r++) {
-            const auto *source = (T)x + r * x_row;
+            const auto *source = (T)x + r / group * x_group + r % group * x_row;
             auto *target = (T)out + r * dim;
             if (residual) {
                 auto *carried = (T)residual + r * residual_row;

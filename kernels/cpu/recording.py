@@ -21,7 +21,16 @@ from windlass.kernels.cpu.library import Function, Library, load, recording_thre
 
 # Functions whose arguments follow from shapes and addresses, never from what the tensors hold.
 _REPEATABLE = frozenset(
-    {"linear", "rms_norm", "gated_activation", "soft_cap", "rotate_and_append", "paged_attention_decode"}
+    {
+        "gated_activation",
+        "linear",
+        "linear_packed",
+        "paged_attention_decode",
+        "rms_norm",
+        "rotate_and_append",
+        "rotate_and_append_int8",
+        "soft_cap",
+    }
 )
 # Torch operations that only allocate, or name the same memory again.
 _HARMLESS = frozenset(

@@ -32,22 +32,35 @@ def work(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
     return found | run(core, [greedy("d", range(9, 60), 60), greedy("e", range(2, 30), 50, temperature=0.7, seed=3)])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "helium", "qwen3"])
-def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path) -> None:
-    directory = make_model(family, tmp_path)
-    options: dict[str, Any] = {"deterministic": deterministic, "max_model_len": 256}
-    plain = work(make_core(directory, **options), repeat=False)
-    core = make_core(directory, **options)
+def assert_same_bits(directory: Path, **options: Any) -> EngineCore:
+    """Every token and every logit with repetition as without; returns the core that repeats."""
+    plain = work(make_core(directory, max_model_len=256, **options), repeat=False)
+    core = make_core(directory, max_model_len=256, **options)
     repeated = work(core, repeat=True)
-    if family == "qwen3":  # its norms of q and k take copies
-        assert "reshape" in str(core.runner.replay.obstacle) and core.runner.replay.num_repeated == 0
-    else:
-        assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
     assert repeated.keys() == plain.keys()
     for key, entry in plain.items():
         assert repeated[key].token_ids == entry.token_ids
         assert torch.equal(torch.stack(repeated[key].logits), torch.stack(entry.logits)), key
+    return core
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "helium", "qwen3", "gemma3"])
+def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path) -> None:
+    core = assert_same_bits(make_model(family, tmp_path), deterministic=deterministic)
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4", "kv_cache_dtype": "int8"}])
+def test_quantized_models_are_repeated(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    core = assert_same_bits(make_model(family, tmp_path), **options)
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+
+
+def test_norms_after_the_rotation_are_not_repeated(tmp_path: Path) -> None:
+    core = assert_same_bits(make_model("hunyuan", tmp_path))
+    assert "outside the compiled" in str(core.runner.replay.obstacle) and core.runner.replay.num_repeated == 0
 
 
 def test_what_computes_outside_the_kernels_is_run_every_time() -> None:

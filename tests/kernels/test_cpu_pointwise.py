@@ -129,6 +129,13 @@ def test_rms_norm(form: Library, type_: torch.dtype) -> None:
         got = cpu.rms_norm(x, weight, 1e-5, residual, library=form)
         assert torch.equal(residual, total)
         assert_near(got, want, 2e-6)
+    fused = torch.randn(5, 7 * 40).to(type_)  # heads of q, k and v beside each other
+    for heads in (fused.view(5, 7, 40)[:, :4], fused.view(5, 7, 40)[:, 4:6], fused[:, 3:39].unflatten(1, (2, 18))):
+        weight = torch.randn(heads.shape[2])
+        got = cpu.rms_norm(heads, weight, 1e-5, library=form)
+        rows = heads.reshape(-1, heads.shape[2])
+        assert torch.equal(got.view(rows.shape), cpu.rms_norm(rows, weight, 1e-5, library=form))
+        assert got.is_contiguous() and torch.equal(heads.reshape(rows.shape), rows)
     assert cpu.rms_norm(torch.randn(0, 4).to(type_), torch.ones(4), 1e-5, library=form).shape == (0, 4)
 
 
