@@ -96,11 +96,16 @@ class Sampler:
             raise ValueError(f"logits have {logits.shape[1]} columns, the vocabulary {self._vocab_size}")
         if logits.dtype != torch.float32:
             logits = logits.float()
-        if self._prepared is None or all(
-            slot.sampling.temperature <= 0 and not self._needs_processing(slot, masks, i)
-            for i, (_, slot) in enumerate(slots)
-        ):
+        tokens: list[int | None]
+        errors: list[str | None]
+        if self._prepared is None:
             tokens, errors = self._choose(logits, slots, masks)
+        elif all(slot.sampling.temperature <= 0 for _, slot in slots) and not any(
+            self._needs_processing(slot, masks, i) for i, (_, slot) in enumerate(slots)
+        ):
+            best_ids, highest = row_maxima(logits)
+            tokens = [best_ids[row] if math.isfinite(highest[row]) else None for row, _ in slots]
+            errors = [None] * len(slots)
         else:
             drawn = self._prepared.draw(logits, slots, masks)
             tokens = [token if status == Draw.OK else None for token, status in drawn]
@@ -117,7 +122,7 @@ class Sampler:
         slots: Sequence[tuple[int, SampleSlot]],
         masks: Sequence[Tensor | None] | None,
     ) -> tuple[list[int | None], list[str | None]]:
-        """The tokens and what kept a slot from one: the largest where nothing is drawn, the rest in plain torch."""
+        """In plain torch, the tokens, or what kept a slot from one."""
         best_ids, highest = row_maxima(logits)
         healthy_rows = [math.isfinite(value) for value in highest]
 

@@ -97,13 +97,22 @@ def soft_cap(x: Tensor, cap: float, *, deterministic: bool = False) -> Tensor:
     return rowwise.soft_cap(x, cap) if deterministic else reference.soft_cap(x, cap)
 
 
-def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.rotary_angles`; an element's bits depend on its frequency and position only."""
-    if not inv_freq.is_cpu:
-        return reference.rotary_angles(inv_freq, rows, positions)
-    if cpu.unavailable_reason() is None:
-        return cpu.rotary_angles(inv_freq, rows, positions)
-    return rowwise.rotary_angles(inv_freq, rows, positions)
+def rotary_angles(
+    inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary_angles`; an element's bits depend on its frequency and position only.
+
+    out: two contiguous float32 [G, T, d/2] on the CPU to write into and return.
+    """
+    if inv_freq.is_cpu and cpu.unavailable_reason() is None:
+        return cpu.rotary_angles(inv_freq, rows, positions, out=out)
+    plain = rowwise.rotary_angles if inv_freq.is_cpu else reference.rotary_angles
+    found = plain(inv_freq, rows, positions)
+    if out is None:
+        return found
+    for target, source in zip(out, found, strict=True):
+        target.numpy()[...] = source.numpy()
+    return out
 
 
 def rotate_and_append(

@@ -168,7 +168,7 @@ class Decoder:
 
     def _embed(self, ids: Tensor) -> Tensor:
         table = self.embedding
-        return (table.dequantize(ids) if isinstance(table, PackedWeight) else table[ids]).to(self.dtype)
+        return (table.dequantize(ids) if isinstance(table, PackedWeight) else table.index_select(0, ids)).to(self.dtype)
 
     def _attention(
         self,

@@ -21,6 +21,7 @@ from windlass.kernels import cpu
 # Activations of a recording are kept for every layer: a bound, and with it a bound on models that are worth it.
 _MAX_BYTES = 8 << 20
 _MAX_PLANS = 4
+_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
 
 
 @dataclass(slots=True)
@@ -101,27 +102,18 @@ class DecodeReplay:
 
 
 def _new_plan(batch: ForwardBatch, x: Tensor, width: int) -> _Plan:
-    copies = {f.name: getattr(batch, f.name).clone() for f in fields(batch)}
+    if batch.lasting and batch.block_tables.shape[2] == width:
+        return _Plan(batch, torch.empty_like(x))
+    copies = {name: getattr(batch, name).clone() for name in _TENSORS}
     groups, rows, _ = batch.block_tables.shape
     copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
     return _Plan(ForwardBatch(**copies), torch.empty_like(x))
 
 
 def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor) -> None:
-    """Put this step's operands where the recorded calls look for them."""
-    own = plan.batch
-    own.block_tables[:, :, : batch.block_tables.shape[2]].copy_(batch.block_tables)
-    for target, source in (
-        (plan.x, x),
-        (own.slots, batch.slots),
-        (own.seq_lens, batch.seq_lens),
-        (own.cos, batch.cos),
-        (own.sin, batch.sin),
-        (own.q_scale, batch.q_scale),
-        (own.score_scale, batch.score_scale),
-        (own.positions, batch.positions),
-        (own.input_ids, batch.input_ids),
-        (own.rotary_ids, batch.rotary_ids),
-        (own.first_position, batch.first_position),
-    ):
-        target.copy_(source)
+    """Put this step's operands where the recorded calls look for them; a lasting batch stands there already."""
+    plan.x.copy_(x)
+    for name in _TENSORS:
+        source, target = getattr(batch, name), getattr(plan.batch, name)
+        if source is not target:
+            (target[:, :, : source.shape[2]] if name == "block_tables" else target).copy_(source)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,6 +96,20 @@ class RotaryTables:
             self._q_scale.index_select(1, rotary_ids),
             self._score_scale.index_select(0, rotary_ids),
         )
+
+    def empty_rotation(self, tokens: int) -> Rotation:
+        """Memory for `write_cos_sin`."""
+        groups, _, half = self.inv_freq.shape
+        cos, sin = (torch.from_numpy(np.zeros((groups, tokens, half), dtype=np.float32)) for _ in range(2))
+        q_scale = torch.from_numpy(np.zeros((groups, tokens), dtype=np.float32))
+        return Rotation(cos, sin, q_scale, torch.from_numpy(np.zeros(tokens, dtype=np.float32)))
+
+    def write_cos_sin(self, rotary_ids: Tensor, positions: Tensor, out: Rotation) -> None:
+        """`cos_sin` into memory that is there already; on a CPU only. out: as from `empty_rotation(T)`."""
+        kernels.rotary_angles(self.inv_freq, rotary_ids, positions, out=(out.cos, out.sin))
+        rows = rotary_ids.numpy()
+        self._q_scale.numpy().take(rows, axis=1, out=out.q_scale.numpy())
+        self._score_scale.numpy().take(rows, out=out.score_scale.numpy())
 
     def _write(self, specs: Sequence[RotarySpec]) -> int:
         for spec, half in zip(specs, self._half_dims, strict=True):

@@ -16,4 +16,5 @@ namespace {
 #include "attention_int8.h"
 #include "attention_rows.h"
 #include "attention_prefill.h"
+#include "repeat.h"
 }  // namespace
