@@ -198,9 +198,9 @@ class Sampler:
         if not asked:
             return {}
         widths = [slots[i][1].sampling.logprobs or 0 for i in asked]
-        rows = logits.index_select(0, torch.tensor([slots[i][0] for i in asked], device=logits.device))
-        targets = torch.tensor([tokens[i] or 0 for i in asked], device=logits.device)
-        found = token_logprobs(rows, targets, max(widths))
+        rows = torch.tensor([slots[i][0] for i in asked])
+        targets = torch.tensor([tokens[i] or 0 for i in asked])
+        found = token_logprobs(logits, targets, max(widths), rows, compiled=self._prepared is not None)
         return {
             i: TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[:width])
             for i, entry, width in zip(asked, found, widths, strict=True)

@@ -23,7 +23,7 @@ from windlass.kernels.cpu.rotary import (
     rotate_and_append,
     rotate_refusal,
 )
-from windlass.kernels.cpu.sampling import Draw, draw_tokens, drawing_memory
+from windlass.kernels.cpu.sampling import Draw, draw_tokens, drawing_memory, token_logprobs
 
 __all__ = [
     "Draw",
@@ -52,5 +52,6 @@ __all__ = [
     "runnable",
     "silu_and_mul",
     "soft_cap",
+    "token_logprobs",
     "unavailable_reason",
 ]

@@ -10,6 +10,7 @@ namespace {
 #include "pack.h"
 #include "pointwise.h"
 #include "sampling.h"
+#include "logprobs.h"
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "attention.h"

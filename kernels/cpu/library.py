@@ -67,6 +67,19 @@ SIGNATURES: dict[str, list[type]] = {
     ],
     "gated_activation": [_POINTER, _LONG, _INT, _INT, _POINTER, _LONG, _LONG],
     "soft_cap": [_POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG],
+    "token_logprobs": [
+        *(
+            _POINTER,
+            _LONG,
+            _LONG,
+            _LONG,
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _LONG,
+        ),  # logits, rows and targets, how many of the top
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # out, scratch
+    ],
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "paged_attention_decode": [
@@ -114,6 +127,7 @@ class Library:
     gated_activation: Function
     soft_cap: Function
     draw_tokens: Function
+    token_logprobs: Function
     repeat_calls: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function

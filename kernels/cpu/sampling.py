@@ -1,17 +1,20 @@
-"""Draws one token per row of logits through the compiled kernels. Knows rows, ids and numbers, not requests.
+"""Draws tokens from rows of logits, and their log-probabilities, through the compiled kernels. Knows no requests.
 
-The arithmetic and the order of things are those of `windlass.engine.draw` and `windlass.engine.penalties`, to the bit.
+The arithmetic and the order of a draw are those of `windlass.engine.draw` and `windlass.engine.penalties`, to the bit.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.kernels.cpu.checks import check
+from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import Library, load
 
 LOWEST = torch.finfo(torch.float32).min
@@ -64,20 +67,24 @@ def drawing_memory(vocab: int, threads: int) -> Tensor:
     return torch.empty(threads * (tokens * 32 + (tokens // _SPAN + 1) * 16), dtype=torch.uint8)
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw], memory: Tensor, *, library: Library | None = None) -> None:
-    """Fill token and status of each draw.
-
-    logits: [R, V] float32, any row stride, left unchanged. memory: from `drawing_memory`. A row with NaN or infinity fails
-    alone. Raises ValueError, IndexError for a row that is none, MemoryError where `memory` is for a smaller vocabulary.
-    """
+def _check_logits(name: str, logits: Tensor) -> None:
     check(
         logits.dim() == 2
         and logits.dtype == torch.float32
         and logits.is_cpu
         and 0 < logits.shape[1] <= MAX_VOCAB
         and (logits.shape[1] == 1 or logits.stride(1) == 1),
-        f"draw_tokens: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements, V <= 2^19",
+        f"{name}: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements, V <= 2^19",
     )
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], memory: Tensor, *, library: Library | None = None) -> None:
+    """Fill token and status of each draw.
+
+    logits: [R, V] float32, any row stride, left unchanged. memory: from `drawing_memory`. A row with NaN or infinity fails
+    alone. Raises ValueError, IndexError for a row that is none, MemoryError where `memory` is for a smaller vocabulary.
+    """
+    _check_logits("draw_tokens", logits)
     check(memory.dtype == torch.uint8 and memory.is_contiguous() and memory.is_cpu, "draw_tokens: memory is no memory")
     count = len(draws)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, draws))
@@ -95,3 +102,52 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], memory: Tensor, *, librar
         raise MemoryError(f"draw_tokens: {memory.numel()} bytes are too few for a vocabulary of {logits.shape[1]}")
     if code:
         raise IndexError("draw_tokens: a row lies outside the logits")
+
+
+class TopLogprobs(NamedTuple):
+    """Natural logarithms of probabilities of N tokens, and of the k most likely ones of their rows.
+
+    chosen: [N] float32. ranks: [N] int64, 1 for the most likely, 0 where the row holds NaN or infinity and the rest means
+    nothing. top_ids: [N, k] int64 and top: [N, k] float32, best first, those of equal logits by id.
+    """
+
+    chosen: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top: NDArray[np.float32]
+
+
+def token_logprobs(
+    logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, library: Library | None = None
+) -> TopLogprobs:
+    """What rows of logits [R, V] float32 say of a token each. rows, targets: [N] int64. k: 0 .. V.
+
+    Sums are float64. Raises ValueError, and IndexError for a row or a token outside the logits.
+    """
+    _check_logits("token_logprobs", logits)
+    count, vocab = len(rows), logits.shape[1]
+    check(
+        vector_ok(rows, torch.int64, count) and vector_ok(targets, torch.int64, count) and 0 <= k <= vocab,
+        f"token_logprobs: rows and targets must be int64, contiguous [{count}], and k 0 to {vocab}",
+    )
+    chosen, ranks = np.empty(count, np.float32), np.zeros(count, np.int64)
+    top_ids, top, normalisers = np.empty((count, k), np.int64), np.empty((count, k), np.float32), np.zeros(count)
+    memory = drawing_memory(vocab, max(1, min(count, torch.get_num_threads())))
+    code = (library or load()).token_logprobs(
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[0],
+        vocab,
+        rows.data_ptr(),
+        targets.data_ptr(),
+        count,
+        k,
+        *(array.ctypes.data for array in (chosen, ranks, top_ids, top, normalisers)),
+        memory.data_ptr(),
+        memory.numel(),
+    )
+    if code:
+        raise IndexError("token_logprobs: a row or a token lies outside the logits")
+    order = (-top).argsort(1, kind="stable")  # they come by id
+    top_ids, top = np.take_along_axis(top_ids, order, 1), np.take_along_axis(top, order, 1)
+    return TopLogprobs(chosen, ranks, top_ids, (top - normalisers[:, None]).astype(np.float32))

@@ -100,9 +100,9 @@ def test_the_reference_draws_the_same(form: Library, kind: str, vocab: int) -> N
 
 def test_large_vocabularies_and_few_kept(form: Library) -> None:
     """Where spans are passed over: what is drawn lies in the reference's set, and at its edges."""
-    vocab = 60_001
+    vocab = 30_001
     logits = torch.randn(2, vocab) * 4
-    for filters in (Filters(top_k=20), Filters(top_p=0.6), Filters(min_p=0.1), Filters(top_k=700, top_p=0.99)):
+    for filters in (Filters(top_k=20), Filters(top_p=0.6), Filters(min_p=0.1), Filters(top_k=200, top_p=0.99)):
         scaled = logits - logits.amax(-1, keepdim=True)
         kept = candidates(scaled, [filters] * 2)
         for row in range(2):
@@ -202,3 +202,44 @@ def test_what_is_handed_over_is_checked(form: Library) -> None:
     with pytest.raises(IndexError, match="row"):
         cpu.draw_tokens(logits, [one, described(Filters(), 2, 0.0, 40)], memory, library=form)
     cpu.draw_tokens(logits, [], memory, library=form)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 16, 129, 700, 20_003])
+@pytest.mark.parametrize("kind", ["plain", "ties", "masked", "steep", "equal"])
+def test_token_logprobs(form: Library, kind: str, vocab: int) -> None:
+    logits = at_the_end_of_memory(rows_of(kind, vocab))
+    rows, targets = torch.arange(9) % 3, (torch.arange(9) * 7919) % vocab
+    targets[0] = logits[0].argmax()
+    exact = torch.log_softmax(logits.double(), -1)
+    for k in {0, 1, min(3, vocab), min(40, vocab), vocab}:
+        found = cpu.token_logprobs(logits, rows, targets, k, library=form)
+        want = exact[rows, targets]
+        finite = want.isfinite()
+        chosen = torch.from_numpy(found.chosen)
+        assert (chosen[finite].double() - want[finite]).abs().max() < 1e-6 * want[finite].abs().max() + 1e-6
+        assert torch.equal(chosen.isfinite(), finite)
+        larger = (logits[rows] > logits[rows, targets].unsqueeze(1)).sum(-1)
+        assert found.ranks.tolist() == (larger + 1).tolist()
+        order = logits[rows].sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        assert found.top_ids.tolist() == order.tolist()
+        torch.testing.assert_close(
+            torch.from_numpy(found.top).double(), exact[rows].gather(1, order), rtol=1e-6, atol=1e-6
+        )
+
+
+def test_signed_zeros_are_equal(form: Library) -> None:
+    logits = torch.tensor([[-0.0, 0.0, -0.0, -1.0]])
+    found = cpu.token_logprobs(logits, ids(0), ids(1), 2, library=form)
+    assert found.top_ids.tolist() == [[0, 1]] and found.ranks.tolist() == [1]
+
+
+def test_rows_without_probabilities_have_no_rank(form: Library) -> None:
+    logits = torch.randn(4, 50)
+    logits[0, 49], logits[1, 3], logits[2] = math.nan, math.inf, -math.inf
+    found = cpu.token_logprobs(logits, torch.arange(4), torch.zeros(4, dtype=torch.int64), 3, library=form)
+    assert (found.ranks > 0).tolist() == [False, False, False, True]
+    for rows, targets in ((ids(4), ids(0)), (ids(0), ids(50)), (ids(-1), ids(0))):
+        with pytest.raises(IndexError, match="outside"):
+            cpu.token_logprobs(logits, rows, targets, 0, library=form)
+    with pytest.raises(ValueError, match="k 0 to 50"):
+        cpu.token_logprobs(logits, ids(0), ids(0), 51, library=form)
