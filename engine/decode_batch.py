@@ -23,26 +23,26 @@ _FIRST_COLUMNS = 64
 class _Memory:
     """The arrays behind one batch of B rows and block tables of `width` columns."""
 
-    def __init__(self, groups: int, rows: int, width: int, rotation: Rotation) -> None:
+    def __init__(self, groups: int, rows: int, width: int, rotary: RotaryTables) -> None:
         self.said = np.zeros((4, rows), dtype=np.int64)  # what sequences say: token, start, first position, rotary row
         self.positions, self.lengths, self.block, self.offset = np.zeros((4, rows), dtype=np.int64)
         self.row = np.arange(rows)
         self.slots = np.zeros((groups, rows), dtype=np.int64)
         self.tables = np.full((groups, rows, width), -1, dtype=np.int32)
-        ids, _, first, rotary = (torch.from_numpy(row) for row in self.said)
+        ids, _, first, rotary_ids = (torch.from_numpy(row) for row in self.said)
+        rotary_groups, _, half = rotary.inv_freq.shape
+        shapes = (rotary_groups, rows, half), (rotary_groups, rows, half), (rotary_groups, rows), (rows,)
+        self.rotation = Rotation(*(torch.from_numpy(np.zeros(shape, dtype=np.float32)) for shape in shapes))
         self.batch = ForwardBatch(
             input_ids=ids,
             positions=torch.from_numpy(self.positions),
-            rotary_ids=rotary,
+            rotary_ids=rotary_ids,
             slots=torch.from_numpy(self.slots),
             block_tables=torch.from_numpy(self.tables),
             query_start=torch.arange(rows + 1),
             seq_lens=torch.from_numpy(self.lengths),
             first_position=first,
-            cos=rotation.cos,
-            sin=rotation.sin,
-            q_scale=rotation.q_scale,
-            score_scale=rotation.score_scale,
+            **self.rotation._asdict(),
             lasting=True,
         )
 
@@ -57,7 +57,9 @@ class DecodeBatches:
 
     def build(self, sequences: list[ScheduledSequence]) -> ForwardBatch:
         """The batch of sequences of one token each, in order."""
-        said = np.array([(s.token_ids[s.start], s.start, s.first_position, s.rotary_id) for s in sequences])
+        said = np.array(
+            [(s.token_ids[s.start], s.start, s.first_position, s.rotary_id) for s in sequences], dtype=np.int64
+        )
         blocks = -(-(int(said[:, 1].max()) + 1) // self._block_size)
         memory = self._memory_for(len(sequences), blocks)
         memory.said[...] = said.T
@@ -71,16 +73,14 @@ class DecodeBatches:
             raise AssertionError("a scheduled token has no block to go to")
         memory.slots += memory.offset
         batch = memory.batch
-        rotation = Rotation(batch.cos, batch.sin, batch.q_scale, batch.score_scale)
-        self._rotary.write_cos_sin(batch.rotary_ids, batch.positions, rotation)
+        self._rotary.write_cos_sin(batch.rotary_ids, batch.positions, memory.rotation)
         return batch
 
     def _memory_for(self, rows: int, blocks: int) -> _Memory:
         width = max(_FIRST_COLUMNS, 1 << (blocks - 1).bit_length())
         found = self._memory.get((rows, width))
         if found is None:
-            rotation = self._rotary.empty_rotation(rows)
-            found = self._memory[rows, width] = _Memory(self._groups, rows, width, rotation)
+            found = self._memory[rows, width] = _Memory(self._groups, rows, width, self._rotary)
             while len(self._memory) > _MAX_SHAPES:
                 self._memory.popitem(last=False)
         else:

@@ -97,6 +97,14 @@ def soft_cap(x: Tensor, cap: float, *, deterministic: bool = False) -> Tensor:
     return rowwise.soft_cap(x, cap) if deterministic else reference.soft_cap(x, cap)
 
 
+def embed_rows(table: Tensor, ids: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """table[ids] in `dtype` times the scale rounded to it. table: [N, D], ids: [T] int64. Returns [T, D], memory of its own."""
+    if dtype == torch.float32 and table.is_cpu and cpu.unavailable_reason() is None:
+        return cpu.embed_rows(table, ids, scale)
+    rows = table.index_select(0, ids).to(dtype)
+    return rows if scale == 1 else rows * torch.tensor(scale, dtype=dtype, device=rows.device)
+
+
 def rotary_angles(
     inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:

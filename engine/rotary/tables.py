@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,19 +96,12 @@ class RotaryTables:
             self._score_scale.index_select(0, rotary_ids),
         )
 
-    def empty_rotation(self, tokens: int) -> Rotation:
-        """Memory for `write_cos_sin`."""
-        groups, _, half = self.inv_freq.shape
-        cos, sin = (torch.from_numpy(np.zeros((groups, tokens, half), dtype=np.float32)) for _ in range(2))
-        q_scale = torch.from_numpy(np.zeros((groups, tokens), dtype=np.float32))
-        return Rotation(cos, sin, q_scale, torch.from_numpy(np.zeros(tokens, dtype=np.float32)))
-
     def write_cos_sin(self, rotary_ids: Tensor, positions: Tensor, out: Rotation) -> None:
-        """`cos_sin` into memory that is there already; on a CPU only. out: as from `empty_rotation(T)`."""
+        """`cos_sin` into memory that is there already, contiguous as `cos_sin` returns it; on a CPU only."""
         kernels.rotary_angles(self.inv_freq, rotary_ids, positions, out=(out.cos, out.sin))
-        rows = rotary_ids.numpy()
-        self._q_scale.numpy().take(rows, axis=1, out=out.q_scale.numpy())
-        self._score_scale.numpy().take(rows, out=out.score_scale.numpy())
+        rows = rotary_ids.numpy()  # none is out of range, else the angles had raised; "clip" spares a copy
+        self._q_scale.numpy().take(rows, axis=1, out=out.q_scale.numpy(), mode="clip")
+        self._score_scale.numpy().take(rows, out=out.score_scale.numpy(), mode="clip")
 
     def _write(self, specs: Sequence[RotarySpec]) -> int:
         for spec, half in zip(specs, self._half_dims, strict=True):

@@ -9,6 +9,7 @@ from windlass.kernels.cpu.attention import attention_refusal, paged_attention_de
 from windlass.kernels.cpu.library import Library, load, runnable, unavailable_reason
 from windlass.kernels.cpu.linear import linear_refusal, linear_small, linear_widened, prefers
 from windlass.kernels.cpu.ops import (
+    embed_rows,
     gated_activation,
     rms_norm,
     silu_and_mul,
@@ -32,6 +33,7 @@ __all__ = [
     "attention_refusal",
     "draw_tokens",
     "drawing_memory",
+    "embed_rows",
     "gated_activation",
     "linear_packed",
     "linear_refusal",

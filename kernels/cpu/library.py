@@ -82,6 +82,7 @@ SIGNATURES: dict[str, list[type]] = {
     ],
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
+    "embed_rows": [_POINTER, _LONG, _INT, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
     "paged_attention_decode": [
         *(*_TENSOR3, _INT),  # q
         *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),  # pages and their scales
@@ -126,6 +127,7 @@ class Library:
     rms_norm: Function
     gated_activation: Function
     soft_cap: Function
+    embed_rows: Function
     draw_tokens: Function
     token_logprobs: Function
     repeat_calls: Function

@@ -1,4 +1,4 @@
-"""Norm, activation and soft cap on the CPU, through the compiled kernels.
+"""Embedding, norm, activation and soft cap on the CPU, through the compiled kernels.
 
 Checks what would make the C code read or write astray, cheaply, and raises ValueError with what is wrong. Arithmetic is
 float32 whatever the storage. Knows nothing of requests, models or other backends.
@@ -97,4 +97,35 @@ def soft_cap(x: Tensor, cap: float, *, library: Library | None = None) -> Tensor
     )
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
     (library or load()).soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
+    return out
+
+
+def embed_rows(table: Tensor, ids: Tensor, scale: float = 1.0, *, library: Library | None = None) -> Tensor:
+    """table[ids] * scale in float32. table: [N, D] float32, bfloat16 or float16, any row stride. ids: [T] int64, contiguous.
+
+    Returns [T, D] float32. Raises ValueError, and IndexError for an id that is no row.
+    """
+    check(
+        table.dim() == 2
+        and table.dtype in TYPE_CODES
+        and table.is_cpu
+        and (table.shape[1] < 2 or table.stride(1) == 1),
+        f"embed_rows: the table is {table.dtype} {tuple(table.shape)}, not a float CPU tensor [N, D] with adjacent elements",
+    )
+    rows, dim = ids.shape[0], table.shape[1]
+    check(vector_ok(ids, torch.int64, rows), "embed_rows: ids must be int64, contiguous [T]")
+    out = torch.empty((rows, dim), dtype=torch.float32)
+    code = (library or load()).embed_rows(
+        table.data_ptr(),
+        table.stride(0),
+        TYPE_CODES[table.dtype],
+        table.shape[0],
+        ids.data_ptr(),
+        scale,
+        out.data_ptr(),
+        rows,
+        dim,
+    )
+    if code:
+        raise IndexError(f"embed_rows: an id is no row of a table of {table.shape[0]}")
     return out

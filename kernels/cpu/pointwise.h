@@ -80,3 +80,22 @@ EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *o
     }
     return 0;
 }
+
+// out = table[ids] * scale, float32. Returns 1, and has written nothing, where an id is no row.
+EXPORT int WINDLASS_NAME(embed_rows)(const void *table, long table_row, int type, long table_rows, const int64_t *ids,
+                                     float scale, float *out, long rows, long dim) {
+    for (long r = 0; r < rows; r++)
+        if (ids[r] < 0 || ids[r] >= table_rows) return 1;
+    with_type(type, [&](auto *element) {
+        typedef decltype(element) T;
+#pragma omp parallel for num_threads(threads_for(rows * dim, rows)) schedule(static)
+        for (long r = 0; r < rows; r++) {
+            const auto *source = (T)table + ids[r] * table_row;
+            float *target = out + r * dim;
+            long j = 0;
+            for (; j + W <= dim; j += W) store(target + j, load(source + j) * scale);
+            for (; j < dim; j++) target[j] = widen(source[j]) * scale;
+        }
+    });
+    return 0;
+}

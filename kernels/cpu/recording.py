@@ -30,6 +30,7 @@ _REPEATABLE = (
     "rotate_and_append",
     "rotate_and_append_int8",
     "paged_attention_decode",
+    "embed_rows",
 )
 # Torch operations that only allocate, or name the same memory again.
 _HARMLESS = frozenset(

@@ -140,6 +140,22 @@ def test_rms_norm(form: Library, type_: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("type_", TYPES)
+def test_embed_rows(form: Library, type_: torch.dtype) -> None:
+    for rows, dim in ((5, 1), (7, 15), (40, 64), (3, 2049)):
+        table = at_the_end_of_memory(torch.randn(rows, dim).to(type_))
+        ids = torch.tensor([rows - 1, 0, rows // 2, 0])
+        assert torch.equal(cpu.embed_rows(table, ids, library=form), table[ids].float())
+        assert torch.equal(cpu.embed_rows(table, ids, 1.7, library=form), table[ids].float() * 1.7)
+        part = table[:, : dim // 2 + 1]
+        assert torch.equal(cpu.embed_rows(part, ids, library=form), part[ids].float())
+    for wrong in (-1, 3):
+        with pytest.raises(IndexError, match="no row"):
+            cpu.embed_rows(table, torch.tensor([0, wrong]), library=form)
+    with pytest.raises(ValueError, match="adjacent"):
+        cpu.embed_rows(table.t(), ids, library=form)
+
+
+@pytest.mark.parametrize("type_", TYPES)
 def test_gated_activations(form: Library, type_: torch.dtype) -> None:
     for rows, dim in ((1, 1), (3, 7), (5, 64), (1, 9001)):
         gate_up = torch.cat((torch.randn(rows, dim) * 6, torch.randn(rows, dim + 3)), dim=1).to(type_)[:, : 2 * dim]
