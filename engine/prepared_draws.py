@@ -91,10 +91,13 @@ class PreparedDraws:
 
     def _prepared(self, slot: SampleSlot) -> _Prepared:
         kept = self._kept.get(slot.seq_id)
-        if kept is None or kept.call == self._calls:
+        if kept is not None and kept.call == self._calls:
+            return self._prepare(slot)  # another slot of a sequence that this call has met
+        if kept is None:
             kept = self._kept[slot.seq_id] = self._prepare(slot)
         elif kept.slot is not slot:
-            if kept.slot.sampling != slot.sampling or kept.slot.stop_ids != slot.stop_ids:
+            same = kept.slot.sampling is slot.sampling or kept.slot.sampling == slot.sampling
+            if not same or kept.slot.stop_ids != slot.stop_ids:
                 kept = self._kept[slot.seq_id] = self._prepare(slot)
             kept.slot = slot
         kept.call = self._calls

@@ -81,12 +81,14 @@ class Runner:
         num_tokens = int(query_start[-1])
         tables = self._rows.tables(sequences, -(-int(lengths.max()) // size))  # [K, B, max_blocks]
         row = np.arange(num_sequences)
-        ids = np.concatenate([np.array(s.token_ids[s.start : s.start + s.num_tokens]) for s in sequences])
-        row, rotary = row.repeat(counts), rotary.repeat(counts)
-        index = np.arange(num_tokens) - (query_start[:-1] - starts).repeat(
-            counts
-        )  # of each token in its sequence's cache
-        positions = index + first.repeat(counts)
+        if num_tokens == num_sequences:  # decoding
+            ids = np.array([s.token_ids[s.start] for s in sequences], dtype=np.int64)
+            index, positions = starts, starts + first  # index: of each token in its sequence's cache
+        else:
+            ids = np.concatenate([np.array(s.token_ids[s.start : s.start + s.num_tokens]) for s in sequences])
+            row, rotary = row.repeat(counts), rotary.repeat(counts)
+            index = np.arange(num_tokens) - (query_start[:-1] - starts).repeat(counts)
+            positions = index + first.repeat(counts)
         block, offset = np.divmod(index, size)
         slots = np.ascontiguousarray(tables[:, row, block] * np.int64(size) + offset)  # [K, T]
         if slots.min() < 0:

@@ -18,10 +18,11 @@ from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import PackedWeight, cpu
 
+_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
+
 # Activations of a recording are kept for every layer: a bound, and with it a bound on models that are worth it.
 _MAX_BYTES = 8 << 20
 _MAX_PLANS = 4
-_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
 
 
 @dataclass(slots=True)
