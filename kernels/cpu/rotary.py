@@ -212,10 +212,9 @@ def rotary_angles(
         cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
     else:
         cos, sin = out
-        check(
-            all(t.shape == shape and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous() for t in out),
-            f"rotary_angles: out must be two float32 {shape}, contiguous",
-        )
+        for table in out:
+            if table.shape != shape or table.dtype != torch.float32 or not (table.is_cpu and table.is_contiguous()):
+                raise ValueError(f"rotary_angles: out must be two float32 {shape}, contiguous")
     code = (library or load()).rotary_angles(
         inv_freq.data_ptr(),
         groups,
