@@ -4,7 +4,8 @@ A step of eight streams of the bundled model is a few hundred microseconds of ar
 it shows. Every compiled function is timed as it is called. What is left of the step is overhead: planning, building the
 batch, choosing kernels and checking their operands, sampling, the books, and encoding what goes to the server. The
 calls themselves are not free either: what converting their arguments costs is measured on a function that does nothing
-and is counted as overhead, not as kernel time. Medians and minima over many steps of this process's own clock.
+and is counted as overhead, not as kernel time. Steps that repeat a recording make one call, `repeat_calls`, which is all
+of their layers' kernels. Medians and minima over many steps of this process's own clock.
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ class Clock:
                 self.seconds[name] += NOW[0]() - begin
                 self.calls[name] += 1
 
-        run.argtypes = getattr(function, "argtypes", None)  # type: ignore[attr-defined]  # recordings look at it
         return run
 
 

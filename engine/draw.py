@@ -2,7 +2,9 @@
 
 Responsible for probabilities only; it knows no requests and keeps no state. What a row yields depends on that row and
 its own settings, never on the rows beside it: every kept set is defined by a threshold on values (equal logits stand or
-fall together) and every draw walks the kept tokens in the order of their ids, in float64.
+fall together) and every draw walks the kept tokens in the order of their ids. Every number that decides is exact: weights
+are multiples of 2^-34, so their float64 sums are right in any order (for up to 2^19 tokens). `windlass.kernels.cpu` draws
+the same tokens without sorting or gathering; this is what it is held against, and what runs where it cannot.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ _MAX_CANDIDATES = 1 << 22
 _CHUNK = 512
 _BINS = 2048
 _MARGIN = 1e-3  # beyond any float32 rounding of a logit
+_UNIT = 2.0**-34  # of weights
+# Below the smallest normal float32 a temperature would become 0; it means greedy long before that.
+MIN_TEMPERATURE = 1e-30
+# exp(r) for |r| <= ln(2) / 2, as in Cephes' expf: the terms of r^2 on, highest first.
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,7 @@ class Candidates:
     """The tokens a row may yield, padded to the widest row.
 
     token_ids: [S, K] int64, ascending within a row, padding 0. logits: [S, K] float32, padding -inf.
-    weights: [S, K] float64, proportional to the probability, 0 for what the filters removed and for padding.
+    weights: [S, K] float64, proportional to the probability, 0 for what the filters removed and for padding; see `weigh`.
     """
 
     token_ids: Tensor
@@ -76,6 +83,23 @@ def draw(logits: Tensor, filters: Sequence[Filters], uniforms: Sequence[float]) 
     return found
 
 
+def weigh(scaled: Tensor) -> Tensor:
+    """exp(x) for x <= 0 to within 2^-23 of itself or 2^-35, a multiple of 2^-34. Float32 in and out.
+
+    Only operations that IEEE 754 rounds in one way, in a fixed order, so that every backend has the same bits.
+    """
+    clamped = scaled.clamp_min(-30.0)  # there the weight is 0 already
+    n = (clamped * 1.44269504).round_()
+    r = (clamped - n * 0.693359375).add_(n * 2.12194440e-4)
+    p = torch.full_like(r, _POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        p.mul_(r).add_(coefficient)
+    p.mul_(r).mul_(r).add_(r).add_(1.0)
+    y = p.mul_(((n.int() + 127) << 23).view(torch.float32))  # times 2^n
+    coarse = 2.0**-11  # below it, adding it rounds to multiples of 2^-34
+    return torch.where(y < coarse, (y + coarse) - coarse, y)
+
+
 def candidates(scaled: Tensor, filters: Sequence[Filters]) -> Candidates:
     """What the filters keep of each row. scaled: [S, V] float32 after temperature, every row's maximum 0."""
     floor = _thresholds(scaled, filters)
@@ -86,9 +110,10 @@ def candidates(scaled: Tensor, filters: Sequence[Filters]) -> Candidates:
         # the nucleus lies above them: they count in the row's mass and need no further look. Rows already narrowed
         # by top-k or min-p have their mass in what is left.
         at = torch.tensor(nucleus, device=scaled.device)
-        total = _rows(scaled, at).exp().sum(-1, keepdim=True, dtype=torch.float64)
-        least = torch.tensor([(1 - filters[row].top_p) / scaled.shape[1] for row in nucleus], dtype=torch.float64)
-        floor[at] = (total * least.unsqueeze(1).to(scaled.device)).log().sub_(_MARGIN).float()
+        total = weigh(_rows(scaled, at)).sum(-1, keepdim=True, dtype=torch.float64)
+        shares = torch.tensor([(1 - filters[row].top_p) / scaled.shape[1] for row in nucleus], dtype=torch.float64)
+        least = (total * shares.unsqueeze(1).to(scaled.device)).sub_(_UNIT).clamp_min_(_UNIT / 4)  # a weight is rounded
+        floor[at] = least.log().sub_(_MARGIN).float()
         mass = torch.full((len(filters), 1), math.nan, dtype=torch.float64, device=scaled.device)
         mass[at] = total
     return _filter(_gather(scaled, scaled >= floor), filters, mass)
@@ -98,8 +123,7 @@ def _scale(logits: Tensor, filters: Sequence[Filters]) -> Tensor:
     """(logits - row maximum) / temperature, in place: no temperature, however small, can overflow it."""
     logits.sub_(logits.amax(-1, keepdim=True))
     if any(f.temperature != 1 for f in filters):
-        # Below the smallest normal float32 a temperature would become 0; it means greedy long before that.
-        temperatures = [max(f.temperature, 1e-30) for f in filters]
+        temperatures = [max(f.temperature, MIN_TEMPERATURE) for f in filters]
         logits.div_(torch.tensor(temperatures, dtype=torch.float32, device=logits.device).unsqueeze(-1))
     return logits
 
@@ -111,7 +135,7 @@ def _rows(matrix: Tensor, at: Tensor) -> Tensor:
 def _draw_from_all(scaled: Tensor, u: Tensor) -> Tensor:
     """Inverse CDF over whole rows, by chunks: chunk sums first, then inside the chunk that holds the target."""
     vocab = scaled.shape[1]
-    weights = scaled.exp()  # [S, V] float32
+    weights = weigh(scaled)  # [S, V] float32
     body = vocab // _CHUNK * _CHUNK
     totals = [weights[:, :body].reshape(weights.shape[0], body // _CHUNK, _CHUNK).sum(-1, dtype=torch.float64)]
     if body < vocab:
@@ -165,10 +189,10 @@ def _thresholds(scaled: Tensor, filters: Sequence[Filters]) -> Tensor:
 
 
 def _gather(scaled: Tensor, above: Tensor) -> Candidates:
-    """The tokens marked in `above` as padded candidates, weighted exp(logit)."""
+    """The tokens marked in `above` as padded candidates, weighted by `weigh`."""
     token_ids, inside = _compact(above)
     logits = scaled.gather(1, token_ids).masked_fill_(~inside, -math.inf)
-    return Candidates(token_ids, logits, logits.exp().double())
+    return Candidates(token_ids, logits, weigh(logits).double())
 
 
 def _compact(marked: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,7 +215,7 @@ def _filter(found: Candidates, filters: Sequence[Filters], mass: Tensor | None) 
     if any(f.top_p < 1 for f in filters):
         weights = _top_p(found.logits, weights, [f.top_p for f in filters], mass)
     if any(f.typical_p < 1 for f in filters):
-        weights = _typical(weights, [f.typical_p for f in filters])
+        weights = _typical(found.logits, weights, [f.typical_p for f in filters])
     return Candidates(found.token_ids, found.logits, weights)
 
 
@@ -201,12 +225,17 @@ def _top_p(logits: Tensor, weights: Tensor, top_p: Sequence[float], mass: Tensor
     return weights.masked_fill(keys > _reach_mass(keys, weights, top_p, mass), 0.0)
 
 
-def _typical(weights: Tensor, typical_p: Sequence[float]) -> Tensor:
-    """Keep the tokens whose surprise is nearest the entropy until their mass reaches p (arXiv 2202.00666)."""
-    probabilities = weights / weights.sum(-1, keepdim=True)
-    surprise = -probabilities.log()  # inf where removed
-    entropy = torch.where(probabilities > 0, probabilities * surprise, 0.0).sum(-1, keepdim=True)
-    keys = (surprise - entropy).abs_()
+def _typical(logits: Tensor, weights: Tensor, typical_p: Sequence[float]) -> Tensor:
+    """Keep the tokens whose surprise is nearest the entropy until their mass reaches p (arXiv 2202.00666).
+
+    Surprise less entropy is the mean logit less the token's own: no logarithm is taken.
+    """
+    logits = logits.double()
+    shift = (
+        1.5 * 2.0**18
+    )  # adding it rounds to multiples of 2^-34, as products of a weight and its logarithm lie above -1
+    moments = (weights * logits.masked_fill(weights == 0, 0.0)).add_(shift).sub_(shift)
+    keys = (logits - moments.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)).abs_()
     return weights.masked_fill(keys > _reach_mass(keys, weights, typical_p), 0.0)
 
 
@@ -227,7 +256,7 @@ def _reach_mass(keys: Tensor, weights: Tensor, shares: Sequence[float], mass: Te
     total = cumulative[:, -1:]
     if mass is not None:
         total = torch.where(mass.isnan(), total, mass)
-    # `mass` is summed in another order: rounding must not put the target beyond what the bins hold, where none is filled.
+    # The target must not lie beyond what the bins hold, where none is filled.
     target = torch.minimum(wanted * total, cumulative[:, -1:])
     bin_ = torch.searchsorted(cumulative, target).clamp_max_(_BINS - 1)
     before = torch.where(bin_ > 0, cumulative.gather(1, (bin_ - 1).clamp_min_(0)), 0.0)
@@ -236,6 +265,6 @@ def _reach_mass(keys: Tensor, weights: Tensor, shares: Sequence[float], mass: Te
     bin_keys, order = keys.gather(1, columns).masked_fill_(~inside, math.inf).sort(-1)
     bin_weights = weights.gather(1, columns).masked_fill_(~inside, 0.0).gather(1, order)
     reached = torch.searchsorted(bin_weights.cumsum_(-1).add_(before), target)
-    last = inside.sum(-1, keepdim=True) - 1  # rounding may leave the share a hair beyond the bin
+    last = inside.sum(-1, keepdim=True) - 1
     threshold = bin_keys.gather(1, torch.minimum(reached, last))
     return threshold.masked_fill_(wanted >= 1, math.inf)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from windlass.engine.request import SamplingParams
 from windlass.engine.schedule import SampleSlot
+from windlass.kernels.cpu import Draw
 
 
 def changes_logits(sampling: SamplingParams) -> bool:
@@ -33,15 +34,15 @@ class LogitsProcessor:
     def __init__(self, slot: SampleSlot, vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling = slot.sampling
         self._device = device
-        self._forbidden: Tensor | None = None
-        if sampling.allowed_token_ids is not None:
-            self._forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
-            self._forbidden[self._ids(sampling.allowed_token_ids)] = False
-        self._stop_ids = self._ids(slot.stop_ids)
+        self._vocab_size = vocab_size
+        self._allowed = None if sampling.allowed_token_ids is None else self._ids(sampling.allowed_token_ids)
+        self._others: Tensor | None = None  # [V] bool, True where `_allowed` says nothing; made when first needed
+        self._allowed_now: Tensor | None = None  # kept for `describe`, as is the next
+        self._forbidden_now: tuple[tuple[int, ...], Tensor] = ((), self._ids(()))
         bias = sampling.logit_bias or {}
         self._bias_ids = self._ids(tuple(bias))
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
-        self._bad_tokens = self._ids(tuple(word[0] for word in sampling.bad_words if len(word) == 1))
+        self._bad_tokens = tuple(word[0] for word in sampling.bad_words if len(word) == 1)
         self._bad_phrases = [list(word) for word in sampling.bad_words if len(word) > 1]
         self._counts = TokenCounts(device) if _penalises(sampling) else None
 
@@ -50,27 +51,59 @@ class LogitsProcessor:
 
         Order: masks, logit_bias, repetition, frequency and presence penalties. A masked token stays -inf throughout.
         """
-        if self._forbidden is not None:
-            row.masked_fill_(self._forbidden, -math.inf)
+        if self._allowed is not None:
+            if self._others is None:
+                self._others = torch.ones(self._vocab_size, dtype=torch.bool, device=self._device)
+                self._others[self._allowed] = False
+            row.masked_fill_(self._others, -math.inf)
         if mask is not None:
             row.masked_fill_(~mask.to(self._device), -math.inf)
-        self._mask_bad_words(row, slot.token_ids)
-        if len(slot.token_ids) - slot.num_prompt_tokens < self.sampling.min_tokens and len(self._stop_ids):
-            row.index_fill_(0, self._stop_ids, -math.inf)
+        forbidden = self._forbidden(slot)
+        if len(forbidden):
+            row.index_fill_(0, forbidden, -math.inf)
         if len(self._bias_ids):
             row.index_add_(0, self._bias_ids, self._bias)
         if self._counts is not None:
             self._counts.update(slot.token_ids, slot.num_prompt_tokens)
             self._penalise(row, self._counts)
 
-    def _mask_bad_words(self, row: Tensor, token_ids: Sequence[int]) -> None:
-        """Mask the last token of every word whose beginning stands at the end of the text (prompt included)."""
-        if len(self._bad_tokens):
-            row.index_fill_(0, self._bad_tokens, -math.inf)
+    def describe(self, draw: Draw, slot: SampleSlot, mask: Tensor | None) -> None:
+        """Tell a compiled draw what `apply` would do to its row. The memory it is given is kept until the next call."""
+        self._allowed_now = self._allowed
+        if mask is not None:
+            allowed = mask.nonzero().squeeze(1) if self._allowed is None else self._allowed[mask[self._allowed]]
+            self._allowed_now = allowed.contiguous()
+        if self._allowed_now is None:
+            draw.allowed, draw.num_allowed = None, 0
+        else:  # an empty tensor may have no address, which would allow all
+            draw.allowed, draw.num_allowed = self._allowed_now.data_ptr() or 8, len(self._allowed_now)
+        forbidden = self._forbidden(slot)
+        draw.forbidden, draw.num_forbidden = forbidden.data_ptr(), len(forbidden)
+        draw.biased, draw.bias, draw.num_biased = self._bias_ids.data_ptr(), self._bias.data_ptr(), len(self._bias_ids)
+        sampling = self.sampling
+        draw.repetition, draw.frequency = sampling.repetition_penalty, sampling.frequency_penalty
+        draw.presence = sampling.presence_penalty
+        if self._counts is not None:
+            self._counts.update(slot.token_ids, slot.num_prompt_tokens)
+            ids, in_output = self._counts.tensors()
+            draw.counted, draw.in_output, draw.num_counted = ids.data_ptr(), in_output.data_ptr(), len(ids)
+
+    def _forbidden(self, slot: SampleSlot) -> Tensor:
+        """Ids masked now: single bad words, the last token of every word whose beginning stands at the end of the text
+        (prompt included), and the ids that end it while it is too short."""
+        too_short = len(slot.token_ids) - slot.num_prompt_tokens < self.sampling.min_tokens
+        ids = (*self._bad_tokens, *self._completions(slot.token_ids), *(slot.stop_ids if too_short else ()))
+        if ids != self._forbidden_now[0]:
+            self._forbidden_now = (ids, self._ids(ids))
+        return self._forbidden_now[1]
+
+    def _completions(self, token_ids: Sequence[int]) -> list[int]:
+        found = []
         for phrase in self._bad_phrases:
             begun = phrase[:-1]
             if len(token_ids) >= len(begun) and list(token_ids[-len(begun) :]) == begun:
-                row[phrase[-1]] = -math.inf
+                found.append(phrase[-1])
+        return found
 
     def _penalise(self, row: Tensor, counts: TokenCounts) -> None:
         """Repetition over prompt and output (arXiv 1909.05858, as transformers and vLLM), then the two over output."""
@@ -110,6 +143,12 @@ class TokenCounts:
             self._start_over()
         if len(token_ids) == self._seen:
             return
+        if len(token_ids) == self._seen + 1 and self._device.type == "cpu":  # a step's token, most often
+            place = self._place.get(token_ids[-1])
+            if place is not None:
+                self._in_output.numpy()[place] += self._seen >= num_prompt_tokens
+                self._seen += 1
+                return
         added: dict[int, int] = {}
         for position in range(self._seen, len(token_ids)):
             token = token_ids[position]

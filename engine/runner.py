@@ -14,6 +14,7 @@ import torch
 from windlass.engine.block_rows import BlockRows
 from windlass.engine.cache.mover import KeyMover
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.decode_batch import DecodeBatches
 from windlass.engine.errors import EngineError
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
@@ -37,7 +38,11 @@ class Runner:
         self._mover = KeyMover(decoder.spec, cache, block_size, decoder.device)
         self._block_size = block_size
         self.replay = DecodeReplay(decoder, cache)
-        self._rows = BlockRows(len(decoder.spec.kv_groups), block_size)
+        groups = len(decoder.spec.kv_groups)
+        self._rows = BlockRows(groups, block_size)
+        self._decoding = None
+        if decoder.device.type == "cpu":
+            self._decoding = DecodeBatches(groups, block_size, self._rows, tables)
         self.positions_computed = 0
 
     @torch.inference_mode()
@@ -62,7 +67,9 @@ class Runner:
         return list(results.values())
 
     def build_batch(self, sequences: list[ScheduledSequence]) -> ForwardBatch:
-        """The flat batch of the scheduled chunks, in order."""
+        """The flat batch of the scheduled chunks, in order. One of single tokens may be overwritten by the next."""
+        if self._decoding is not None and all(s.num_tokens == 1 for s in sequences):
+            return self._decoding.build(sequences)
         device, size = self.decoder.device, self._block_size
         num_sequences = len(sequences)
         counts, starts, first, rotary = np.array(

@@ -19,8 +19,10 @@ from windlass.engine.draw import Filters, draw, uniform
 from windlass.engine.errors import EngineError
 from windlass.engine.logprobs import token_logprobs
 from windlass.engine.penalties import LogitsProcessor, changes_logits
+from windlass.engine.prepared_draws import PreparedDraws
 from windlass.engine.request import TokenLogprobs
 from windlass.engine.schedule import SampleSlot
+from windlass.kernels.cpu import Draw
 
 __all__ = ["Drawn", "Sampler", "token_logprobs"]
 
@@ -29,6 +31,11 @@ _NOTHING_LEFT = (
     "no token is left to draw: the allowed ids, the grammar, bad_words, min_tokens and penalties of this request "
     "exclude everything"
 )
+_ERRORS = {
+    Draw.BAD_LOGITS: _BAD_LOGITS,
+    Draw.NOTHING_LEFT: _NOTHING_LEFT,
+    Draw.NO_SUCH_ID: "this request names a token id outside the vocabulary",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +48,34 @@ class Drawn:
 
 
 class Sampler:
-    """Keeps the penalty counts and masks of live sequences between steps; call `keep_only` (or `forget`) as they end."""
+    """Keeps the penalty counts and masks of live sequences between steps; call `keep_only` (or `forget`) as they end.
 
-    def __init__(self, vocab_size: int, device: torch.device | str) -> None:
+    compiled: False for plain torch even where there are compiled draws, which give the same tokens.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str, *, compiled: bool = True) -> None:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._processors: dict[int, LogitsProcessor] = {}
+        usable = compiled and PreparedDraws.refusal(vocab_size, self._device) is None
+        self._prepared = PreparedDraws(vocab_size) if usable else None
 
     @property
     def num_tracked(self) -> int:
         """Sequences with state held here."""
-        return len(self._processors)
+        return len(self._processors if self._prepared is None else self._prepared)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence; unknown ids are ignored."""
         self._processors.pop(seq_id, None)
+        if self._prepared is not None:
+            self._prepared.forget(seq_id)
 
     def keep_only(self, seq_ids: Set[int]) -> None:
         """Drop what is kept for every other sequence."""
         self._processors = {seq_id: kept for seq_id, kept in self._processors.items() if seq_id in seq_ids}
+        if self._prepared is not None:
+            self._prepared.keep_only(seq_ids)
 
     @torch.inference_mode()
     def sample(
@@ -80,6 +96,33 @@ class Sampler:
             raise ValueError(f"logits have {logits.shape[1]} columns, the vocabulary {self._vocab_size}")
         if logits.dtype != torch.float32:
             logits = logits.float()
+        tokens: list[int | None]
+        errors: list[str | None]
+        if self._prepared is None:
+            tokens, errors = self._choose(logits, slots, masks)
+        elif all(slot.sampling.temperature <= 0 for _, slot in slots) and not any(
+            self._needs_processing(slot, masks, i) for i, (_, slot) in enumerate(slots)
+        ):
+            best_ids, highest = row_maxima(logits)
+            tokens = [best_ids[row] if math.isfinite(highest[row]) else None for row, _ in slots]
+            errors = [None] * len(slots)
+        else:
+            drawn = self._prepared.draw(logits, slots, masks)
+            tokens = [token if status == Draw.OK else None for token, status in drawn]
+            errors = [_ERRORS.get(status) for _, status in drawn]
+        found = self._logprobs(logits, slots, tokens)
+        return [
+            Drawn(-1, None, EngineError(error or _BAD_LOGITS)) if token is None else Drawn(token, found.get(i))
+            for i, (token, error) in enumerate(zip(tokens, errors, strict=True))
+        ]
+
+    def _choose(
+        self,
+        logits: Tensor,
+        slots: Sequence[tuple[int, SampleSlot]],
+        masks: Sequence[Tensor | None] | None,
+    ) -> tuple[list[int | None], list[str | None]]:
+        """In plain torch, the tokens, or what kept a slot from one."""
         best_ids, highest = row_maxima(logits)
         healthy_rows = [math.isfinite(value) for value in highest]
 
@@ -95,11 +138,7 @@ class Sampler:
                 changed.append(i)
         if changed:
             self._process_and_draw(logits, slots, masks, changed, tokens, errors)
-        found = self._logprobs(logits, slots, tokens)
-        return [
-            Drawn(-1, None, EngineError(error or _BAD_LOGITS)) if token is None else Drawn(token, found.get(i))
-            for i, (token, error) in enumerate(zip(tokens, errors, strict=True))
-        ]
+        return tokens, errors
 
     def _needs_processing(self, slot: SampleSlot, masks: Sequence[Tensor | None] | None, i: int) -> bool:
         too_short = len(slot.token_ids) - slot.num_prompt_tokens < slot.sampling.min_tokens
@@ -159,9 +198,9 @@ class Sampler:
         if not asked:
             return {}
         widths = [slots[i][1].sampling.logprobs or 0 for i in asked]
-        rows = logits.index_select(0, torch.tensor([slots[i][0] for i in asked], device=logits.device))
-        targets = torch.tensor([tokens[i] or 0 for i in asked], device=logits.device)
-        found = token_logprobs(rows, targets, max(widths))
+        rows = torch.tensor([slots[i][0] for i in asked])
+        targets = torch.tensor([tokens[i] or 0 for i in asked])
+        found = token_logprobs(logits, targets, max(widths), rows, compiled=self._prepared is not None)
         return {
             i: TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[:width])
             for i, entry, width in zip(asked, found, widths, strict=True)

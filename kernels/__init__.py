@@ -9,6 +9,7 @@ Layout glossary: T tokens of one step, B sequences, H heads, D head dimension, P
 
 from windlass.kernels.dispatch import (
     add_rms_norm,
+    embed_rows,
     explain,
     gated_activation,
     linear,
@@ -30,6 +31,7 @@ __all__ = [
     "PackedRows",
     "PackedWeight",
     "add_rms_norm",
+    "embed_rows",
     "explain",
     "gated_activation",
     "linear",

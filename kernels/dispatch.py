@@ -68,7 +68,7 @@ def _has_narrow_matrix_units() -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, deterministic: bool = False) -> Tensor:
     """See `reference.rms_norm`."""
     if x.is_cpu and cpu.unavailable_reason() is None:
-        if x.dim() == 2:
+        if x.dim() in (2, 3):
             return cpu.rms_norm(x, weight, eps)
         return cpu.rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
     return rowwise.rms_norm(x, weight, eps) if deterministic else reference.rms_norm(x, weight, eps)
@@ -97,13 +97,30 @@ def soft_cap(x: Tensor, cap: float, *, deterministic: bool = False) -> Tensor:
     return rowwise.soft_cap(x, cap) if deterministic else reference.soft_cap(x, cap)
 
 
-def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """See `reference.rotary_angles`; an element's bits depend on its frequency and position only."""
-    if not inv_freq.is_cpu:
-        return reference.rotary_angles(inv_freq, rows, positions)
-    if cpu.unavailable_reason() is None:
-        return cpu.rotary_angles(inv_freq, rows, positions)
-    return rowwise.rotary_angles(inv_freq, rows, positions)
+def embed_rows(table: Tensor, ids: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """table[ids] in `dtype` times the scale rounded to it. table: [N, D], ids: [T] int64. Returns [T, D], memory of its own."""
+    if dtype == torch.float32 and table.is_cpu and cpu.unavailable_reason() is None:
+        return cpu.embed_rows(table, ids, scale)
+    rows = table.index_select(0, ids).to(dtype)
+    return rows if scale == 1 else rows * torch.tensor(scale, dtype=dtype, device=rows.device)
+
+
+def rotary_angles(
+    inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary_angles`; an element's bits depend on its frequency and position only.
+
+    out: two contiguous float32 [G, T, d/2] on the CPU to write into and return.
+    """
+    if inv_freq.is_cpu and cpu.unavailable_reason() is None:
+        return cpu.rotary_angles(inv_freq, rows, positions, out=out)
+    plain = rowwise.rotary_angles if inv_freq.is_cpu else reference.rotary_angles
+    found = plain(inv_freq, rows, positions)
+    if out is None:
+        return found
+    for target, source in zip(out, found, strict=True):
+        target.numpy()[...] = source.numpy()
+    return out
 
 
 def rotate_and_append(

@@ -9,7 +9,10 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """T tokens of B sequences, G rotary groups, K KV groups. An argument, never a global."""
+    """T tokens of B sequences, G rotary groups, K KV groups. An argument, never a global.
+
+    lasting: the next batch of as many rows stands in the same tensors, which nothing else overwrites.
+    """
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64, absolute
@@ -23,3 +26,4 @@ class ForwardBatch:
     sin: Tensor  # [G, T, rotary_dim / 2] float32
     q_scale: Tensor  # [G, T] float32, on the rotary slice of the query
     score_scale: Tensor  # [T] float32, on the whole query
+    lasting: bool = False

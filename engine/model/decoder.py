@@ -128,9 +128,6 @@ class Decoder:
     def embed(self, batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
         """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied."""
         x = self._embed(batch.input_ids)  # [T, hidden]
-        if self.spec.embedding_scale != 1.0:
-            # Rounded to the compute dtype first, as the reference implementation does.
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype, device=x.device)
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature
             growth = 1 + beta * self._log1p(batch.positions // length)  # [T]
@@ -167,8 +164,12 @@ class Decoder:
         return _SharedInputs(groups, list(batch.slots.unbind(0)), list(batch.block_tables.unbind(0)))
 
     def _embed(self, ids: Tensor) -> Tensor:
-        table = self.embedding
-        return (table.dequantize(ids) if isinstance(table, PackedWeight) else table[ids]).to(self.dtype)
+        table, scale = self.embedding, self.spec.embedding_scale
+        if not isinstance(table, PackedWeight):
+            return kernels.embed_rows(table, ids, self.dtype, scale)
+        x = table.dequantize(ids).to(self.dtype)
+        # The scale is rounded to the compute dtype first, as the reference implementation does.
+        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
     def _attention(
         self,

@@ -16,7 +16,9 @@ from torch import Tensor
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
-from windlass.kernels import cpu
+from windlass.kernels import PackedWeight, cpu
+
+_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
 
 # Activations of a recording are kept for every layer: a bound, and with it a bound on models that are worth it.
 _MAX_BYTES = 8 << 20
@@ -25,10 +27,13 @@ _MAX_PLANS = 4
 
 @dataclass(slots=True)
 class _Plan:
-    """What steps of one shape share. recording: None until two steps have been recorded and agree."""
+    """What steps of one shape share. recording: None until two steps have been recorded and agree.
+
+    x: the first layer's input, None where gathering it is among the recorded calls.
+    """
 
     batch: ForwardBatch
-    x: Tensor
+    x: Tensor | None
     recording: cpu.Recording | None = None
     confirmed: bool = False
     hidden: Tensor | None = None
@@ -53,6 +58,8 @@ class DecodeReplay:
             for x in layers
         ]
         self._max_rows = _MAX_BYTES // (4 * (sum(widths) + decoder.spec.vocab_size))
+        spec = decoder.spec
+        self._embeds_in_kernels = spec.temperature is None and not isinstance(decoder.embedding, PackedWeight)
         self.num_repeated = 0
 
     def run(self, batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
@@ -73,7 +80,9 @@ class DecodeReplay:
             return None
         self._plans.move_to_end(key)
         plan = self._plans[key]
-        x, batch = self._decoder.embed(batch)
+        x = None
+        if not self._embeds_in_kernels:
+            x, batch = self._decoder.embed(batch)
         if plan is None:
             plan = self._plans[key] = _new_plan(batch, x, width)
         _fill(plan, batch, x)
@@ -81,12 +90,13 @@ class DecodeReplay:
             if plan.recording.repeat():
                 self.num_repeated += 1
                 return plan.hidden, plan.logits
-            plan.x.copy_(x)  # the call that failed raises again below, with a message
+            _fill(plan, batch, x)  # the call that failed raises again below, with a message
         return self._record(plan)
 
     def _record(self, plan: _Plan) -> tuple[Tensor, Tensor]:
         with cpu.record() as recording:
-            hidden = self._decoder.run_layers(plan.x, plan.batch, self._cache)
+            x = self._decoder.embed(plan.batch)[0] if plan.x is None else plan.x
+            hidden = self._decoder.run_layers(x, plan.batch, self._cache)
             logits = self._decoder.logits(hidden)
         earlier, plan.recording, plan.hidden, plan.logits = plan.recording, recording, hidden, logits
         if earlier is not None:
@@ -100,28 +110,21 @@ class DecodeReplay:
         return hidden, logits
 
 
-def _new_plan(batch: ForwardBatch, x: Tensor, width: int) -> _Plan:
-    copies = {f.name: getattr(batch, f.name).clone() for f in fields(batch)}
+def _new_plan(batch: ForwardBatch, x: Tensor | None, width: int) -> _Plan:
+    own_x = None if x is None else torch.empty_like(x)
+    if batch.lasting and batch.block_tables.shape[2] == width:
+        return _Plan(batch, own_x)
+    copies = {name: getattr(batch, name).clone() for name in _TENSORS}
     groups, rows, _ = batch.block_tables.shape
     copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
-    return _Plan(ForwardBatch(**copies), torch.empty_like(x))
+    return _Plan(ForwardBatch(**copies), own_x)
 
 
-def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor) -> None:
-    """Put this step's operands where the recorded calls look for them."""
-    own = plan.batch
-    own.block_tables[:, :, : batch.block_tables.shape[2]].copy_(batch.block_tables)
-    for target, source in (
-        (plan.x, x),
-        (own.slots, batch.slots),
-        (own.seq_lens, batch.seq_lens),
-        (own.cos, batch.cos),
-        (own.sin, batch.sin),
-        (own.q_scale, batch.q_scale),
-        (own.score_scale, batch.score_scale),
-        (own.positions, batch.positions),
-        (own.input_ids, batch.input_ids),
-        (own.rotary_ids, batch.rotary_ids),
-        (own.first_position, batch.first_position),
-    ):
-        target.copy_(source)
+def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor | None) -> None:
+    """Put this step's operands where the recorded calls look for them; a lasting batch stands there already."""
+    if plan.x is not None and x is not None:
+        plan.x.copy_(x)
+    for name in _TENSORS:
+        source, target = getattr(batch, name), getattr(plan.batch, name)
+        if source is not target:
+            (target[:, :, : source.shape[2]] if name == "block_tables" else target).copy_(source)

@@ -96,6 +96,13 @@ class RotaryTables:
             self._score_scale.index_select(0, rotary_ids),
         )
 
+    def write_cos_sin(self, rotary_ids: Tensor, positions: Tensor, out: Rotation) -> None:
+        """`cos_sin` into memory that is there already, contiguous as `cos_sin` returns it; on a CPU only."""
+        kernels.rotary_angles(self.inv_freq, rotary_ids, positions, out=(out.cos, out.sin))
+        rows = rotary_ids.numpy()  # none is out of range, else the angles had raised; "clip" spares a copy
+        self._q_scale.numpy().take(rows, axis=1, out=out.q_scale.numpy(), mode="clip")
+        self._score_scale.numpy().take(rows, out=out.score_scale.numpy(), mode="clip")
+
     def _write(self, specs: Sequence[RotarySpec]) -> int:
         for spec, half in zip(specs, self._half_dims, strict=True):
             if len(spec.inv_freq) != half:

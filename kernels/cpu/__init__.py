@@ -1,13 +1,15 @@
 """C++ SIMD kernels for CPUs: few-row linear, attention, rotation and moves of keys, norm and gated activations.
 
-`library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops` and `rotary` are the
-operations on tensors. They only ever run here or raise: choosing between backends is `windlass.kernels.dispatch`'s business.
+`library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops`, `rotary` and
+`sampling` are the operations on tensors. They only ever run here or raise: choosing between backends is
+`windlass.kernels.dispatch`'s business.
 """
 
 from windlass.kernels.cpu.attention import attention_refusal, paged_attention_decode, paged_attention_prefill
 from windlass.kernels.cpu.library import Library, load, runnable, unavailable_reason
 from windlass.kernels.cpu.linear import linear_refusal, linear_small, linear_widened, prefers
 from windlass.kernels.cpu.ops import (
+    embed_rows,
     gated_activation,
     rms_norm,
     silu_and_mul,
@@ -22,11 +24,16 @@ from windlass.kernels.cpu.rotary import (
     rotate_and_append,
     rotate_refusal,
 )
+from windlass.kernels.cpu.sampling import Draw, draw_tokens, drawing_memory, token_logprobs
 
 __all__ = [
+    "Draw",
     "Library",
     "Recording",
     "attention_refusal",
+    "draw_tokens",
+    "drawing_memory",
+    "embed_rows",
     "gated_activation",
     "linear_packed",
     "linear_refusal",
@@ -47,5 +54,6 @@ __all__ = [
     "runnable",
     "silu_and_mul",
     "soft_cap",
+    "token_logprobs",
     "unavailable_reason",
 ]

@@ -9,10 +9,13 @@ namespace {
 #include "quantized.h"
 #include "pack.h"
 #include "pointwise.h"
+#include "sampling.h"
+#include "logprobs.h"
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "attention.h"
 #include "attention_int8.h"
 #include "attention_rows.h"
 #include "attention_prefill.h"
+#include "repeat.h"
 }  // namespace

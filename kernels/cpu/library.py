@@ -11,8 +11,8 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -31,7 +31,7 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 _TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
 _TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
 
-_SIGNATURES: dict[str, list[type]] = {
+SIGNATURES: dict[str, list[type]] = {
     "linear": [*_TENSOR2, *_TENSOR2, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
     "linear_packed": [*(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER), *(_POINTER, _LONG, _LONG, _LONG, _LONG)],
     "pack_weight": [*(_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER)],
@@ -61,9 +61,28 @@ _SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, _LONG, _LONG),  # inverse frequencies: groups, rows, half
         *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER),  # rows, positions, tokens, cos, sin
     ],
-    "rms_norm": [_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
+    "rms_norm": [
+        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _INT),  # x: rows and groups of rows, residual
+        *(_POINTER, _FLOAT, _POINTER, _LONG, _LONG),  # weight, eps, out
+    ],
     "gated_activation": [_POINTER, _LONG, _INT, _INT, _POINTER, _LONG, _LONG],
     "soft_cap": [_POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG],
+    "token_logprobs": [
+        *(
+            _POINTER,
+            _LONG,
+            _LONG,
+            _LONG,
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _LONG,
+        ),  # logits, rows and targets, how many of the top
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # out, scratch
+    ],
+    "repeat_calls": [_POINTER, _LONG],
+    "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
+    "embed_rows": [_POINTER, _LONG, _INT, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
     "paged_attention_decode": [
         *(*_TENSOR3, _INT),  # q
         *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),  # pages and their scales
@@ -108,8 +127,13 @@ class Library:
     rms_norm: Function
     gated_activation: Function
     soft_cap: Function
+    embed_rows: Function
+    draw_tokens: Function
+    token_logprobs: Function
+    repeat_calls: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function
+    addresses: Mapping[str, int] = field(compare=False)  # of the functions' code, for those that call it from C
 
 
 def find() -> Path | None:
@@ -129,13 +153,15 @@ def bind(path: Path, isa: str) -> Library:
     """
     handle = ctypes.CDLL(str(path))
     functions: dict[str, Function] = {}
-    for name, arguments in _SIGNATURES.items():
+    addresses: dict[str, int] = {}
+    for name, arguments in SIGNATURES.items():
         own = f"windlass_{name}_{isa}"
         function = getattr(handle, own if hasattr(handle, own) else f"windlass_{name}_{isa.removesuffix(_VNNI)}")
         function.argtypes = arguments
         function.restype = ctypes.c_int
         functions[name] = function
-    return Library(path=path, isa=isa, **functions)
+        addresses[name] = ctypes.cast(function, ctypes.c_void_p).value or 0
+    return Library(path=path, isa=isa, addresses=addresses, **functions)
 
 
 def runnable(path: Path) -> tuple[str, ...]:

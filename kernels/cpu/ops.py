@@ -1,4 +1,4 @@
-"""Norm, activation and soft cap on the CPU, through the compiled kernels.
+"""Embedding, norm, activation and soft cap on the CPU, through the compiled kernels.
 
 Checks what would make the C code read or write astray, cheaply, and raises ValueError with what is wrong. Arithmetic is
 float32 whatever the storage. Knows nothing of requests, models or other backends.
@@ -20,26 +20,32 @@ def rms_norm(
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (1910.07467).
 
-    x: [T, D] float32, bfloat16 or float16, any row stride. weight: [D] float32. With `residual` ([T, D], x's dtype) the
-    input is residual + x, which is stored back into `residual`. Returns [T, D], contiguous, x's dtype. Raises ValueError.
+    x: [T, D] or [T, H, D] float32, bfloat16 or float16, any strides but the last. weight: [D] float32. With `residual`
+    ([T, D], x's dtype) the input is residual + x, which is stored back into `residual`. Returns x's shape, contiguous, in
+    its dtype. Raises ValueError.
     """
+    shape = x.shape
     check(
-        x.dim() == 2 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
-        f"rms_norm: x is {x.dtype} {tuple(x.shape)}, not a float CPU tensor [T, D] with adjacent elements",
+        2 <= len(shape) <= 3 and x.dtype in TYPE_CODES and x.is_cpu and (shape[-1] < 2 or x.stride(-1) == 1),
+        f"rms_norm: x is {x.dtype} {tuple(shape)}, not a float CPU tensor [T, D] or [T, H, D] with adjacent elements",
     )
-    rows, dim = x.shape
+    dim = shape[-1]
     check(vector_ok(weight, torch.float32, dim), f"rms_norm: weight must be float32 [{dim}], contiguous")
     if residual is not None:
         check(
-            residual.shape == x.shape
+            len(shape) == 2
+            and residual.shape == shape
             and residual.dtype == x.dtype
             and residual.is_cpu
             and (dim < 2 or residual.stride(1) == 1),
-            "rms_norm: residual must have x's shape and dtype",
+            "rms_norm: residual must have x's shape [T, D] and dtype",
         )
-    out = torch.empty((rows, dim), dtype=x.dtype)
+    out = torch.empty(shape, dtype=x.dtype)
+    group = shape[1] if len(shape) == 3 else 1  # rows of one token
     (library or load()).rms_norm(
         x.data_ptr(),
+        x.stride(-2),
+        max(group, 1),
         x.stride(0),
         None if residual is None else residual.data_ptr(),
         0 if residual is None else residual.stride(0),
@@ -47,7 +53,7 @@ def rms_norm(
         weight.data_ptr(),
         eps,
         out.data_ptr(),
-        rows,
+        shape[0] * group,
         dim,
     )
     return out
@@ -91,4 +97,35 @@ def soft_cap(x: Tensor, cap: float, *, library: Library | None = None) -> Tensor
     )
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
     (library or load()).soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
+    return out
+
+
+def embed_rows(table: Tensor, ids: Tensor, scale: float = 1.0, *, library: Library | None = None) -> Tensor:
+    """table[ids] * scale in float32. table: [N, D] float32, bfloat16 or float16, any row stride. ids: [T] int64, contiguous.
+
+    Returns [T, D] float32. Raises ValueError, and IndexError for an id that is no row.
+    """
+    check(
+        table.dim() == 2
+        and table.dtype in TYPE_CODES
+        and table.is_cpu
+        and (table.shape[1] < 2 or table.stride(1) == 1),
+        f"embed_rows: the table is {table.dtype} {tuple(table.shape)}, not a float CPU tensor [N, D] with adjacent elements",
+    )
+    rows, dim = ids.shape[0], table.shape[1]
+    check(vector_ok(ids, torch.int64, rows), "embed_rows: ids must be int64, contiguous [T]")
+    out = torch.empty((rows, dim), dtype=torch.float32)
+    code = (library or load()).embed_rows(
+        table.data_ptr(),
+        table.stride(0),
+        TYPE_CODES[table.dtype],
+        table.shape[0],
+        ids.data_ptr(),
+        scale,
+        out.data_ptr(),
+        rows,
+        dim,
+    )
+    if code:
+        raise IndexError(f"embed_rows: an id is no row of a table of {table.shape[0]}")
     return out

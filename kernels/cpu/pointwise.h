@@ -1,13 +1,14 @@
 // RMS norm, gated activations and soft caps. float32 arithmetic whatever the storage.
 
 // out = x / sqrt(mean(x^2) + eps) * weight. With a residual: residual += x first, rounded to its type, then normed.
-EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, void *residual, long residual_row, int type,
-                                   const float *weight, float eps, void *out, long rows, long dim) {
+// Rows of x stand in groups of `group`, x_row apart within one, the groups x_group apart; out and residual have plain rows.
+EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x_group, void *residual, long residual_row,
+                                   int type, const float *weight, float eps, void *out, long rows, long dim) {
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
 #pragma omp parallel for num_threads(threads_for(rows * dim, rows)) schedule(static)
         for (long r = 0; r < rows; r++) {
-            const auto *source = (T)x + r * x_row;
+            const auto *source = (T)x + r / group * x_group + r % group * x_row;
             auto *target = (T)out + r * dim;
             if (residual) {
                 auto *carried = (T)residual + r * residual_row;
@@ -77,5 +78,24 @@ EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *o
             else store_some(out + r * dim + j, y, n);
         }
     }
+    return 0;
+}
+
+// out = table[ids] * scale, float32. Returns 1, and has written nothing, where an id is no row.
+EXPORT int WINDLASS_NAME(embed_rows)(const void *table, long table_row, int type, long table_rows, const int64_t *ids,
+                                     float scale, float *out, long rows, long dim) {
+    for (long r = 0; r < rows; r++)
+        if (ids[r] < 0 || ids[r] >= table_rows) return 1;
+    with_type(type, [&](auto *element) {
+        typedef decltype(element) T;
+#pragma omp parallel for num_threads(threads_for(rows * dim, rows)) schedule(static)
+        for (long r = 0; r < rows; r++) {
+            const auto *source = (T)table + ids[r] * table_row;
+            float *target = out + r * dim;
+            long j = 0;
+            for (; j + W <= dim; j += W) store(target + j, load(source + j) * scale);
+            for (; j < dim; j++) target[j] = widen(source[j]) * scale;
+        }
+    });
     return 0;
 }

@@ -9,6 +9,7 @@ operation that computes. The tensors that were made meanwhile are kept, since la
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -17,11 +18,19 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.kernels.cpu.library import Function, Library, load, recording_thread
+from windlass.kernels.cpu.library import SIGNATURES, Function, Library, load, recording_thread
 
-# Functions whose arguments follow from shapes and addresses, never from what the tensors hold.
-_REPEATABLE = frozenset(
-    {"linear", "rms_norm", "gated_activation", "soft_cap", "rotate_and_append", "paged_attention_decode"}
+# Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
+_REPEATABLE = (
+    "linear",
+    "linear_packed",
+    "rms_norm",
+    "gated_activation",
+    "soft_cap",
+    "rotate_and_append",
+    "rotate_and_append_int8",
+    "paged_attention_decode",
+    "embed_rows",
 )
 # Torch operations that only allocate, or name the same memory again.
 _HARMLESS = frozenset(
@@ -44,24 +53,48 @@ _OFTEN_HARMLESS = frozenset({"aten::to.dtype", "aten::reshape", "aten::contiguou
 class Recording:
     """The calls in order, and the tensors they need. obstacle: why they cannot be repeated, None if they can."""
 
-    calls: list[tuple[Function, tuple[Any, ...]]] = field(default_factory=list)
+    library: Library
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
     obstacle: str | None = None
+    _packed: tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]] | None = None  # calls, their arguments
 
     def repeat(self) -> bool:
-        """Make the calls again; False as soon as one reports an error."""
-        return not any(function(*arguments) for function, arguments in self.calls)
+        """Make the calls again; False as soon as one reports an error. Raises ValueError where there is an obstacle."""
+        if self._packed is None:
+            if self.obstacle is not None:
+                raise ValueError(f"a recording cannot be repeated: {self.obstacle}")
+            self._packed = self._pack()
+        return not self.library.repeat_calls(ctypes.addressof(self._packed[0]), len(self.calls))
 
     def same_values(self, other: Recording) -> bool:
         """Whether the other recording made the same calls, addresses aside."""
-        return [_values(call) for call in self.calls] == [_values(call) for call in other.calls]
+        return [self._values(*call) for call in self.calls] == [other._values(*call) for call in other.calls]
+
+    def _pack(self) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]:
+        """The calls as repeat.h reads them."""
+        packed, offsets = bytearray(), []
+        for name, arguments in self.calls:
+            offsets.append(len(packed))
+            kinds = ("d" if kind is ctypes.c_float else "q" for kind in SIGNATURES[name])
+            packed += struct.pack("=" + "".join(kinds), *(a or 0 for a in arguments))
+        data = ctypes.create_string_buffer(bytes(packed), len(packed))
+        calls = b"".join(
+            struct.pack("=qqq", _REPEATABLE.index(name), self.library.addresses[name], ctypes.addressof(data) + offset)
+            for (name, _), offset in zip(self.calls, offsets, strict=True)
+        )
+        return ctypes.create_string_buffer(calls, len(calls)), data
+
+    def _values(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        kinds = zip(arguments, SIGNATURES[name], strict=True)
+        return (self.library.isa, name, *(a if kind is not ctypes.c_void_p else a is None for a, kind in kinds))
 
 
 @contextmanager
 def record() -> Iterator[Recording]:
     """Record what this thread calls, which runs as ever. Raises KernelsUnavailableError."""
-    recording = Recording()
-    recording_thread.library = _recorder(load(), recording)
+    recording = Recording(load())
+    recording_thread.library = _recorder(recording.library, recording)
     try:
         with _Watch(recording):
             yield recording
@@ -70,7 +103,7 @@ def record() -> Iterator[Recording]:
 
 
 def _recorder(library: Library, recording: Recording) -> Library:
-    functions = {f.name: getattr(library, f.name) for f in fields(library) if f.name not in ("path", "isa")}
+    functions = {f.name: getattr(library, f.name) for f in fields(library) if f.name in SIGNATURES}
     return replace(library, **{name: _recorded(name, call, recording) for name, call in functions.items()})  # type: ignore[arg-type]
 
 
@@ -78,7 +111,7 @@ def _recorded(name: str, function: Function, recording: Recording) -> Function:
     def call(*arguments: Any) -> int:
         if name not in _REPEATABLE:
             recording.obstacle = f"{name} cannot be repeated"
-        recording.calls.append((function, arguments))
+        recording.calls.append((name, arguments))
         return function(*arguments)
 
     return call
@@ -99,10 +132,3 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._recording.obstacle = f"{func.name()} computes outside the compiled kernels"
         self._recording.tensors += [result] if isinstance(result, Tensor) else list(result)
         return result
-
-
-def _values(call: tuple[Function, tuple[Any, ...]]) -> tuple[Any, ...]:
-    function, arguments = call
-    kinds = getattr(function, "argtypes", None) or [None] * len(arguments)
-    values = [a if k is not ctypes.c_void_p else a is None for a, k in zip(arguments, kinds, strict=True)]
-    return (id(function), *values)

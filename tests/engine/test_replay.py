@@ -32,22 +32,35 @@ def work(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
     return found | run(core, [greedy("d", range(9, 60), 60), greedy("e", range(2, 30), 50, temperature=0.7, seed=3)])
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "helium", "qwen3"])
-def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path) -> None:
-    directory = make_model(family, tmp_path)
-    options: dict[str, Any] = {"deterministic": deterministic, "max_model_len": 256}
-    plain = work(make_core(directory, **options), repeat=False)
-    core = make_core(directory, **options)
+def assert_same_bits(directory: Path, **options: Any) -> EngineCore:
+    """Every token and every logit with repetition as without; returns the core that repeats."""
+    plain = work(make_core(directory, max_model_len=256, **options), repeat=False)
+    core = make_core(directory, max_model_len=256, **options)
     repeated = work(core, repeat=True)
-    if family == "qwen3":  # its norms of q and k take copies
-        assert "reshape" in str(core.runner.replay.obstacle) and core.runner.replay.num_repeated == 0
-    else:
-        assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
     assert repeated.keys() == plain.keys()
     for key, entry in plain.items():
         assert repeated[key].token_ids == entry.token_ids
         assert torch.equal(torch.stack(repeated[key].logits), torch.stack(entry.logits)), key
+    return core
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "helium", "qwen3", "gemma3"])
+def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path) -> None:
+    core = assert_same_bits(make_model(family, tmp_path), deterministic=deterministic)
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4", "kv_cache_dtype": "int8"}])
+def test_quantized_models_are_repeated(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    core = assert_same_bits(make_model(family, tmp_path), **options)
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+
+
+def test_norms_after_the_rotation_are_not_repeated(tmp_path: Path) -> None:
+    core = assert_same_bits(make_model("hunyuan", tmp_path))
+    assert "outside the compiled" in str(core.runner.replay.obstacle) and core.runner.replay.num_repeated == 0
 
 
 def test_what_computes_outside_the_kernels_is_run_every_time() -> None:
@@ -69,7 +82,42 @@ def test_what_computes_outside_the_kernels_is_run_every_time() -> None:
     with cpu.record() as angles:
         cpu.rotary_angles(torch.ones(1, 1, 2, dtype=torch.float64), torch.tensor([0]), torch.tensor([5]))
     assert "rotary_angles" in str(angles.obstacle)
+    with pytest.raises(ValueError, match="cannot be repeated"):
+        angles.repeat()
     assert cpu.load() is cpu.load() and isinstance(cpu.load(), cpu.Library)
+
+
+def test_every_argument_comes_back() -> None:
+    """Calls with floats between integers, addresses that are none, and several of a kind."""
+    x, weight, residual = torch.randn(3, 8), torch.rand(8), torch.randn(3, 8)
+
+    def work() -> list[torch.Tensor]:
+        a = cpu.rms_norm(x, weight, 0.25)
+        b = cpu.rms_norm(a, weight, 1e-5, residual)
+        return [a, b, cpu.soft_cap(b, 0.3), cpu.gated_activation(b, "gelu_tanh"), cpu.gated_activation(a, "silu")]
+
+    with cpu.record() as recording:
+        recorded = work()
+    x.copy_(torch.randn(3, 8))
+    start = residual.copy_(torch.randn(3, 8)).clone()
+    assert recording.repeat()
+    after = residual.clone()
+    residual.copy_(start)
+    assert all(map(torch.equal, recorded, work())) and torch.equal(residual, after)
+
+
+def test_a_call_that_fails_ends_the_repetition() -> None:
+    x, pages, slots = torch.randn(1, 1, 4), torch.zeros(1, 2, 1, 4), torch.tensor([1])
+    table, ones, values = torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2, 1, 4)
+    row = torch.randn(1, 4)
+    with cpu.record() as recording:
+        cpu.rotate_and_append(x, x, x, table, table, ones, pages, values, slots)
+        y = cpu.soft_cap(row, 1.0)
+    y.zero_()
+    slots[0] = 2  # past the pages
+    assert not recording.repeat() and not y.any()
+    slots[0] = 0
+    assert recording.repeat() and y.any()
 
 
 def test_recording_ends_with_an_error() -> None:

@@ -13,11 +13,23 @@ from transformers.generation import logits_process as hf
 from windlass.engine.draw import Filters, candidates, uniform
 from windlass.engine.errors import EngineError
 from windlass.engine.penalties import LogitsProcessor
+from windlass.engine.prepared_draws import PreparedDraws
 from windlass.engine.request import SamplingParams
 from windlass.engine.sampler import Drawn, Sampler, token_logprobs
 from windlass.engine.schedule import SampleSlot
+from windlass.kernels import cpu
 
 VOCAB = 97
+
+
+@pytest.fixture(autouse=True, params=["compiled", "plain"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test of this file holds for compiled draws and for plain torch."""
+    if request.param == "plain":
+        monkeypatch.setattr(PreparedDraws, "refusal", staticmethod(lambda vocab_size, device: "for this test"))
+    elif cpu.unavailable_reason() is not None:
+        pytest.skip(str(cpu.unavailable_reason()))
+    return str(request.param)
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -239,6 +251,13 @@ def test_greedy_is_argmax_and_leaves_the_logits_alone() -> None:
     assert torch.equal(logits, before)
 
 
+def test_slots_of_one_sequence_in_one_call_keep_apart() -> None:
+    logits = random_logits(1, seed=21)
+    slots = [(0, slot(seq_id=4, seed=s, logit_bias={s: 50.0}, token_ids=[1, 2, s])) for s in range(30)]
+    drawn = Sampler(VOCAB, "cpu").sample(logits, slots)
+    assert [d.token_id for d in drawn] == list(range(30))
+
+
 # --- masks, biases, penalties ---------------------------------------------------------------------------------------
 
 
@@ -422,24 +441,27 @@ def test_each_slot_gets_the_number_of_alternatives_it_asked_for() -> None:
     assert [None if d.logprobs is None else len(d.logprobs.top) for d in drawn] == wanted
 
 
-def test_token_logprobs_over_many_rows_equals_row_by_row() -> None:
+def test_token_logprobs_over_many_rows_equals_row_by_row(backend: str) -> None:
+    compiled = backend == "compiled"
     logits = random_logits(150, seed=13)
     targets = torch.arange(150) % VOCAB
     raw = torch.log_softmax(logits.double(), -1)
-    found = token_logprobs(logits, targets, 3)
+    found = token_logprobs(logits, targets, 3, compiled=compiled)
     assert len(found) == 150
     for row, entry in enumerate(found):
         assert entry.token_id == int(targets[row])
         assert entry.logprob == pytest.approx(float(raw[row, targets[row]]), abs=1e-5)
         assert entry.rank == 1 + int((raw[row] > raw[row, targets[row]]).sum())
         assert [token for token, _ in entry.top] == raw[row].topk(3).indices.tolist()
-    assert token_logprobs(logits[:0], targets[:0], 3) == []
+    assert token_logprobs(logits[:0], targets[:0], 3, compiled=compiled) == []
+    rows = torch.arange(149, -1, -1)
+    assert token_logprobs(logits.flip(0), targets, 3, rows, compiled=compiled) == found
     logits[149, 0] = math.nan
     with pytest.raises(EngineError, match="NaN"):
-        token_logprobs(logits, targets, 0)
+        token_logprobs(logits, targets, 0, compiled=compiled)
 
 
-def test_equal_alternatives_are_listed_by_id() -> None:
+def test_equal_alternatives_are_listed_by_id(backend: str) -> None:
     logits = torch.zeros(1, VOCAB)
-    (entry,) = token_logprobs(logits, torch.tensor([0]), VOCAB)
+    (entry,) = token_logprobs(logits, torch.tensor([0]), VOCAB, compiled=backend == "compiled")
     assert [token for token, _ in entry.top] == list(range(VOCAB))

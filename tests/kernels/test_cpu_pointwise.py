@@ -129,7 +129,30 @@ def test_rms_norm(form: Library, type_: torch.dtype) -> None:
         got = cpu.rms_norm(x, weight, 1e-5, residual, library=form)
         assert torch.equal(residual, total)
         assert_near(got, want, 2e-6)
+    fused = torch.randn(5, 7 * 40).to(type_)  # heads of q, k and v beside each other
+    for heads in (fused.view(5, 7, 40)[:, :4], fused.view(5, 7, 40)[:, 4:6], fused[:, 3:39].unflatten(1, (2, 18))):
+        weight = torch.randn(heads.shape[2])
+        got = cpu.rms_norm(heads, weight, 1e-5, library=form)
+        rows = heads.reshape(-1, heads.shape[2])
+        assert torch.equal(got.view(rows.shape), cpu.rms_norm(rows, weight, 1e-5, library=form))
+        assert got.is_contiguous() and torch.equal(heads.reshape(rows.shape), rows)
     assert cpu.rms_norm(torch.randn(0, 4).to(type_), torch.ones(4), 1e-5, library=form).shape == (0, 4)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_embed_rows(form: Library, type_: torch.dtype) -> None:
+    for rows, dim in ((5, 1), (7, 15), (40, 64), (3, 2049)):
+        table = at_the_end_of_memory(torch.randn(rows, dim).to(type_))
+        ids = torch.tensor([rows - 1, 0, rows // 2, 0])
+        assert torch.equal(cpu.embed_rows(table, ids, library=form), table[ids].float())
+        assert torch.equal(cpu.embed_rows(table, ids, 1.7, library=form), table[ids].float() * 1.7)
+        part = table[:, : dim // 2 + 1]
+        assert torch.equal(cpu.embed_rows(part, ids, library=form), part[ids].float())
+    for wrong in (-1, 3):
+        with pytest.raises(IndexError, match="no row"):
+            cpu.embed_rows(table, torch.tensor([0, wrong]), library=form)
+    with pytest.raises(ValueError, match="adjacent"):
+        cpu.embed_rows(table.t(), ids, library=form)
 
 
 @pytest.mark.parametrize("type_", TYPES)

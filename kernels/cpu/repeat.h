@@ -1,0 +1,55 @@
+// Calls of the kernels above from a list, so that a step that has been recorded takes one call instead of dozens.
+
+struct Call {
+    int64_t kind;        // in the order of the switch below
+    void *function;      // of this kind's type: sets with instructions of their own bring other functions
+    const char *arguments;  // 8 bytes each: an integer, an address, or a float64 for a float
+};
+
+template <class T> struct Argument {  // integers and addresses
+    static INLINE_MEMBER T from(const char *at) {
+        int64_t value;
+        __builtin_memcpy(&value, at, 8);
+        return (T)value;
+    }
+};
+template <> struct Argument<float> {
+    static INLINE_MEMBER float from(const char *at) {
+        double value;
+        __builtin_memcpy(&value, at, 8);
+        return float(value);
+    }
+};
+
+template <long... I> struct Indices {};
+template <long N, long... I> struct IndicesTo : IndicesTo<N - 1, N - 1, I...> {};
+template <long... I> struct IndicesTo<0, I...> { typedef Indices<I...> type; };
+
+template <class... A, long... I> INLINE int call_with(int (*function)(A...), const char *arguments, Indices<I...>) {
+    return function(Argument<A>::from(arguments + 8 * I)...);
+}
+// `like` gives the type only.
+template <class... A> INLINE int make(const Call &call, int (*like)(A...)) {
+    return call_with((decltype(like))call.function, call.arguments, typename IndicesTo<sizeof...(A)>::type());
+}
+
+// Makes the calls in order. Returns 0, or the first code that is not.
+EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
+    for (long i = 0; i < count; i++) {
+        const Call &call = ((const Call *)calls)[i];
+        int code = 1;
+        switch (call.kind) {
+            case 0: code = make(call, WINDLASS_NAME(linear)); break;
+            case 1: code = make(call, packed::WINDLASS_NAME(linear_packed)); break;
+            case 2: code = make(call, WINDLASS_NAME(rms_norm)); break;
+            case 3: code = make(call, WINDLASS_NAME(gated_activation)); break;
+            case 4: code = make(call, WINDLASS_NAME(soft_cap)); break;
+            case 5: code = make(call, WINDLASS_NAME(rotate_and_append)); break;
+            case 6: code = make(call, WINDLASS_NAME(rotate_and_append_int8)); break;
+            case 7: code = make(call, WINDLASS_NAME(paged_attention_decode)); break;
+            case 8: code = make(call, WINDLASS_NAME(embed_rows)); break;
+        }
+        if (code) return code;
+    }
+    return 0;
+}

@@ -1,0 +1,153 @@
+"""Draws tokens from rows of logits, and their log-probabilities, through the compiled kernels. Knows no requests.
+
+The arithmetic and the order of a draw are those of `windlass.engine.draw` and `windlass.engine.penalties`, to the bit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windlass.kernels.cpu.checks import check, vector_ok
+from windlass.kernels.cpu.library import Library, load
+
+LOWEST = torch.finfo(torch.float32).min
+MAX_VOCAB = 1 << 19  # weights are at most 1 and multiples of 2^-34: so many sum up exactly in float64
+_SPAN = 128
+
+_LONG, _FLOAT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_void_p
+
+
+class Draw(ctypes.Structure):
+    """One row to draw from: what is done to its logits, how it is narrowed, and what came of it.
+
+    row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output): addresses of int64 ids (of
+    float32 numbers) and how many there are; whoever sets one keeps the memory. An allowed of None allows all.
+    temperature: 0 is greedy. floor: log(min_p), LOWEST for off. top_k: 0 is off. top_p, typical_p: 1 is off. uniform: [0, 1).
+    token: the drawn id where status is OK, else -1.
+    """
+
+    _fields_ = (
+        ("row", _LONG),
+        ("allowed", _POINTER),
+        ("num_allowed", _LONG),
+        ("forbidden", _POINTER),
+        ("num_forbidden", _LONG),
+        ("biased", _POINTER),
+        ("bias", _POINTER),
+        ("num_biased", _LONG),
+        ("counted", _POINTER),
+        ("in_output", _POINTER),
+        ("num_counted", _LONG),
+        ("repetition", _FLOAT),
+        ("frequency", _FLOAT),
+        ("presence", _FLOAT),
+        ("temperature", _FLOAT),
+        ("floor", _FLOAT),
+        ("status", ctypes.c_int32),
+        ("top_k", _LONG),
+        ("top_p", _DOUBLE),
+        ("typical_p", _DOUBLE),
+        ("uniform", _DOUBLE),
+        ("token", _LONG),
+    )
+
+    OK, BAD_LOGITS, NOTHING_LEFT, NO_SUCH_ID = range(4)
+
+
+def drawing_memory(vocab: int, threads: int) -> Tensor:
+    """Memory for `draw_tokens` to work in, for rows of `vocab` logits on so many threads; untouched pages cost nothing."""
+    tokens = -(-(vocab + 1) // _SPAN) * _SPAN
+    return torch.empty(threads * (tokens * 32 + (tokens // _SPAN + 1) * 16), dtype=torch.uint8)
+
+
+def _check_logits(name: str, logits: Tensor) -> None:
+    check(
+        logits.dim() == 2
+        and logits.dtype == torch.float32
+        and logits.is_cpu
+        and 0 < logits.shape[1] <= MAX_VOCAB
+        and (logits.shape[1] == 1 or logits.stride(1) == 1),
+        f"{name}: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements, V <= 2^19",
+    )
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[Draw], memory: Tensor, *, library: Library | None = None) -> None:
+    """Fill token and status of each draw.
+
+    logits: [R, V] float32, any row stride, left unchanged. memory: from `drawing_memory`. A row with NaN or infinity fails
+    alone. Raises ValueError, IndexError for a row that is none, MemoryError where `memory` is for a smaller vocabulary.
+    """
+    _check_logits("draw_tokens", logits)
+    check(memory.dtype == torch.uint8 and memory.is_contiguous() and memory.is_cpu, "draw_tokens: memory is no memory")
+    count = len(draws)
+    addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, draws))
+    code = (library or load()).draw_tokens(
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[0],
+        logits.shape[1],
+        ctypes.addressof(addresses),
+        count,
+        memory.data_ptr(),
+        memory.numel(),
+    )
+    if code == 1:
+        raise MemoryError(f"draw_tokens: {memory.numel()} bytes are too few for a vocabulary of {logits.shape[1]}")
+    if code:
+        raise IndexError("draw_tokens: a row lies outside the logits")
+
+
+class TopLogprobs(NamedTuple):
+    """Natural logarithms of probabilities of N tokens, and of the k most likely ones of their rows.
+
+    chosen: [N] float32. ranks: [N] int64, 1 for the most likely, 0 where the row holds NaN or infinity and the rest means
+    nothing. top_ids: [N, k] int64 and top: [N, k] float32, best first, those of equal logits by id.
+    """
+
+    chosen: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top: NDArray[np.float32]
+
+
+def token_logprobs(
+    logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, library: Library | None = None
+) -> TopLogprobs:
+    """What rows of logits [R, V] float32 say of a token each. rows, targets: [N] int64. k: 0 .. V.
+
+    Sums are float64. Raises ValueError, and IndexError for a row or a token outside the logits.
+    """
+    _check_logits("token_logprobs", logits)
+    count, vocab = len(rows), logits.shape[1]
+    check(
+        vector_ok(rows, torch.int64, count) and vector_ok(targets, torch.int64, count) and 0 <= k <= vocab,
+        f"token_logprobs: rows and targets must be int64, contiguous [{count}], and k 0 to {vocab}",
+    )
+    chosen, ranks = np.empty(count, np.float32), np.zeros(count, np.int64)
+    top_ids, top, normalisers = np.empty((count, k), np.int64), np.empty((count, k), np.float32), np.zeros(count)
+    memory = drawing_memory(vocab, max(1, min(count, torch.get_num_threads())))
+    code = (library or load()).token_logprobs(
+        logits.data_ptr(),
+        logits.stride(0),
+        logits.shape[0],
+        vocab,
+        rows.data_ptr(),
+        targets.data_ptr(),
+        count,
+        k,
+        *(array.ctypes.data for array in (chosen, ranks, top_ids, top, normalisers)),
+        memory.data_ptr(),
+        memory.numel(),
+    )
+    if code:
+        raise IndexError("token_logprobs: a row or a token lies outside the logits")
+    order = (-top).argsort(1, kind="stable")  # they come by id
+    top_ids, top = np.take_along_axis(top_ids, order, 1), np.take_along_axis(top, order, 1)
+    return TopLogprobs(chosen, ranks, top_ids, (top - normalisers[:, None]).astype(np.float32))
