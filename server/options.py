@@ -110,6 +110,21 @@ class EngineOptions:
         option("--deterministic/--no-deterministic", panel=_engine, help="The same greedy tokens whatever else runs "
                "and however prompts are cut. Costs speed, mostly with long prompts and many requests at once."),
     ] = False  # fmt: skip
+    speculative_ngram: Annotated[
+        int,
+        option("--speculative-ngram", panel=_engine, metavar="K", help="Speculative decoding by prompt lookup: a stream "
+               "proposes up to K tokens per step that followed its last tokens before; those the model would have "
+               "drawn itself are kept. Answers stay the same. 0: off; 4 is a good value."),
+    ] = 0  # fmt: skip
+    speculative_ngram_min: Annotated[
+        int,
+        option("--speculative-ngram-min", panel=_engine, help="So many of a stream's last tokens must have stood before."),
+    ] = 2  # fmt: skip
+    speculative_ngram_max: Annotated[
+        int,
+        option("--speculative-ngram-max", panel=_engine, help="Of several such places the one where most tokens agree "
+               "counts, up to this many."),
+    ] = 4  # fmt: skip
     threads: Annotated[int | None, option("--threads", panel=_engine, help="CPU threads for the model.")] = None
     pin_cores: Annotated[
         bool,
@@ -185,6 +200,9 @@ class EngineOptions:
             rope_scaling=self.parse_rope_scaling(),
             rope_update=self.parse_rope_update(),
             deterministic=self.deterministic,
+            speculative_ngram=self.speculative_ngram,
+            speculative_ngram_min=self.speculative_ngram_min,
+            speculative_ngram_max=self.speculative_ngram_max,
             threads=self.threads,
             cores=split_cores()[0] if self.pin_cores else None,
             target_step_seconds=self.target_step_ms / 1000,

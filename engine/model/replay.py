@@ -20,7 +20,7 @@ from windlass.kernels import cpu
 
 # Activations of a recording are kept for every layer: a bound, and with it a bound on models that are worth it.
 _MAX_BYTES = 8 << 20
-_MAX_PLANS = 4
+_MAX_PLANS = 8  # under speculation a single stream comes with 1 to 1 + k rows
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv(launch.CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
 
 
@@ -78,6 +78,9 @@ ENGINE_ARGUMENTS = {
     "--rope-scaling": YARN,
     "--rope-profile": f"long={YARN}",
     "--rope-update": "rotate",
+    "--speculative-ngram": "5",
+    "--speculative-ngram-min": "3",
+    "--speculative-ngram-max": "6",
     "--threads": "3",
     "--target-step-ms": "100",
 }
@@ -98,6 +101,9 @@ ENGINE_CONFIG = EngineConfig(
     rope_scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}),
     rope_update="rotate",
     deterministic=True,
+    speculative_ngram=5,
+    speculative_ngram_min=3,
+    speculative_ngram_max=6,
     threads=3,
     cores=(0, 1),
     target_step_seconds=0.1,
