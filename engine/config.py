@@ -30,6 +30,8 @@ class EngineConfig:
     block_size: tokens per KV block, a multiple of 16. threads: torch intra-op threads.
     cores: the only ones the engine may run on.
     quantization: weights of 8 or 4 bits, quantized while they are loaded; none: as `dtype` says.
+    weight_cache: folder in which quantized weights are kept for the next start, "beside" for one in the model's directory,
+    None for none.
     rope_update: policy of requests that name none; None: `recompute` for longrope, `frozen` for everything else.
     deterministic: the bits of a row depend on nothing but its own sequence, at a price in speed.
     speculative_ngram: tokens a running stream may propose per step by prompt lookup (0: none). speculative_ngram_min, _max:
@@ -42,6 +44,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: Quantization = "none"
+    weight_cache: str | None = None
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048

@@ -63,6 +63,11 @@ class EngineOptions:
         option("--quantization", panel=_engine, help="Weights of fewer bits, quantized while they load: none, int8 or "
                "int4. Less memory and more speed on a CPU for a small loss of quality."),
     ] = "none"  # fmt: skip
+    weight_cache: Annotated[
+        str | None,
+        option("--weight-cache", panel=_engine, metavar="DIR", help="Keep quantized weights in this folder for the next "
+               "start, which then need not quantize them again; beside: in the model's own directory. Default: nowhere."),
+    ] = None  # fmt: skip
     load_format: Annotated[
         str, option("--load-format", panel=_engine, help="safetensors, or dummy: random weights, for benchmarks.")
     ] = "safetensors"
@@ -170,6 +175,20 @@ class EngineOptions:
             raise LoadError(f"--rope-update must be one of {', '.join(ROPE_UPDATES)}, got {self.rope_update!r}")
         return self.rope_update
 
+    def _weight_cache(self) -> str | None:
+        if self.weight_cache is None or self.weight_cache == "beside":
+            return self.weight_cache
+        if not self.weight_cache:
+            raise LoadError("--weight-cache is empty: give a folder, or beside for one in the model's directory")
+        try:
+            folder = Path(self.weight_cache).expanduser().absolute()
+            is_file = folder.is_file()
+        except (OSError, RuntimeError) as error:
+            raise LoadError(f"--weight-cache {self.weight_cache}: {error}: give a folder, or beside") from None
+        if is_file:
+            raise LoadError(f"--weight-cache {self.weight_cache} is a file: give a folder, or beside")
+        return str(folder)
+
     def to_config(self, model: Path) -> EngineConfig:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
         if self.load_format not in ("safetensors", "dummy"):
@@ -189,6 +208,7 @@ class EngineOptions:
             dtype=_dtype("--dtype", self.dtype),
             kv_cache_dtype=_dtype("--kv-cache-dtype", self.kv_cache_dtype, parse_cache_dtype),
             quantization=cast(Quantization, self.quantization),
+            weight_cache=self._weight_cache(),
             load_format=cast(Literal["safetensors", "dummy"], self.load_format),
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
