@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import windlass
+from windlass.engine.bench import run_engine_benchmark
 from windlass.engine.config import EngineConfig
 from windlass.engine.core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
@@ -155,6 +156,9 @@ def test_a_loop_takes_a_fraction_of_the_steps(length: int, seed: int, period: in
     same(got, want, 0.0 if deterministic else 1e-5)
     stats = core.stats()
     assert stats.spec_decode_num_accepted_tokens > 48
+    replay = core.runner.replay
+    if length == 60 and replay.obstacle is None:
+        assert replay.num_repeated > 0, "steps with proposals are decode steps and may be repeated"
     assert stats.num_steps == len(want["loop", 0].outputs) - stats.spec_decode_num_accepted_tokens
     assert core.runner.positions_computed == (
         length + 95 + stats.spec_decode_num_draft_tokens - stats.spec_decode_num_accepted_tokens
@@ -328,6 +332,20 @@ def test_proposals_take_only_what_is_left_of_the_budget() -> None:
         scheduler.update(plan, executor.execute(plan))
 
 
+def test_proposals_teach_the_step_timer_nothing() -> None:
+    scheduler, executor, _ = make_scheduler(speculation=8, target_step_seconds=1.0)
+    add(executor, make_request("stream", [0, 1, 2] * 3, max_tokens=60, seed=2))
+    plan = scheduler.schedule()
+    scheduler.update(plan, executor.execute(plan))
+    limits = scheduler.timer.limit(0), scheduler.timer.limit(1)
+    while not plan.num_draft_tokens:
+        plan = scheduler.schedule()
+        results = executor.execute(plan)
+        scheduler.observe(plan, 100.0)
+        scheduler.update(plan, results)
+    assert (scheduler.timer.limit(0), scheduler.timer.limit(1)) == limits
+
+
 def test_proposals_preempt_nobody() -> None:
     """Two streams fill the pool to the last block: the first finds no room for more than its own token."""
     scheduler, executor, _ = make_scheduler(groups=((6, None),), block_size=4, speculation=8, prefix_caching=False)
@@ -441,6 +459,17 @@ def test_penalties_count_tokens_of_a_proposal_only_once_they_stand() -> None:
     logits[:, 8] = 4.0
     (result,) = draw_tokens(Sampler(10, "cpu"), logits, [(0, item)])
     assert result.token_ids == (4, 8)
+
+
+def test_the_engine_benchmark_counts_every_token() -> None:
+    config = EngineConfig(
+        model=str(DEMO), device="cpu", kv_cache_memory=8 << 20, speculative_ngram=4, speculative_ngram_min=1
+    )
+    for output_len in (40, 400):  # the longer one runs into the end of the context
+        result = run_engine_benchmark(config, batch_size=2, input_len=100, output_len=output_len)
+        seconds = result["decode_step_milliseconds"] / 1000
+        per_step = result["decode_tokens_per_second"] * seconds
+        assert 2.0 < per_step <= 10.0
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,8 @@ class FakeExecutor:
             assert 0 <= item.start < end <= known + len(item.draft)
             if item.draft:
                 assert item.start == known - 1 and end == known + len(item.draft), "proposals go with one token alone"
+                longest = item.num_prompt_tokens + seq.request.sampling.max_tokens
+                assert end < min(longest, self.scheduler.config.max_model_len), "a row for nothing past the end"
                 self.num_drafts += 1
             keys = self.keys_with_draft(seq.request, item)
             self.num_computed += item.num_tokens
