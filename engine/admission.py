@@ -7,13 +7,14 @@ plans no tokens; the scheduler does.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import RequestError
 from windlass.engine.request import EngineRequest
 from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.sequence import Sequence, SequenceStatus
+from windlass.engine.speculation import SpeculationConfig
 
 _RETRY_STEPS = 8  # steps after which a sequence that found no room is matched against the prefix cache again
 
@@ -28,6 +29,7 @@ class SchedulerConfig:
     max_model_len: int
     block_size: int
     target_step_seconds: float = 0.0
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
 class Admission:

@@ -63,7 +63,7 @@ def run_engine_benchmark(
         report("prefill", finished, batch_size)
     prefill_seconds = time.perf_counter() - begin
 
-    decode_steps, decode_seconds = 0, 0.0
+    decode_steps, decode_tokens, decode_seconds = 0, 0, 0.0
     if output_len > 1:
         # Nobody may finish before everybody has decoded its share, so each may run to the end of the context.
         ids = start("decode", batch_size, input_len, context - input_len)
@@ -76,19 +76,22 @@ def run_engine_benchmark(
             begin = time.perf_counter()
             outputs = core.step()
             decode_seconds += time.perf_counter() - begin
-            if sum(len(output.token_ids) for output in outputs) != batch_size:
+            if sum(bool(output.token_ids) for output in outputs) != batch_size:
                 raise LoadError(
                     "the batch does not fit the KV cache at once: raise --kv-cache-memory or lower --batch-size"
                 )
             decode_steps += 1
+            decode_tokens += sum(len(output.token_ids) for output in outputs)  # several each under speculation
             report("decode", decode_steps, wanted)
+            if any(output.finish_reason is not None for output in outputs):
+                break  # at the end of the context, which speculation may reach in fewer steps
         for request_id in ids:
             core.abort(request_id)
     stats = core.stats()
     return {
         "model": config.model,
         "prefill_tokens_per_second": batch_size * input_len / prefill_seconds,
-        "decode_tokens_per_second": batch_size * decode_steps / decode_seconds if decode_steps else None,
+        "decode_tokens_per_second": decode_tokens / decode_seconds if decode_steps else None,
         "decode_step_milliseconds": 1000 * decode_seconds / decode_steps if decode_steps else None,
         "prefill_seconds": prefill_seconds,
         "load_seconds": core.info.load_seconds,

@@ -13,6 +13,8 @@ from windlass.engine.rotary.scaling import RopeScaling
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
 
+MAX_SPECULATIVE_TOKENS = 64
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16"}
 
@@ -28,8 +30,12 @@ class EngineConfig:
     block_size: tokens per KV block, a multiple of 16. threads: torch intra-op threads.
     cores: the only ones the engine may run on.
     quantization: weights of 8 or 4 bits, quantized while they are loaded; none: as `dtype` says.
+    weight_cache: folder in which quantized weights are kept for the next start, "beside" for one in the model's directory,
+    None for none.
     rope_update: policy of requests that name none; None: `recompute` for longrope, `frozen` for everything else.
     deterministic: the bits of a row depend on nothing but its own sequence, at a price in speed.
+    speculative_ngram: tokens a running stream may propose per step by prompt lookup (0: none). speculative_ngram_min, _max:
+    how many of its last tokens must, and how many may, agree with an earlier place.
     target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
     """
 
@@ -38,6 +44,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: Quantization = "none"
+    weight_cache: str | None = None
     load_format: Literal["safetensors", "dummy"] = "safetensors"
     max_model_len: int | None = None
     max_num_batched_tokens: int = 2048
@@ -51,6 +58,9 @@ class EngineConfig:
     deterministic: bool = False
     threads: int | None = None
     cores: tuple[int, ...] | None = None
+    speculative_ngram: int = 0
+    speculative_ngram_min: int = 2
+    speculative_ngram_max: int = 4
     target_step_seconds: float = 0.25
     seed: int = 0
 
@@ -68,6 +78,15 @@ class EngineConfig:
                 raise LoadError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.block_size < 16 or self.block_size % 16:
             raise LoadError(f"--block-size must be a multiple of 16, got {self.block_size}")
+        if not 0 <= self.speculative_ngram <= MAX_SPECULATIVE_TOKENS:
+            raise LoadError(
+                f"--speculative-ngram must lie between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.speculative_ngram}"
+            )
+        if not 1 <= self.speculative_ngram_min <= self.speculative_ngram_max:
+            raise LoadError(
+                "--speculative-ngram-min must be at least 1 and at most --speculative-ngram-max, got "
+                f"{self.speculative_ngram_min} and {self.speculative_ngram_max}"
+            )
         if self.target_step_seconds < 0:
             raise LoadError(f"--target-step-seconds must not be negative, got {self.target_step_seconds}")
 

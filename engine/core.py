@@ -31,6 +31,7 @@ from windlass.engine.runner import Runner
 from windlass.engine.sampler import Sampler
 from windlass.engine.schedule import KVGroupLayout
 from windlass.engine.scheduler import Scheduler, SchedulerConfig
+from windlass.engine.speculation import SpeculationConfig
 from windlass.engine.validation import validate_request
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
@@ -70,6 +71,11 @@ class EngineCore:
                 max_model_len=max_model_len,
                 block_size=config.block_size,
                 target_step_seconds=config.target_step_seconds,
+                speculation=SpeculationConfig(
+                    num_tokens=config.speculative_ngram,
+                    min_match=config.speculative_ngram_min,
+                    max_match=config.speculative_ngram_max,
+                ),
             ),
             blocks=self.blocks,
             rotary=tables,

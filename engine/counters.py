@@ -22,6 +22,9 @@ class SchedulerCounters:
     generation_tokens: int = 0
     recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_RECOMPUTE_REASONS, 0))
     key_moves: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
@@ -72,6 +75,9 @@ class SchedulerCounters:
             generation_tokens=self.generation_tokens,
             recomputed_tokens=dict(self.recomputed_tokens),
             key_moves=self.key_moves,
+            spec_decode_num_drafts=self.spec_decode_num_drafts,
+            spec_decode_num_draft_tokens=self.spec_decode_num_draft_tokens,
+            spec_decode_num_accepted_tokens=self.spec_decode_num_accepted_tokens,
             queue_seconds=tuple(self.queue_seconds),
             prefill_seconds=tuple(self.prefill_seconds),
             decode_seconds=tuple(self.decode_seconds),

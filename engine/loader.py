@@ -12,6 +12,7 @@ import torch
 from windlass import kernels
 from windlass.engine.config import EngineConfig, parse_cache_dtype, parse_dtype
 from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.model import weight_cache
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.families import read_spec
 from windlass.engine.model.spec import ModelSpec
@@ -57,10 +58,11 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
             spec, dtype, device, weight_dtype, quantization=config.quantization, deterministic=config.deterministic
         )
         if config.load_format == "dummy":
+            notices = weight_cache.without_effect(config, "--load-format dummy")
             randomize_weights(decoder, config.seed, progress)
             digest = f"dummy {config.seed}".encode()
         else:
-            load_weights(decoder, directory, progress)
+            notices = fill(decoder, directory, config, progress)
             digest = weights_digest(directory)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "alloc" not in str(error) and "memory" not in str(error):
@@ -68,7 +70,19 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         raise LoadError(
             f"the weights do not fit into memory on {device}: use a smaller model or --dtype bfloat16"
         ) from None
-    return LoadedModel(decoder, cache_dtype, digest, spec.notices, own_groups)
+    return LoadedModel(decoder, cache_dtype, digest, spec.notices + notices, own_groups)
+
+
+def fill(decoder: Decoder, directory: Path, config: EngineConfig, progress: Progress | None = None) -> tuple[str, ...]:
+    """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices."""
+    if config.weight_cache is None or decoder.quantization is None:
+        load_weights(decoder, directory, progress)
+        return weight_cache.without_effect(config, "--quantization none")
+    cache = weight_cache.WeightCache(config.weight_cache, directory, decoder)
+    if not cache.load(decoder, progress):
+        load_weights(decoder, directory, progress)
+        cache.store(decoder, progress)
+    return tuple(cache.notices)
 
 
 def read_json(path: Path) -> dict[str, Any]:

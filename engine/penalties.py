@@ -20,11 +20,12 @@ from windlass.kernels.cpu import Draw
 def changes_logits(sampling: SamplingParams) -> bool:
     """Whether a row needs a LogitsProcessor at all (min_tokens aside, which ends by itself)."""
     return bool(
-        sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.bad_words or _penalises(sampling)
+        sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.bad_words or penalises(sampling)
     )
 
 
-def _penalises(sampling: SamplingParams) -> bool:
+def penalises(sampling: SamplingParams) -> bool:
+    """Whether a row depends on counts of the tokens before it, which are kept from row to row."""
     return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
@@ -44,7 +45,7 @@ class LogitsProcessor:
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
         self._bad_tokens = tuple(word[0] for word in sampling.bad_words if len(word) == 1)
         self._bad_phrases = [list(word) for word in sampling.bad_words if len(word) > 1]
-        self._counts = TokenCounts(device) if _penalises(sampling) else None
+        self._counts = TokenCounts(device) if penalises(sampling) else None
 
     def apply(self, row: Tensor, slot: SampleSlot, mask: Tensor | None) -> None:
         """Change a row [V] float32 in place. mask: [V] bool, True where a token is allowed (a grammar), or None.

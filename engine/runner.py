@@ -22,10 +22,13 @@ from windlass.engine.model.replay import DecodeReplay
 from windlass.engine.request import TokenLogprobs
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampler import Sampler, token_logprobs
-from windlass.engine.schedule import SampleSlot, ScheduledSequence, SchedulerOutput, StepResult
+from windlass.engine.schedule import ScheduledSequence, SchedulerOutput, StepResult
+from windlass.engine.verify import draw_tokens
 
 # Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
 _PROMPT_LOGPROB_ROWS = 256
+# Longest context over which proposed tokens are attended row by row.
+_ROW_BY_ROW_LENGTH = 1024
 
 
 class Runner:
@@ -85,7 +88,7 @@ class Runner:
             ids = np.array([s.token_ids[s.start] for s in sequences], dtype=np.int64)
             index, positions = starts, starts + first  # index: of each token in its sequence's cache
         else:
-            ids = np.concatenate([np.array(s.token_ids[s.start : s.start + s.num_tokens]) for s in sequences])
+            ids = np.concatenate([np.array(_chunk(s)) for s in sequences])
             row, rotary = row.repeat(counts), rotary.repeat(counts)
             index = np.arange(num_tokens) - (query_start[:-1] - starts).repeat(counts)
             positions = index + first.repeat(counts)
@@ -93,6 +96,9 @@ class Runner:
         slots = np.ascontiguousarray(tables[:, row, block] * np.int64(size) + offset)  # [K, T]
         if slots.min() < 0:
             raise AssertionError("a scheduled token has no block to go to")
+        if _decodes_row_by_row(sequences, lengths, num_tokens):
+            tables, lengths, first = np.ascontiguousarray(tables[:, row]), index + 1, first.repeat(counts)
+            query_start = np.arange(num_tokens + 1, dtype=np.int64)
 
         def tensor(array: np.ndarray) -> torch.Tensor:
             found = torch.from_numpy(array)
@@ -120,29 +126,20 @@ class Runner:
     ) -> list[StepResult]:
         """logits: of every row, where they are known already."""
         rows: list[int] = []
-        slots: list[tuple[int, SampleSlot]] = []
-        last_row = -1
+        wanted: list[tuple[int, ScheduledSequence]] = []
+        end = 0
         for sequence in sequences:
-            last_row += sequence.num_tokens
+            end += sequence.num_tokens
             if sequence.samples:
-                slots += [(len(rows), slot) for slot in sequence.samples]
-                rows.append(last_row)
-        if not slots:
+                wanted.append((len(rows), sequence))
+                rows += range(end - 1 - len(sequence.draft), end)
+        if not wanted:
             return []
-        wanted = hidden if logits is None else logits
-        if len(rows) < wanted.shape[0]:
-            wanted = wanted[torch.tensor(rows, device=wanted.device)]
-        logits = self.decoder.logits(wanted) if logits is None else wanted  # [R, V]
-        drawn = self.sampler.sample(logits, slots)
-        return [
-            StepResult(
-                slot.seq_id,
-                token_ids=() if d.error else (d.token_id,),
-                logprobs=None if d.logprobs is None else (d.logprobs,),
-                error=d.error,
-            )
-            for (_, slot), d in zip(slots, drawn, strict=True)
-        ]
+        chosen = hidden if logits is None else logits
+        if len(rows) < chosen.shape[0]:
+            chosen = chosen[torch.tensor(rows, device=chosen.device)]
+        logits = self.decoder.logits(chosen) if logits is None else chosen  # [R, V]
+        return draw_tokens(self.sampler, logits, wanted)
 
     def _prompt_logprobs(
         self, sequences: list[ScheduledSequence], hidden: torch.Tensor
@@ -169,3 +166,20 @@ class Runner:
             logits = self.decoder.logits(hidden[begin : begin + len(part)])
             found += token_logprobs(logits, torch.tensor(part, device=hidden.device), k)
         return tuple(found)
+
+
+def _chunk(s: ScheduledSequence) -> list[int]:
+    """The tokens of a chunk, proposed ones included."""
+    known = s.token_ids[s.start : s.start + s.num_tokens - len(s.draft)]
+    return [*known, *s.draft] if s.draft else known
+
+
+def _decodes_row_by_row(sequences: list[ScheduledSequence], lengths: np.ndarray, num_tokens: int) -> bool:
+    """Whether a step of streams with proposed tokens is run as if every row were a sequence of its own.
+
+    Then it is an ordinary decode step, which can be replayed, and each row reads all keys before it. Over a long context
+    that reading is the dearer part: there the rows of one sequence go as a chunk and share it.
+    """
+    if num_tokens == len(sequences) or int(lengths.max()) > _ROW_BY_ROW_LENGTH:
+        return False
+    return all(s.num_tokens == 1 + len(s.draft) for s in sequences)

@@ -6,6 +6,7 @@ the scheduler (nothing is copied per token); the runner must not change them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from windlass.engine.errors import EngineError
@@ -68,19 +69,21 @@ class SampleSlot:
     sampling: SamplingParams
     seed: int
     num_prompt_tokens: int
-    token_ids: list[int]
+    token_ids: Sequence[int]
     stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A chunk of one sequence: tokens `token_ids[start : start + num_tokens]` at positions `first_position + …`.
+    """A chunk of one sequence: tokens `(token_ids + draft)[start : start + num_tokens]` at positions `first_position + …`.
 
     block_tables: per KV group the physical block of each logical block; -1 where a window group dropped it.
     table_version: while it stays the same, a step changes nothing in the tables before the chunk's first block, except
     that blocks are dropped: so a rank may keep the tables and read only what lies from there on.
     samples: empty while the chunk does not reach the last known token; several when a prompt forks into n samples.
     prompt_logprobs: set while prompt log-probabilities of this chunk's rows are wanted (see SamplingParams).
+    draft: proposed tokens behind the last known one, which is all else this chunk holds then; a token is drawn from
+    every row.
     """
 
     seq_id: int
@@ -94,6 +97,7 @@ class ScheduledSequence:
     prompt_logprobs: int | None = None
     num_prompt_tokens: int = 0
     table_version: int = 0
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -112,12 +116,18 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.sequences)
 
+    @property
+    def num_draft_tokens(self) -> int:
+        """Those of `num_tokens` that are only proposed."""
+        return sum(len(s.draft) for s in self.sequences)
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the step produced for one sequence id.
 
-    token_ids: drawn tokens (empty when only prompt log-probabilities are reported; several under speculation).
+    token_ids: drawn tokens (empty when only prompt log-probabilities are reported; several where proposed tokens stand:
+    these and the one drawn after them).
     logprobs: parallel to token_ids when asked for. prompt_logprobs: for the prompt tokens at indices
     `start + 1 .. start + num_tokens` of the scheduled chunk that lie inside the prompt, in order.
     error: sampling failed for this sequence (its logits are not finite); its request fails, no other does.

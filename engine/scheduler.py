@@ -14,6 +14,7 @@ Every sequence has a rank: (priority, arrival, sample index), lower is better. O
 4. Blocks are taken in order of rank. Whoever finds none preempts the worst-ranked sequence that has not been planned
    yet, or gives up its own place if that is itself. So no planned sequence is ever preempted, the best-ranked one
    never is, and, since `add` refuses what does not fit alone, it always finishes.
+5. Under speculation running streams add proposed tokens to theirs, from what budget and blocks are left.
 
 Where frequencies depend on the length, a sequence that outgrows its rotary stage starts over in place (`recompute`), or
 its cached keys are turned before its next chunk (`rotate`). Both follow from its own tokens alone, so a preempted
@@ -38,6 +39,7 @@ from windlass.engine.request import EngineRequest, EngineStats, RequestOutput
 from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.schedule import BlockCopy, SampleSlot, ScheduledSequence, SchedulerOutput, StepResult
 from windlass.engine.sequence import Sequence, SequenceStatus, rank_of
+from windlass.engine.speculation import Speculation
 from windlass.engine.stages import StageChanges
 from windlass.engine.step_timer import StepTimer, deal_prefill_tokens
 
@@ -84,6 +86,13 @@ class Scheduler:
         self._next_arrival = 0
         self.counters = SchedulerCounters()
         self._stages = StageChanges(blocks, rotary, self.counters, namespace)
+        self._speculation = Speculation(
+            config.speculation,
+            blocks,
+            self.counters,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -180,8 +189,9 @@ class Scheduler:
             if output.sequences:
                 break
             # Those chosen have given up their places to better-ranked ones that were not: choose among the rest.
+        self._speculation.extend(output, self._sequences)
         # Rows of one token side by side, which is what attention kernels like; otherwise by rank.
-        output.sequences.sort(key=lambda item: len(item.token_ids) - item.start > 1)
+        output.sequences.sort(key=lambda item: (len(item.token_ids) - item.start > 1, bool(item.draft)))
         self.counters.num_steps += 1
         return output
 
@@ -333,7 +343,7 @@ class Scheduler:
         """Tell how long a step took, before `update`; the next prefill chunks are sized by it."""
         decodes = sum(1 for item in output.sequences if item.start + 1 == len(item.token_ids))
         if not output.moves:  # turning keys takes time that no token is to blame for
-            self.timer.observe(output.num_tokens, decodes, seconds)
+            self.timer.observe(output.num_tokens - output.num_draft_tokens, decodes, seconds)
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -350,10 +360,10 @@ class Scheduler:
             seq = self._sequences.get(item.seq_id)
             if seq is None:
                 continue
-            seq.num_computed_tokens = item.start + item.num_tokens
-            seq.num_seen_tokens = max(seq.num_seen_tokens, seq.num_computed_tokens)
-            self.blocks.commit(seq)
-            self.blocks.drop_outside_window(seq)
+            if item.draft:
+                outputs.append(self._take_verified(seq, item, _result(by_id, seq), now))
+                continue
+            self._settle(seq, item.start + item.num_tokens)
             if item.prompt_logprobs is not None:
                 seq.add_prompt_logprobs(item.start, _result(by_id, seq).prompt_logprobs or ())
             if seq.request.sampling.max_tokens == 0 and seq.num_uncomputed_tokens == 0:
@@ -361,6 +371,21 @@ class Scheduler:
             elif item.samples:
                 outputs += self._take_samples(seq, by_id, now)
         return outputs
+
+    def _settle(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Book that the keys of so many tokens are final."""
+        seq.num_computed_tokens = num_computed_tokens
+        seq.num_seen_tokens = max(seq.num_seen_tokens, num_computed_tokens)
+        self.blocks.commit(seq)
+        self.blocks.drop_outside_window(seq)
+
+    def _take_verified(self, seq: Sequence, item: ScheduledSequence, result: StepResult, now: float) -> RequestOutput:
+        """Append what a proposal has come to. Keys past the tokens that stand are void: the next step overwrites them."""
+        self._speculation.observe(seq, len(item.draft), len(result.token_ids) - 1)
+        output = self._append(seq, result, now, start=item.start)
+        if output.finish_reason is None:
+            self._stages.start_over_if_outgrown(seq)
+        return output
 
     def _take_samples(self, seq: Sequence, results: dict[int, StepResult], now: float) -> list[RequestOutput]:
         """Append the drawn tokens of `seq` and of the samples that fork from it here."""
@@ -383,10 +408,14 @@ class Scheduler:
                 self._stages.start_over_if_outgrown(sample)
         return outputs
 
-    def _append(self, seq: Sequence, result: StepResult, now: float) -> RequestOutput:
+    def _append(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
+        """start: of a chunk with proposed tokens, whose keys become final with the tokens drawn, but for the last one's."""
         if not result.token_ids:
             raise RuntimeError(f"the step drew no token for sequence {seq.seq_id}")
         kept, reason, stop_id = seq.append_tokens(result.token_ids, self.config.max_model_len)
+        if start is not None:
+            self._settle(seq, start + kept)
+            self.blocks.trim(seq)
         self.counters.generation_tokens += kept
         self._note_first_token(seq, now)
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None

@@ -17,6 +17,7 @@ from windlass.engine.schedule import SampleSlot
 if TYPE_CHECKING:
     from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
     from windlass.engine.rotary.scaling import RotarySpec
+    from windlass.engine.speculation import Drafting
 
 
 class SequenceStatus(Enum):
@@ -68,6 +69,7 @@ class Sequence:
     cached_tokens: prompt tokens taken from the prefix cache at the first admission, None before it.
     children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
     prompt_logprobs: those known so far, None if not asked for or handed out already.
+    drafting: what speculation remembers of it, None before its first proposal.
     last_step: the step that last scheduled it.
     *_time: seconds on the scheduler's clock.
     """
@@ -102,6 +104,7 @@ class Sequence:
     waits_for: tuple[Sequence, int] | None = None
     children: list[Sequence] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    drafting: Drafting | None = None
     last_step: int = -1
     first_scheduled_time: float | None = None
     first_token_time: float | None = None

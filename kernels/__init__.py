@@ -16,16 +16,18 @@ from windlass.kernels.dispatch import (
     move_cached_keys,
     pack,
     paged_attention,
+    quantizer,
     reads_narrow_weights,
     rms_norm,
     rotary_angles,
     rotate_and_append,
     soft_cap,
 )
-from windlass.kernels.packed import PackedRows, PackedWeight
+from windlass.kernels.packed import LAYOUT_VERSION, PackedRows, PackedWeight
 from windlass.kernels.pages import SCALE_BYTES, KVPages
 
 __all__ = [
+    "LAYOUT_VERSION",
     "SCALE_BYTES",
     "KVPages",
     "PackedRows",
@@ -38,6 +40,7 @@ __all__ = [
     "move_cached_keys",
     "pack",
     "paged_attention",
+    "quantizer",
     "reads_narrow_weights",
     "rms_norm",
     "rotary_angles",

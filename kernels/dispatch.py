@@ -58,6 +58,11 @@ def pack(target: PackedRows, source: Tensor) -> None:
         quantized_reference.pack(target, source)
 
 
+def quantizer() -> str:
+    """What `pack` quantizes with here; where this differs, so may the last choice of a rounding."""
+    return "torch" if cpu.unavailable_reason() is not None else cpu.load().isa
+
+
 @functools.cache
 def _has_narrow_matrix_units() -> bool:
     """Whether this processor multiplies bfloat16 natively; elsewhere library products emulate it, several times slower."""

@@ -15,6 +15,9 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+# Packed weights are kept on disk: raise it when the layout or the rounding changes.
+LAYOUT_VERSION = 1
+
 PANEL = 16
 GROUP = 32
 MAX_COLUMNS = 1 << 17  # int32 sums of products of at most 127 * 127, and 128 times the sum of x, stay below 2^31

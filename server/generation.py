@@ -190,7 +190,7 @@ class Generation:
             taken = detokenizer.num_tokens - before  # tokens past the stop string are not part of the answer
             token_ids, logprobs = token_ids[:taken], logprobs[:taken]
             reason, stop_reason = "stop", detokenizer.stopped
-            if rotary is None:  # the engine does not know of stop strings and would go on
+            if rotary is None or taken < len(output.token_ids):  # the engine does not know of stop strings and goes on
                 plan = self.plan.rotary_plans[sample.prompt_index]
                 prompt = self.plan.prompts[sample.prompt_index].token_ids
                 rotary = report_at(plan, len(prompt), detokenizer.num_tokens)

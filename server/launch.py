@@ -93,11 +93,12 @@ def check_scalings(engine: EngineOptions, path: Path) -> None:
 
 
 def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
-    """The options, as written, that change what answers are or what requests may ask for, where they are in force."""
+    """The options, as written, that change how answers come about or what requests may ask for, where they are in force."""
     return [
         option
         for option, given in (
             ("--deterministic", engine.deterministic),
+            (f"--speculative-ngram {engine.speculative_ngram}", engine.speculative_ngram > 0),
             (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
             (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
             ("--rope-exact", server.rope_exact),

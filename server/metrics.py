@@ -38,6 +38,9 @@ _COUNTERS = {
     "generation_tokens": ("generation_tokens", "Tokens generated."),
     "engine_steps": ("num_steps", "Steps of the engine."),
     "key_moves": ("key_moves", "Cached tokens whose keys were turned to other frequencies."),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
     # A field of later engines: reported as soon as EngineStats has it.
     "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
 }

@@ -63,6 +63,11 @@ class EngineOptions:
         option("--quantization", panel=_engine, help="Weights of fewer bits, quantized while they load: none, int8 or "
                "int4. Less memory and more speed on a CPU for a small loss of quality."),
     ] = "none"  # fmt: skip
+    weight_cache: Annotated[
+        str | None,
+        option("--weight-cache", panel=_engine, metavar="DIR", help="Keep quantized weights in this folder for the next "
+               "start, which then need not quantize them again; beside: in the model's own directory. Default: nowhere."),
+    ] = None  # fmt: skip
     load_format: Annotated[
         str, option("--load-format", panel=_engine, help="safetensors, or dummy: random weights, for benchmarks.")
     ] = "safetensors"
@@ -110,6 +115,21 @@ class EngineOptions:
         option("--deterministic/--no-deterministic", panel=_engine, help="The same greedy tokens whatever else runs "
                "and however prompts are cut. Costs speed, mostly with long prompts and many requests at once."),
     ] = False  # fmt: skip
+    speculative_ngram: Annotated[
+        int,
+        option("--speculative-ngram", panel=_engine, metavar="K", help="Speculative decoding by prompt lookup: a stream "
+               "proposes up to K tokens per step that followed its last tokens before; those the model would have "
+               "drawn itself are kept. Answers stay the same. 0: off; 4 is a good value."),
+    ] = 0  # fmt: skip
+    speculative_ngram_min: Annotated[
+        int,
+        option("--speculative-ngram-min", panel=_engine, help="So many of a stream's last tokens must have stood before."),
+    ] = 2  # fmt: skip
+    speculative_ngram_max: Annotated[
+        int,
+        option("--speculative-ngram-max", panel=_engine, help="Of several such places the one where most tokens agree "
+               "counts, up to this many."),
+    ] = 4  # fmt: skip
     threads: Annotated[int | None, option("--threads", panel=_engine, help="CPU threads for the model.")] = None
     pin_cores: Annotated[
         bool,
@@ -155,6 +175,20 @@ class EngineOptions:
             raise LoadError(f"--rope-update must be one of {', '.join(ROPE_UPDATES)}, got {self.rope_update!r}")
         return self.rope_update
 
+    def _weight_cache(self) -> str | None:
+        if self.weight_cache is None or self.weight_cache == "beside":
+            return self.weight_cache
+        if not self.weight_cache:
+            raise LoadError("--weight-cache is empty: give a folder, or beside for one in the model's directory")
+        try:
+            folder = Path(self.weight_cache).expanduser().absolute()
+            is_file = folder.is_file()
+        except (OSError, RuntimeError) as error:
+            raise LoadError(f"--weight-cache {self.weight_cache}: {error}: give a folder, or beside") from None
+        if is_file:
+            raise LoadError(f"--weight-cache {self.weight_cache} is a file: give a folder, or beside")
+        return str(folder)
+
     def to_config(self, model: Path) -> EngineConfig:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
         if self.load_format not in ("safetensors", "dummy"):
@@ -174,6 +208,7 @@ class EngineOptions:
             dtype=_dtype("--dtype", self.dtype),
             kv_cache_dtype=_dtype("--kv-cache-dtype", self.kv_cache_dtype, parse_cache_dtype),
             quantization=cast(Quantization, self.quantization),
+            weight_cache=self._weight_cache(),
             load_format=cast(Literal["safetensors", "dummy"], self.load_format),
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -185,6 +220,9 @@ class EngineOptions:
             rope_scaling=self.parse_rope_scaling(),
             rope_update=self.parse_rope_update(),
             deterministic=self.deterministic,
+            speculative_ngram=self.speculative_ngram,
+            speculative_ngram_min=self.speculative_ngram_min,
+            speculative_ngram_max=self.speculative_ngram_max,
             threads=self.threads,
             cores=split_cores()[0] if self.pin_cores else None,
             target_step_seconds=self.target_step_ms / 1000,

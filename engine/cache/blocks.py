@@ -309,6 +309,13 @@ class BlockManager:
                         blocks[i] = -1
             seq.num_dropped_blocks[group] = max(first, min(visible, len(table)))
 
+    def trim(self, seq: Sequence) -> None:
+        """Release the blocks past the last computed token: room for proposed tokens that did not stand."""
+        needed = -(-seq.num_computed_tokens // self.block_size)
+        for pool, table in zip(self.pools, seq.block_tables, strict=True):
+            while len(table) > needed:
+                pool.release(table.pop())
+
     def free(self, seq: Sequence) -> None:
         """Release everything `seq` holds, tail first. Freeing twice does nothing the second time."""
         for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=False)):

@@ -22,7 +22,7 @@ _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
 
 # Activations of a recording are kept for every layer: a bound, and with it a bound on models that are worth it.
 _MAX_BYTES = 8 << 20
-_MAX_PLANS = 4
+_MAX_PLANS = 8  # under speculation a single stream comes with 1 to 1 + k rows
 
 
 @dataclass(slots=True)

@@ -1,7 +1,9 @@
-"""Reads tensors of a safetensors file one by one, where they belong if that can be, some ahead of whoever takes them.
+"""Reads tensors of a safetensors file one by one, where they belong if that can be, some ahead of whoever takes them; and
+writes such a file.
 
 Responsible for the file format (an 8-byte length, a JSON header, then the data) and for keeping the peak of memory low:
-a mapped file would count against the process page by page, until the weights were there twice. It knows no names.
+a mapped file would count against the process page by page, until the weights were there twice, and the library's own
+writer copies every tensor before it writes the first. It knows no names.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,6 +38,8 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PIECE = 64 << 20  # bytes written at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,37 @@ def read_tensors(path: Path, place: Place) -> Iterator[tuple[str, Tensor]]:
             yield entry.name, tensor
 
 
+def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], dict[str, str]]:
+    """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError or OSError."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(path)}, metadata
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[int]:
+    """Write contiguous CPU tensors as a safetensors file, piece by piece; yields the bytes written so far. Raises OSError."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    done = 0
+    for tensor in tensors.values():
+        with _bytes_of(tensor) as view:
+            for begin in range(0, len(view), _PIECE):
+                file.write(view[begin : begin + _PIECE])
+                yield done + min(begin + _PIECE, len(view))
+        done += tensor.nbytes
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
 def _entries(path: Path) -> list[_Entry]:
     with safe_open(path, framework="pt"):
         pass  # it checks the header: lengths, offsets that overlap or leave holes, shapes that do not fit their bytes
@@ -89,7 +125,7 @@ def _read(descriptor: int, entry: _Entry, place: Tensor | None) -> Tensor:
     tensor = torch.empty(entry.shape, dtype=entry.dtype) if place is None else place
     size = prod(entry.shape) * entry.dtype.itemsize
     if size:
-        with tensor.view(-1).view(torch.uint8).numpy().data as view:
+        with _bytes_of(tensor) as view:
             done = 0
             while done < size:
                 count = os.preadv(descriptor, [view[done:]], entry.offset + done)

@@ -32,7 +32,7 @@ def anyio_backend():
 
 @pytest.fixture(autouse=True)
 def scripted(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
 
 

@@ -81,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(24, 48),
         prefix_caching=st.sampled_from([True, True, True, False]),
         step_seconds=st.sampled_from([0.0, 0.0, 1.0]),
+        speculation=st.sampled_from([0, 0, 2, 5, 9]),
     )
     def start(
         self,
@@ -92,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len: int,
         prefix_caching: bool,
         step_seconds: float,
+        speculation: int,
     ) -> None:
         self.scheduler, self.executor, self.clock = make_scheduler(
             groups=[(max(2, int(num_blocks * share)), window) for window, share in layout],
@@ -102,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             prefix_caching=prefix_caching,
             target_step_seconds=step_seconds,
+            speculation=speculation,
         )
         self.requests: dict[str, EngineRequest] = {}
         self.rotations: dict[str, FakeRotation] = {}
@@ -226,6 +229,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("keys turned")
         if stats.prefix_cache_hits:
             event("prefix hit")
+        # An abort in flight leaves a proposal uncounted.
+        assert stats.spec_decode_num_drafts <= self.executor.num_drafts
+        assert stats.spec_decode_num_accepted_tokens <= self.executor.num_accepted
+        if stats.spec_decode_num_accepted_tokens:
+            event("proposed tokens accepted")
+        if stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens:
+            event("proposed tokens rejected")
+        if self.in_flight is None:  # room for proposals is given back
+            for seq in self.scheduler.live_sequences():
+                size = self.scheduler.config.block_size
+                assert all(len(table) == -(-seq.num_computed_tokens // size) for table in seq.block_tables)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -18,8 +18,16 @@ from dataclasses import dataclass, field
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
-from windlass.engine.schedule import KeyMove, KVGroupLayout, SampleSlot, SchedulerOutput, StepResult
+from windlass.engine.schedule import (
+    KeyMove,
+    KVGroupLayout,
+    SampleSlot,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepResult,
+)
 from windlass.engine.scheduler import Scheduler, SchedulerConfig
+from windlass.engine.speculation import SpeculationConfig
 
 VOCAB = 6
 EOS = 5
@@ -98,9 +106,14 @@ def keys_of(request: EngineRequest, rotation: FakeRotation, token_ids: Sequence[
 
 
 def draw(key: int, slot: SampleSlot, num_output: int) -> int:
-    """The token after a row with `key`; masks stop ids while `min_tokens` asks for it, as the sampler does."""
+    """The token after a row with `key`; masks stop ids while `min_tokens` asks for it, as the sampler does.
+
+    Under seed 2 the tokens mostly go round in a circle, which makes them easy to guess.
+    """
     generator = random.Random(hash((key, slot.seed, slot.index, num_output)))
     token = generator.randrange(VOCAB)
+    if slot.seed == 2 and generator.random() < 0.8:
+        return num_output % 3
     while num_output < slot.sampling.min_tokens and token in slot.stop_ids:
         token = generator.randrange(VOCAB)
     return token
@@ -119,6 +132,8 @@ class FakeExecutor:
     num_computed: int = 0
     num_recomputed: int = 0
     num_turned: int = 0
+    num_drafts: int = 0
+    num_accepted: int = 0
     key_memo: dict[int, tuple[object, list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,6 +152,30 @@ class FakeExecutor:
             memo.append(key)
         self.key_memo[seq_id] = era, memo
         return memo
+
+    def keys_with_draft(self, request: EngineRequest, item: ScheduledSequence) -> list[int]:
+        """The right key of every token of a scheduled sequence and of those proposed behind it."""
+        keys = self.keys(request, item.seq_id, item.token_ids)
+        if not item.draft:
+            return keys
+        keys, rotation, length = list(keys), self.rotations[request.request_id], len(item.token_ids)
+        for i, token in enumerate(item.draft, start=length):
+            keys.append(extend_key(keys[-1], token, rotation.specs_of(i, item.num_prompt_tokens, i + 1)))
+        return keys
+
+    def verify(self, item: ScheduledSequence) -> StepResult:
+        """Draw from the stored key of every row, as long as the draws come to what was proposed."""
+        (slot,) = item.samples
+        size, drawn = self.scheduler.config.block_size, []
+        for count in range(len(item.draft) + 1):
+            at = item.start + count
+            row, _, _ = self.store[0][item.block_tables[0][at // size], at % size]
+            drawn.append(draw(row, slot, len(item.token_ids) - item.num_prompt_tokens + count))
+            if count == len(item.draft) or drawn[-1] != item.draft[count]:
+                break
+        self.num_accepted += len(drawn) - 1
+        self.seen[item.seq_id] = item.start + len(drawn)
+        return StepResult(item.seq_id, tuple(drawn))
 
     def turn(self, moves: list[KeyMove], holders: list[Counter[int]], *, keep: bool) -> None:
         """Carry out keeps or moves. Whatever moves must be an original; nothing shared or hashed is written to."""
@@ -197,16 +236,21 @@ class FakeExecutor:
             seq = live[item.seq_id]
             rotation = self.rotations[seq.request.request_id]
             end = item.start + item.num_tokens
-            specs = rotation.specs_of(end - 1, item.num_prompt_tokens, len(item.token_ids))
-            assert specs == rotation.specs_of(item.start, item.num_prompt_tokens, len(item.token_ids)), "mixed stages"
+            known = len(item.token_ids)
+            specs = rotation.specs_of(end - 1, item.num_prompt_tokens, known + len(item.draft))
+            assert specs == rotation.specs_of(item.start, item.num_prompt_tokens, known), "mixed stages"
             assert item.rotary_id == self.rotary.rows[specs], "wrong rotary row"
-            assert 0 <= item.start < item.start + item.num_tokens <= len(item.token_ids)
-            keys = self.keys(seq.request, seq.seq_id, item.token_ids)
-            end = item.start + item.num_tokens
+            assert 0 <= item.start < end <= known + len(item.draft)
+            if item.draft:
+                assert item.start == known - 1 and end == known + len(item.draft), "proposals go with one token alone"
+                longest = item.num_prompt_tokens + seq.request.sampling.max_tokens
+                assert end < min(longest, self.scheduler.config.max_model_len), "a row for nothing past the end"
+                self.num_drafts += 1
+            keys = self.keys_with_draft(seq.request, item)
             self.num_computed += item.num_tokens
             seen = self.seen.get(seq.seq_id, item.start)
             self.num_recomputed += max(0, min(seen, end) - item.start)
-            self.seen[seq.seq_id] = max(seen, end)
+            self.seen[seq.seq_id] = max(seen, end - len(item.draft))  # what stands of the draft is added below
             for group, pool in enumerate(pools):
                 for i in range(item.start, end):
                     block = item.block_tables[group][i // size]
@@ -221,7 +265,7 @@ class FakeExecutor:
         for item in output.sequences:
             seq = live[item.seq_id]
             end = item.start + item.num_tokens
-            right = self.keys(seq.request, seq.seq_id, item.token_ids)
+            right = self.keys_with_draft(seq.request, item)
             rotation = self.rotations[seq.request.request_id]
             specs = rotation.specs_of(end - 1, item.num_prompt_tokens, len(item.token_ids))
             for group, pool in enumerate(pools):
@@ -233,7 +277,11 @@ class FakeExecutor:
                         assert key == right[j], f"wrong key at token {j}"
                         assert turned == specs, f"the key of token {j} stands under other frequencies"
             row, _, _ = self.store[0][item.block_tables[0][(end - 1) // size], (end - 1) % size]
-            assert bool(item.samples) == (end == len(item.token_ids) and seq.request.sampling.max_tokens > 0)
+            all_known = end == len(item.token_ids) + len(item.draft)
+            assert bool(item.samples) == (all_known and seq.request.sampling.max_tokens > 0)
+            if item.draft:
+                results.append(self.verify(item))
+                continue
             prompt_logprobs = None
             if item.prompt_logprobs is not None:
                 stop = min(end, item.num_prompt_tokens - 1)
@@ -291,6 +339,7 @@ def make_scheduler(
     max_model_len: int = 200,
     prefix_caching: bool = True,
     target_step_seconds: float = 0.0,
+    speculation: int = 0,
 ) -> tuple[Scheduler, FakeExecutor, FakeClock]:
     """A scheduler over pools of (blocks, window), with an executor that checks it and a clock to set."""
     blocks = BlockManager([KVGroupLayout(n, w) for n, w in groups], block_size, prefix_caching)
@@ -301,6 +350,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         block_size=block_size,
         target_step_seconds=target_step_seconds,
+        speculation=SpeculationConfig(num_tokens=speculation, min_match=1, max_match=3),
     )
     rotary, clock = FakeRotary(max_num_seqs), FakeClock()
     scheduler = Scheduler(

@@ -51,7 +51,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv(launch.CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
 
 
@@ -74,10 +74,14 @@ ENGINE_ARGUMENTS = {
     "--max-waiting": "33",
     "--kv-cache-memory": "1.5GiB",
     "--quantization": "int4",
+    "--weight-cache": "/var/cache/windlass",
     "--block-size": "32",
     "--rope-scaling": YARN,
     "--rope-profile": f"long={YARN}",
     "--rope-update": "rotate",
+    "--speculative-ngram": "5",
+    "--speculative-ngram-min": "3",
+    "--speculative-ngram-max": "6",
     "--threads": "3",
     "--target-step-ms": "100",
 }
@@ -88,6 +92,7 @@ ENGINE_CONFIG = EngineConfig(
     kv_cache_dtype="float16",
     load_format="dummy",
     quantization="int4",
+    weight_cache="/var/cache/windlass",
     max_model_len=4096,
     max_num_batched_tokens=512,
     max_num_seqs=9,
@@ -98,6 +103,9 @@ ENGINE_CONFIG = EngineConfig(
     rope_scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}),
     rope_update="rotate",
     deterministic=True,
+    speculative_ngram=5,
+    speculative_ngram_min=3,
+    speculative_ngram_max=6,
     threads=3,
     cores=(0, 1),
     target_step_seconds=0.1,
@@ -202,11 +210,22 @@ def test_server_options(launched, monkeypatch, tmp_path):
         (["--log-level", "loud"], "--log-level must be one of debug, info"),
         (["--api-key", " , "], "--api-key is empty"),
         (["--api-key-file", "/no/such/file"], "cannot read --api-key-file"),
+        (["--weight-cache", ""], "--weight-cache is empty"),
+        (["--weight-cache", __file__], "is a file: give a folder, or beside"),
+        (["--weight-cache", "~nobody-of-that-name/x"], "give a folder, or beside"),
+        (["--speculative-ngram", "-1"], "--speculative-ngram must lie between 0 and 64"),
+        (["--speculative-ngram-min", "5"], "at most --speculative-ngram-max, got 5 and 4"),
         (["/no/such/model"], "/no/such/model"),
     ],
 )
 def test_a_bad_option_is_one_line(arguments, expected, capsys):
     assert expected in error_of(capsys, "serve", *arguments)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("beside", "beside"), ("caches", str(Path("caches").absolute()))])
+def test_the_weight_cache_is_a_folder_wherever_the_engine_runs(given, kept, launched):
+    assert cli.run(["serve", "--weight-cache", given]) == 0
+    assert launched[-1][1].to_config(Path("m")).weight_cache == kept
 
 
 def test_a_key_file_without_keys_does_not_open_the_server(capsys, tmp_path):

@@ -1,0 +1,137 @@
+"""Tokens per second with `--speculative-ngram` on and off, in turn, on a text that repeats itself and on one that does not.
+
+    python benchmarks/speculation.py [MODEL] [--tokens 4] [--streams 1,8] [--length 256] [--threads 2] [--json OUT]
+
+MODEL: a model directory, the bundled one by default. Two engines with the same weights answer the same greedy requests by
+turns; their answers are compared as well. Repetitive: a phrase of 24 random tokens over and over, which most models go on
+repeating. Not repetitive: random tokens, drawn at temperature 1 from then on, so that hardly any run of tokens comes twice:
+what is left there is the price of trying. Medians (minimum to maximum) of tokens per second after the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass import kernels
+from windlass.engine.config import EngineConfig
+from windlass.engine.core import EngineCore
+from windlass.engine.request import EngineRequest, SamplingParams
+
+DEMO = Path(__file__).parents[1] / "models" / "demo"
+
+
+def engine(model: Path, tokens: int, options: argparse.Namespace) -> EngineCore:
+    return EngineCore(
+        EngineConfig(
+            model=str(model),
+            device="cpu",
+            quantization=options.quantization,
+            prefix_caching=False,
+            max_num_seqs=max(options.streams),
+            kv_cache_memory=1 << 30,
+            target_step_seconds=0.0,
+            speculative_ngram=tokens,
+        )
+    )
+
+
+def prompts(repetitive: bool, streams: int, length: int, vocabulary: int) -> list[list[int]]:
+    drawn = random.Random(7)
+    fresh = [[drawn.randrange(3, vocabulary) for _ in range(24 if repetitive else length)] for _ in range(streams)]
+    return [(tokens * length)[:length] for tokens in fresh]
+
+
+def answer(
+    core: EngineCore, asked: list[list[int]], max_tokens: int, temperature: float
+) -> tuple[float, list[list[int]]]:
+    """Seconds from the last first token to the end, and the answers."""
+    for i, tokens in enumerate(asked):
+        sampling = SamplingParams(temperature=temperature, seed=i, ignore_eos=True, max_tokens=max_tokens)
+        core.add(EngineRequest(str(i), tokens, sampling))
+    found: list[list[int]] = [[] for _ in asked]
+    begin, counted = time.perf_counter(), 0
+    while core.has_work():
+        for output in core.step():
+            found[int(output.request_id)] += output.token_ids
+        if counted == 0 and all(found):
+            begin, counted = time.perf_counter(), sum(map(len, found))
+    seconds = time.perf_counter() - begin
+    return (sum(map(len, found)) - counted) / seconds, found
+
+
+def measure(
+    engines: dict[str, EngineCore], repetitive: bool, streams: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    asked = prompts(repetitive, streams, options.length, engines["on"].info.vocab_size)
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    before = engines["on"].stats()
+    answers: dict[str, list[list[int]]] = {}
+    for i in range(options.repeats + 1):
+        for name in list(engines)[:: 1 if i % 2 else -1]:
+            rate, answers[name] = answer(engines[name], asked, options.max_tokens, 0.0 if repetitive else 1.0)
+            if i:  # the first round warms up
+                rates[name].append(rate)
+    after = engines["on"].stats()
+    proposed = after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
+    accepted = after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+    result: dict[str, Any] = {
+        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        for name, values in rates.items()
+    }
+    result |= {
+        "on_over_off": result["on"]["median"] / result["off"]["median"],
+        "proposed": proposed,
+        "accepted": accepted,
+        "same_answers": answers["on"] == answers["off"],
+    }
+    figures = "  ".join(
+        f"{n} {result[n]['median']:8.1f} ({result[n]['min']:.1f} to {result[n]['max']:.1f})" for n in rates
+    )
+    kind = "repetitive" if repetitive else "not repetitive"
+    print(
+        f"{kind:15} {streams:3} streams  tokens/s {figures}  x {result['on_over_off']:.2f}  "
+        f"{accepted} of {proposed} proposed tokens stood, answers {'equal' if result['same_answers'] else 'DIFFER'}",
+        flush=True,
+    )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", type=Path, default=DEMO)
+    parser.add_argument("--tokens", type=int, default=4, help="tokens proposed per step, at most")
+    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8])
+    parser.add_argument("--length", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    engines = {name: engine(options.model, tokens, options) for name, tokens in (("off", 0), ("on", options.tokens))}
+    info = engines["on"].info
+    print(
+        f"{kernels.explain()}, {options.threads} threads, {info.num_parameters / 1e6:.0f} M parameters, {info.weight_dtype}"
+    )
+    results = {
+        f"{'repetitive' if repetitive else 'not repetitive'}, {streams} streams": measure(
+            engines, repetitive, streams, options
+        )
+        for repetitive in (True, False)
+        for streams in options.streams
+    }
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
