@@ -92,7 +92,7 @@ template <class T> static int attend_alone(const Attention &p) {
                     const long at = unit / ceil_div(p.kv_heads, heads), head = unit % ceil_div(p.kv_heads, heads) * heads;
                     const long b = owner[at], cut = p.first_cut(b) + at - first[b], here = min_of(heads, p.kv_heads - head);
                     const long begin = p.begin_of(b, cut), end = p.end_of(b, cut);
-                    const bool goes_on = unit + 1 < stop && unit % run + 1 < run && at + 1 < first[b + 1] && pieces == 1;
+                    const bool goes_on = unit + 1 < stop && at + 1 < first[b + 1] && pieces == 1;
                     if (unit == r * run || at == first[b]) {
                         Ahead<T> ahead(p, b, head, here, begin, min_of(begin + CHUNK, end));
                         ahead.ask(1 << 20);
