@@ -18,6 +18,7 @@ from windlass.server.load_options import (
     SloOptions,
     TargetOptions,
     WorkloadOptions,
+    first_rate,
     make_plan,
 )
 from windlass.server.options import expands_options
@@ -77,7 +78,7 @@ async def _run(
             result: Any = await run_load(plan, progress=display, stop=stop, workload=workload, server=server)
         else:
             shape = arrivals.gap_shape()
-            spec = SweepSpec(start=arrivals.request_rate or 1.0, share=slo.sweep_share, most_runs=slo.sweep_runs)
+            spec = SweepSpec(start=first_rate(arrivals), share=slo.sweep_share, most_runs=slo.sweep_runs)
 
             def told(rate: float, run: RunResult, met: bool) -> None:
                 display.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,6 +284,16 @@ class OutputOptions:
     save_text: Annotated[bool, _option("--save-text", _output, "Keep the text of each answer in the JSON.")] = False
 
 
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return str(value) if isinstance(value, Path) or value in (math.inf, -math.inf) else value
+
+
+def first_rate(arrivals: ArrivalOptions) -> float:
+    """Where a sweep begins."""
+    return 1.0 if arrivals.request_rate is None else arrivals.request_rate
+
+
 def make_plan(
     target: TargetOptions, arrivals: ArrivalOptions, workload: WorkloadOptions, slo: SloOptions, output: OutputOptions
 ) -> LoadPlan:
@@ -290,6 +301,7 @@ def make_plan(
     from dataclasses import asdict
 
     from windlass.clients.loadtest.runner import LoadPlan
+    from windlass.clients.loadtest.schedule import Arrivals
     from windlass.clients.loadtest.trace import read_trace
 
     if slo.sweep and (arrivals.trace is not None or arrivals.ramp_to is not None):
@@ -300,14 +312,16 @@ def make_plan(
         count = min(count or len(trace), len(trace))
     elif count is None and arrivals.duration is None:
         count = DEFAULT_PROMPTS
-    schedule = arrivals.to_schedule(count, trace)
-    closed = schedule is None and not slo.sweep
+    if slo.sweep:
+        schedule: Schedule | None = Arrivals(first_rate(arrivals), arrivals.gap_shape())
+    else:
+        schedule = arrivals.to_schedule(count, trace)
     shown = asdict(arrivals) | asdict(workload) | {"model": target.model, "endpoint": target.endpoint}
     return LoadPlan(
         target=target.to_target(),
         workload=workload.to_spec(target.chat, trace),
         schedule=schedule,
-        concurrency=1 if closed and arrivals.concurrency is None else arrivals.concurrency,
+        concurrency=1 if schedule is None and arrivals.concurrency is None else arrivals.concurrency,
         count=count,
         duration_s=arrivals.duration,
         warmup=arrivals.warmup,
@@ -317,5 +331,5 @@ def make_plan(
         vocab_size=workload.vocab_size,
         text_prompts=workload.text_prompts,
         keep_text=output.save_text,
-        settings={name: str(value) if isinstance(value, Path) else value for name, value in shown.items()},
+        settings={name: _plain(value) for name, value in shown.items()},
     )

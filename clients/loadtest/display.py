@@ -68,7 +68,7 @@ class ProgressDisplay:
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
                 TimeElapsedColumn(),
-                console=Console(stderr=True),
+                console=Console(stderr=True, force_terminal=True),
                 auto_refresh=False,
                 transient=True,
             )

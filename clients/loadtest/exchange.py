@@ -43,20 +43,20 @@ class Exchanges:
         intended: seconds since `start`, which is on the monotonic clock. Never raises but for cancellation.
         """
         sent = time.monotonic()
-        reader, connection = self._reader(call), None
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def notice() -> None:
+            if not finished.done():
+                finished.set_result(None)
+
+        reader = AnswerReader(notice, leave_after=call.disconnect_after, keep=self._keep)
+        self._active.add(reader)
+        connection: Connection | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                for fresh in (False, True):
-                    finished = asyncio.get_running_loop().create_future()
-                    reader = self._reader(call, finished)
-                    connection = await self._pool.take(fresh=fresh)
-                    used = connection.exchanges > 0
-                    connection.send(reader, self._pool.request(call.path, call.body), call.body)
-                    await finished
-                    # A server may close an idle connection in the moment it is used again: that is no failure of its.
-                    if not (used and reader.outcome == "connection"):
-                        break
-                    self._active.discard(reader)
+                connection = await self._pool.take()
+                connection.send(reader, self._pool.request(call.path, call.body), call.body)
+                await finished
         except TimeoutError:
             reader.end("timeout", time.monotonic(), f"no complete answer within {self._timeout_s:g} s")
         except OSError as error:
@@ -68,16 +68,6 @@ class Exchanges:
             record = self._close(reader, connection, call, index, intended, sent, start)
             done(record)
         return record
-
-    def _reader(self, call: Call, finished: asyncio.Future[None] | None = None) -> AnswerReader:
-        def notice() -> None:
-            if finished is not None and not finished.done():
-                finished.set_result(None)
-
-        reader = AnswerReader(notice, leave_after=call.disconnect_after, keep=self._keep)
-        if finished is not None:
-            self._active.add(reader)
-        return reader
 
     def _close(
         self,

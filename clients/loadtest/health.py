@@ -44,10 +44,10 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
 class Health:
     """Start it with the measured part of a run, stop it at its end, then ask for `report`."""
 
-    def __init__(self, tick_seconds: float = TICK_SECONDS) -> None:
+    def __init__(self, tick_seconds: float | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._selector = self._loop.idle if isinstance(self._loop, MeasuredLoop) else None
-        self._tick_seconds = tick_seconds
+        self._tick_seconds = tick_seconds or TICK_SECONDS
         self._lags: list[float] = []
         self._sends: list[float] = []
         self._timer: asyncio.TimerHandle | None = None

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 # Of the process and the language, not of the work it did.
 _OTHERS = ("process_", "python_", "go_", "http_")
+_KINDS = ("counter", "gauge", "histogram", "summary")
 
 
 def changes(before: str | None, after: str | None) -> dict[str, float]:
@@ -33,10 +34,13 @@ def _read(text: str | None) -> dict[str, tuple[str, float]]:
     except (ValueError, KeyError, IndexError):
         return {}
     for family in families:
-        if family.type not in ("counter", "gauge", "histogram", "summary") or family.name.startswith(_OTHERS):
+        if family.name.startswith(_OTHERS):
             continue
         for sample in family.samples:
             if sample.name.endswith(("_bucket", "_created")) or "quantile" in sample.labels:
+                continue
+            # Some servers declare a counter by its name without _total, which leaves its samples without a type.
+            if family.type not in _KINDS and not sample.name.endswith("_total"):
                 continue
             _, value = found.get(sample.name, (family.type, 0.0))
             found[sample.name] = (family.type, value + sample.value)

@@ -250,7 +250,7 @@ class _Run:
             server={"url": plan.target.base, **self._server.to_dict()},
             server_metrics=metrics,
             slo=dict(plan.slo),
-            generator=self._health.report(chunks),
+            generator={**self._health.report(chunks), "monotonic_start": self._start},
             interrupted=interrupted,
             started_at=started_at,
         )

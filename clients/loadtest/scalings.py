@@ -37,11 +37,11 @@ class WeightedScaling:
                 raise LoadTestError(f"--rope-scaling {text}: a weight is a number above 0, as in 3@null")
             text = text[match.end() :]
         text = text.strip()
-        if re.fullmatch(r"[\w.-]+", text) and text != "null":
-            return cls(text, weight)
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
+            if re.fullmatch(r"[A-Za-z0-9][\w.-]*", text):
+                return cls(text, weight)
             raise LoadTestError(f"--rope-scaling is not valid JSON ({error}): write {_EXAMPLE}") from None
         if value is not None and not isinstance(value, dict):
             raise LoadTestError(f"--rope-scaling {text}: write {_EXAMPLE}")

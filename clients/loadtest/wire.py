@@ -19,6 +19,7 @@ import httpx
 from windlass.clients.loadtest.stream import AnswerReader
 
 _MAX_HEAD_BYTES = 64 * 1024
+MAX_IDLE_SECONDS = 1.0  # servers close idle connections after 2 seconds and more
 
 
 class Connection(asyncio.Protocol):
@@ -29,7 +30,7 @@ class Connection(asyncio.Protocol):
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._reader: AnswerReader | None = None
-        self.exchanges = 0
+        self.idle_since = 0.0
 
     @property
     def open(self) -> bool:
@@ -38,8 +39,10 @@ class Connection(asyncio.Protocol):
     def send(self, reader: AnswerReader, request: h11.Request, body: bytes) -> None:
         """Send a request; its answer goes to `reader`."""
         assert self._transport is not None
+        if not self.open:
+            reader.broken(time.monotonic(), "the server closed the connection")
+            return
         self._reader = reader
-        self.exchanges += 1
         parts = [self._http.send(request), self._http.send(h11.Data(data=body)), self._http.send(h11.EndOfMessage())]
         self._transport.writelines([part for part in parts if part])
 
@@ -128,12 +131,17 @@ class Pool:
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
 
-    async def take(self, *, fresh: bool = False) -> Connection:
-        """An idle connection, else a new one. Raises OSError where none can be made."""
-        while self._idle and not fresh:
+    async def take(self) -> Connection:
+        """An idle connection, else a new one. Raises OSError where none can be made.
+
+        A request is never sent twice: a server that hangs up is a failure to be counted. So a connection that has been
+        idle for long is not used: the server may be about to close it.
+        """
+        while self._idle:
             connection = self._idle.pop()
-            if connection.open:
+            if connection.open and time.monotonic() - connection.idle_since < MAX_IDLE_SECONDS:
                 return connection
+            connection.abort()
         return await self._connect()
 
     def request(self, path: str, body: bytes) -> h11.Request:
@@ -152,6 +160,7 @@ class Pool:
         self._open.add(connection)
 
     def idle(self, connection: Connection) -> None:
+        connection.idle_since = time.monotonic()
         self._idle.append(connection)
 
     def closed(self, connection: Connection) -> None:
