@@ -117,7 +117,8 @@ def test_several_tokens_in_one_write_arrive_together_and_one_token_in_many_write
     with scripted_llm(together, in_pieces) as llm:
         result = run(llm, 2, keep_text=True)
     one, two = result.records
-    assert len(one.chunks) == 4 and one.gaps_ms[:2] == [0, 0] and one.gaps_ms[2] >= 45
+    assert len(one.chunks) == 4 and one.gaps_ms[:2] == [0, 0]
+    assert one.gaps_ms[2] >= 50 - tolerance(llm, result)
     assert one.output_tokens == 4 and one.text == "aaab"  # no usage: chunks are counted
     arrived = result.generator["monotonic_start"] + two.chunks[0]
     assert len(two.chunks) == 1 and two.text == "é"

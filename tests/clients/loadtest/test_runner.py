@@ -53,9 +53,14 @@ def test_prompts_are_the_same_for_the_same_seed_whatever_the_schedule():
 
 
 def test_an_open_loop_does_not_wait_for_answers():
-    with scripted_llm(stream(0.3, 0.01)) as llm:
-        result = run(llm, count=8, schedule=Arrivals(100.0, None), concurrency=None)
-    assert llm.most == 8
+    async def waits_for_all(performance: Performance) -> None:
+        while len(llm.performances) < 8:
+            await asyncio.sleep(0.005)
+        await asked()(performance)
+
+    with scripted_llm(waits_for_all) as llm:
+        result = run(llm, count=8, schedule=Arrivals(100.0, None), concurrency=None, timeout_s=60)
+    assert llm.most == len(result.completed) == 8
     assert [record.intended for record in result.records] == pytest.approx([n / 100 for n in range(8)])
     assert all(record.sent >= record.intended for record in result.records)
     assert result.offered_rate == 100
@@ -66,7 +71,7 @@ def test_an_open_loop_with_slots_sends_no_more_at_once():
         result = run(llm, count=6, schedule=Arrivals(1000.0, None), concurrency=2)
     assert llm.most == 2 and len(result.completed) == 6
     assert result.summary()["schedule_lag_ms"]["p99"] > 40  # two rounds of about 40 ms before the last
-    assert result.generator["send_lag_ms"]["max"] < result.summary()["schedule_lag_ms"]["p99"]
+    assert result.generator["send_lag_ms"]["p50"] == 0  # the other four were not late by the generator's doing
 
 
 def test_no_request_begins_after_the_duration():
@@ -84,7 +89,7 @@ def test_warm_up_is_of_the_same_kind_and_counts_nowhere():
     assert len(llm.performances) == 5 and len(result.records) == 3
     prompts = [tuple(body["prompt"]) for body in llm.bodies]
     assert len(set(prompts)) == 5 and {len(prompt) for prompt in prompts} == {5}
-    assert result.records[0].intended < 0.1 and result.generator["monotonic_start"] > llm.performances[1].ended
+    assert result.generator["monotonic_start"] > llm.performances[1].ended
 
 
 def test_clients_that_leave_are_neither_completed_nor_failed():
@@ -176,9 +181,8 @@ def test_a_trace_is_replayed():
         result = run(llm, count=2, workload={"trace": trace}, schedule=Replay([0.0, 0.1]), concurrency=None)
     assert [(body["prompt"], body["max_tokens"]) for body in llm.bodies] == [("hello", 2), ([4, 5], 3)]
     one, two = result.records
-    assert (one.intended, two.intended) == (0.0, 0.1) and llm.performances[1].arrived - llm.performances[
-        0
-    ].arrived > 0.05
+    assert (one.intended, two.intended) == (0.0, 0.1)
+    assert llm.performances[1].arrived >= result.generator["monotonic_start"] + 0.0999
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
@@ -303,9 +307,14 @@ def test_progress_is_told_from_the_beginning_to_the_end():
     def progress(snapshot) -> None:
         seen.append((snapshot.phase, snapshot.total, snapshot.ended, snapshot.running))
 
-    with scripted_llm(stream(0.2, 0.2, 0.2)) as llm:
-        measure(plan(llm, count=2, concurrency=2), progress)
-    assert ("running", 2, 0, 2) in seen
+    async def until_told(performance: Performance) -> None:
+        while ("running", 2, 0, 2) not in seen:
+            await asyncio.sleep(0.005)
+        await asked()(performance)
+
+    with scripted_llm(until_told) as llm:
+        result = measure(plan(llm, count=2, concurrency=2, timeout_s=60), progress)
+    assert len(result.completed) == 2 and seen[0][0] == "preparing"
 
 
 def test_a_stopped_run_keeps_what_came_before():
