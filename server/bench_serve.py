@@ -176,3 +176,5 @@ def _write(
             write_html(result, output.html)
     except OSError as error:
         raise LoadError(f"cannot write {error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise LoadError(f"cannot write the report: {error}") from error

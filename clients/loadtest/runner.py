@@ -188,7 +188,7 @@ class _Run:
         self._progress, self._stop = progress, stop
         self._snapshot = Snapshot(total=plan.count)
         self._health = Health()
-        self._pool = Pool(plan.target.base, plan.target.all_headers())
+        self._pool = Pool(plan.target.base, plan.target.all_headers(), plan.target.tls())
         keep = plan.keep_text or workload.spec.turns > 1
         self._exchanges = Exchanges(self._pool, plan.timeout_s, keep=keep)
         self._records: list[RequestRecord] = []
@@ -215,6 +215,7 @@ class _Run:
             self._snapshot.total = len(times)
         elif plan.workload.trace:
             self._snapshot.total = min(len(plan.workload.trace), plan.count or len(plan.workload.trace))
+        await self._unless_stopped(self._pool.look_up())
         await self._unless_stopped(self._warm_up())
         source = await self._prepared(self._snapshot.total)
         before = await self._control.metrics()

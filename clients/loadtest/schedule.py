@@ -14,6 +14,8 @@ from typing import Protocol
 
 from windlass.clients.loadtest.errors import LoadTestError
 
+MOST_REQUESTS = 10_000_000  # far more than one generator could send; a mistyped rate would fill the memory
+
 
 class Schedule(Protocol):
     """An open loop: arrivals that do not wait for answers."""
@@ -104,8 +106,11 @@ class Replay:
 
 
 def intended_times(schedule: Schedule, seed: int, count: int | None, seconds: float | None) -> list[float]:
-    """All times of a bounded run: at most `count` of them, none at `seconds` or later."""
+    """All times of a bounded run: at most `count` of them, none at `seconds` or later. Raises LoadTestError for too many."""
     times = schedule.times(seed)
     if seconds is not None:
         times = itertools.takewhile(lambda time: time < seconds, times)
-    return list(itertools.islice(times, count))
+    found = list(itertools.islice(times, MOST_REQUESTS + 1 if count is None else min(count, MOST_REQUESTS + 1)))
+    if len(found) > MOST_REQUESTS:
+        raise LoadTestError(f"this schedule holds more than {MOST_REQUESTS:,} requests: lower the rate or the duration")
+    return found

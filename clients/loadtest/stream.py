@@ -15,6 +15,7 @@ _MAX_ERROR_BYTES = 64 * 1024
 _MAX_MESSAGE = 300
 # What servers say when they gave up on a request of their own accord.
 _ABORTED = frozenset({"abort", "aborted", "error", "cancelled"})
+_NO_STREAMS = frozenset({"application/json", "text/html"})
 _TEXTS = ("text", "content", "reasoning_content", "reasoning")
 
 
@@ -54,7 +55,7 @@ class AnswerReader:
         self._status = status
         self.request_id = headers.get("x-request-id")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        self._streams = status == 200 and kind == "text/event-stream"
+        self._streams = status == 200 and kind not in _NO_STREAMS  # not every server names its streams rightly
 
     def data(self, data: bytes, when: float) -> None:
         """Bytes of the body that arrived at `when`."""

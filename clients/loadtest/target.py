@@ -7,6 +7,7 @@ one server from another. The measured requests go another way (`wire.py`).
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,6 +56,10 @@ class Target:
         """The address without /v1 and slashes at its end."""
         return self.url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
+    def tls(self) -> ssl.SSLContext | None:
+        """Whom to trust: certifi's authorities, or those of SSL_CERT_FILE. None for plain HTTP."""
+        return httpx.create_ssl_context() if self.base.startswith("https:") else None
+
     def all_headers(self) -> dict[str, str]:
         """Names in lower case; the key as a bearer token unless a header of that name is given."""
         key = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
@@ -100,7 +105,11 @@ class Control:
         self.target = target
         # No proxies: the measured requests use none either.
         self._http = httpx.AsyncClient(
-            base_url=target.base, headers=target.all_headers(), timeout=_CONTROL_SECONDS, trust_env=False
+            base_url=target.base,
+            headers=target.all_headers(),
+            timeout=_CONTROL_SECONDS,
+            trust_env=False,
+            verify=target.tls() or True,
         )
 
     async def __aenter__(self) -> Self:

@@ -8,6 +8,8 @@ and no task has to wake up per chunk; httpx spends nearly three times the proces
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import ssl
 import time
 from collections.abc import Mapping
@@ -19,6 +21,7 @@ import httpx
 from windlass.clients.loadtest.stream import AnswerReader
 
 _MAX_HEAD_BYTES = 64 * 1024
+_LOOK_UP_SECONDS = 10.0
 MAX_IDLE_SECONDS = 1.0  # servers close idle connections after 2 seconds and more
 
 
@@ -118,13 +121,13 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server. `headers` go with every request."""
+    """Connections to one server. `headers` go with every request; `tls` is for HTTPS."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, base_url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None = None) -> None:
         url = httpx.URL(base_url)
         self._host, self._path = url.host, url.path.rstrip("/")
         self._port = url.port or (443 if url.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if url.scheme == "https" else None
+        self._tls = tls
         self._address: str | None = None
         fields = {"host": url.netloc.decode("ascii"), "accept": "text/event-stream", "content-type": "application/json"}
         self._headers = list({**fields, **headers}.items())
@@ -143,6 +146,15 @@ class Pool:
                 return connection
             connection.abort()
         return await self._connect()
+
+    async def look_up(self) -> None:
+        """Find the address of a server that is given by name, ahead of what is measured. Failures show later."""
+        with contextlib.suppress(ValueError):
+            self._address = str(ipaddress.ip_address(self._host))
+            return
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_LOOK_UP_SECONDS):
+                (await self._connect()).abort()
 
     def request(self, path: str, body: bytes) -> h11.Request:
         """The head of a request."""

@@ -261,6 +261,10 @@ async def not_a_stream(performance: Performance) -> None:
     await answer({"choices": [{"text": "all at once", "finish_reason": "stop"}]})(performance.exchange)
 
 
+async def a_page(performance: Performance) -> None:
+    await answer(b"<html>log in first</html>", content_type="text/html")(performance.exchange)
+
+
 async def not_http(performance: Performance) -> None:
     await performance.exchange.send(b"what?\r\n\r\n")
 
@@ -312,6 +316,7 @@ BROKEN = {
     not_a_chunk: ("malformed", "no chunk"),
     text_of_a_wrong_type: ("malformed", "no chunk"),
     not_a_stream: ("malformed", "no event stream"),
+    a_page: ("malformed", "log in first"),
     not_http: ("malformed", "no proper HTTP"),
     bad_chunk_size: ("malformed", "no proper HTTP"),
     aborted: ("aborted", "'abort'"),

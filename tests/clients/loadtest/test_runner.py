@@ -206,6 +206,30 @@ def test_the_address_may_end_in_v1_and_hold_a_path():
         Target(url="localhost:8000")
 
 
+def test_a_server_given_by_name_is_looked_up_once():
+    with scripted_llm(asked()) as llm:
+        url = llm.url.replace("127.0.0.1", "localhost")
+        looked_up = []
+
+        async def counted():
+            loop = asyncio.get_running_loop()
+            original = loop.getaddrinfo
+
+            async def getaddrinfo(host, *arguments, **options):
+                looked_up.append(host)
+                return await original(host, *arguments, **options)
+
+            loop.getaddrinfo = getaddrinfo
+            return await run_load(
+                LoadPlan(target=Target(url=url), workload=WorkloadSpec(**SHORT), count=6, concurrency=3)
+            )
+
+        result = asyncio.run(counted())
+    assert len(result.completed) == 6
+    # By httpx (which looks up by itself at each connection) and once for the load.
+    assert looked_up.count("localhost") <= 2
+
+
 def test_connections_are_used_again_but_not_after_a_long_rest(monkeypatch):
     with scripted_llm(asked()) as llm:
         run(llm, count=5)

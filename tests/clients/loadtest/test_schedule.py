@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from windlass.clients.loadtest import schedule as module
 from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.schedule import Arrivals, Replay, intended_times, ramp
 
@@ -90,6 +91,14 @@ def test_a_replay_keeps_its_distances():
     assert list(schedule.times(0)) == [0.0, 0.25, 1.0]
     assert schedule.rate == 2.0
     assert Replay([1.0, 1.0]).rate is None and Replay([3.0]).rate is None
+
+
+def test_a_mistyped_rate_does_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(module, "MOST_REQUESTS", 100)
+    assert len(intended_times(Arrivals(1e12, None), 0, 100, None)) == 100
+    for count, seconds in ((101, None), (None, 60.0)):
+        with pytest.raises(LoadTestError, match="more than 100 requests"):
+            intended_times(Arrivals(1e12, None), 0, count, seconds)
 
 
 def test_both_bounds_hold():
