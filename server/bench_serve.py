@@ -103,11 +103,12 @@ def _stopped_by_signals(stop: asyncio.Event, received: list[signal.Signals]) -> 
     """The first ctrl-C or SIGTERM ends the run with a report of what there is; a second one ends the program."""
     loop = asyncio.get_running_loop()
     handled = (signal.SIGINT, signal.SIGTERM)
+    before = signal.getsignal(signal.SIGINT)
 
     def restore() -> None:
         for number in handled:
             loop.remove_signal_handler(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
 
     def receive(number: signal.Signals) -> None:
         received.append(number)

@@ -129,7 +129,7 @@ def print_run(run: RunResult, console: Console) -> None:
         figures.add_row(title, *("-" if value is None else f"{value:,.2f}" for value in values.values()))
     console.print(figures)
     for line in warnings(run):
-        console.print(f"warning: {line}", style="yellow", markup=False, highlight=False)
+        console.print(f"warning: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_sweep(sweep: SweepResult, console: Console) -> None:
@@ -145,7 +145,7 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
         text = f"no rate kept {limits}"
     ended = {"runs": "; the search ended at its most runs", "interrupted": "; it was interrupted"}
     ended["failed"] = "; it ended as the server no longer answered"
-    console.print(text + ended.get(sweep.ended, ""), markup=False, highlight=False)
+    console.print(text + ended.get(sweep.ended, ""), markup=False, highlight=False, soft_wrap=True)
 
 
 def _facts(run: RunResult, summary: dict[str, Any]) -> list[tuple[str, str]]:

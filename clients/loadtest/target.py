@@ -21,6 +21,7 @@ from windlass.clients.loadtest.errors import LoadTestError
 # Servers that are known to take `ignore_eos`, by what their models say under `owned_by`.
 _TAKES_IGNORE_EOS = frozenset({"windlass", "vllm", "sglang", "llamacpp"})
 _TAKES_TOKEN_IDS = frozenset({"windlass", "vllm"})  # `return_token_ids`
+_OWN_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
 _CONTROL_SECONDS = 30.0
 _METRICS_SECONDS = 5.0  # a server that no longer answers must not hold the report back
 
@@ -44,10 +45,17 @@ class Target:
             raise LoadTestError(f"cannot read the address {self.url!r}: {error}") from None
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise LoadTestError(f"the address {self.url!r} should look like http://127.0.0.1:8000")
+        if parsed.userinfo or parsed.query or parsed.fragment:
+            raise LoadTestError(
+                f"the address {self.base.split('@')[-1]!r} should hold neither a name nor a query: credentials go into "
+                f"--api-key or --header"
+            )
         for name, value in self.all_headers().items():
+            if name in _OWN_HEADERS:
+                raise LoadTestError(f"the header {name} is not yours to set: leave it out")
             if not (name.isascii() and name.replace("-", "").replace("_", "").isalnum()):
                 raise LoadTestError(f"{name!r} is no name of a header: write NAME: VALUE")
-            if not (value.isascii() and value.isprintable()):
+            if not (value.isascii() and value.isprintable() and value == value.strip()):
                 what = "the API key" if name == "authorization" else f"the header {name}"
                 raise LoadTestError(f"{what} holds characters that no HTTP header may carry: check it")
 

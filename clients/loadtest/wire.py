@@ -125,7 +125,7 @@ class Pool:
 
     def __init__(self, base_url: str, headers: Mapping[str, str], tls: ssl.SSLContext | None = None) -> None:
         url = httpx.URL(base_url)
-        self._host, self._path = url.host, url.path.rstrip("/")
+        self._host, self._path = url.host, url.raw_path.decode("ascii").rstrip("/")
         self._port = url.port or (443 if url.scheme == "https" else 80)
         self._tls = tls
         self._address: str | None = None

@@ -140,7 +140,7 @@ class Workload:
             return
         rungs = itertools.cycle(self.rungs()) if self.spec.ladder else None
         while True:
-            output = self.spec.output_len.draw(streams["output"])
+            output = self.spec.output_len.draw(streams["output"], most=self._room(0, self._least_prompt()))
             if rungs is not None:
                 yield Conversation(self._laddered(next(rungs), output, streams))
                 continue
@@ -225,6 +225,14 @@ class Workload:
         joined = self.vocabulary.join(*parts)
         return (self.wrap(joined) if spec.turns == 1 else joined), shared + own
 
+    def _least_prompt(self) -> int:
+        """Tokens of the shortest prompt there may be."""
+        spec = self.spec
+        if spec.ladder:
+            return self.vocabulary.overhead + 1
+        offset = spec.document_offset.least if spec.documents else 0
+        return spec.prefix_len + spec.document_len + offset + spec.input_len.least
+
     def _room(self, output: int, used: int) -> int | None:
         return None if self.limit is None else max(1, self.limit - output - used)
 
@@ -278,15 +286,15 @@ class Workload:
                 )
         if spec.trace:
             return
-        own, output = spec.input_len.least * spec.turns, spec.output_len.least * spec.turns
-        shared = spec.prefix_len + spec.document_len + (spec.document_offset.least if spec.documents else 0)
-        if own + output + shared > limit:
+        own, output = spec.input_len.least * (spec.turns - 1), spec.output_len.least * spec.turns
+        needed = self._least_prompt() + own + output
+        if needed > limit:
             parts = [f"--input-len {spec.input_len}"]
             parts += [f"--prefix-len {spec.prefix_len}"] if spec.prefix_len else []
             parts += [f"--document-len {spec.document_len}"] if spec.document_len else []
             turns = f" in {spec.turns} turns" if spec.turns > 1 else ""
             raise LoadTestError(
-                f"{' with '.join(parts)} and --output-len {spec.output_len}{turns} need {own + output + shared:,} tokens, "
+                f"{' with '.join(parts)} and --output-len {spec.output_len}{turns} need {needed:,} tokens, "
                 f"but {takes}: lower them, or serve with a larger --max-model-len"
             )
 

@@ -243,6 +243,8 @@ def test_a_trace_with_a_bad_line(tmp_path, capsys):
         (["--json", "/nowhere/run.json"], "--json"),
         (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
         (["--url", "nonsense"], "http://127.0.0.1:8000"),
+        (["--url", "http://me:secret@127.0.0.1:1"], "--header"),
+        (["--header", "Content-Length: 3"], "content-length"),
     ],
 )
 def test_bad_options_are_one_line(capsys, arguments, named):

@@ -228,6 +228,10 @@ def test_lengths_that_are_drawn_are_cut_to_what_fits():
     drawn = calls(workload(input_len="normal:450:100", output_len="uniform:10:60", limit=512), 200)
     assert all(call.input_tokens + call.output_tokens <= 512 for call in drawn)
     assert any(call.input_tokens + call.output_tokens == 512 for call in drawn)
+    drawn = calls(workload(input_len="300", output_len="normal:250:200", limit=512), 200)
+    assert {call.input_tokens for call in drawn} == {300} and max(call.output_tokens for call in drawn) == 212
+    drawn = calls(workload(ladder=True, output_len="normal:450:200", limit=512), 200)
+    assert all(call.input_tokens >= 1 and call.input_tokens + call.output_tokens <= 512 for call in drawn)
     mixed = workload(
         input_len="uniform:1:400", documents=1, document_len=100, document_offset="uniform:0:900", limit=512
     )
