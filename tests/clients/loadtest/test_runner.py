@@ -95,6 +95,14 @@ def test_warm_up_is_of_the_same_kind_and_counts_nowhere():
 def test_clients_that_leave_are_neither_completed_nor_failed():
     async def long(performance: Performance) -> None:
         await performance.head()
+        # The client before has gone by now, and not only when the whole run ends.
+        before = llm.performances[: llm.performances.index(performance)]
+        for _ in range(500):
+            if all(other.client_gone for other in before):
+                break
+            await asyncio.sleep(0.01)
+        else:
+            await performance.token("the client before is still there", "abort")
         for _ in range(4):
             await performance.token()
         await performance.wait_gone()

@@ -58,8 +58,10 @@ def test_the_same_seed_asks_the_same_and_matters_do_not_mix():
     one = calls(workload(**base), 30)
     assert [call.body for call in one] == [call.body for call in calls(workload(**base), 30)]
     assert [call.body for call in one] != [call.body for call in calls(workload(**base, seed=1), 30)]
-    other = calls(workload(**{**base, "output_len": "7"}), 30)  # other answers, the same prompts
-    assert [json.loads(c.body)["prompt"] for c in one] == [json.loads(c.body)["prompt"] for c in other]
+    changes = {"output_len": "7"}, {"disconnect_share": 0.5}, {"scalings": [WeightedScaling("a"), WeightedScaling("b")]}
+    for change in changes:  # what else is asked, the prompts stay
+        other = calls(workload(**{**base, **change}), 30)
+        assert [json.loads(c.body)["prompt"] for c in one] == [json.loads(c.body)["prompt"] for c in other]
 
 
 def test_text_counts_what_the_server_adds():
