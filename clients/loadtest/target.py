@@ -176,11 +176,19 @@ class Control:
         raise LoadTestError(f"{base} has no model {wanted!r}: it serves {ids}")
 
     async def tokenize(self, **body: Any) -> Mapping[str, Any] | None:
-        """The answer of /tokenize, with a list of ids under `tokens`; None where the server has no such thing."""
-        answer = await self._json("POST", "/tokenize", body)
-        tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
-        good = isinstance(tokens, list) and all(isinstance(item, int) and item >= 0 for item in tokens)
-        return answer if good and tokens else None
+        """The answer of /tokenize, with a list of ids under `tokens`; None where the server has no such thing.
+
+        body: as Windlass and vLLM take it. Where that does not do, llama.cpp's names are tried.
+        """
+        bodies = [body]
+        if "prompt" in body:
+            bodies.append({"content": body["prompt"], "add_special": body.get("add_special_tokens") is not False})
+        for candidate in bodies:
+            answer = await self._json("POST", "/tokenize", candidate)
+            tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
+            if isinstance(tokens, list) and tokens and all(isinstance(item, int) and item >= 0 for item in tokens):
+                return dict(answer)
+        return None
 
     async def metrics(self) -> str | None:
         """The text of /metrics; None where there is none."""

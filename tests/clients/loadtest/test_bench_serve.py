@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from helpers.scripted_http import answer
@@ -157,6 +158,52 @@ def test_a_sweep_by_its_options(tmp_path, capsys):
     assert "100 requests per second: meets the SLOs" in captured.err
     assert "200 requests per second is the highest rate found" in captured.out
     assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 5
+
+
+def test_the_page_is_written_by_the_report(tmp_path, monkeypatch):
+    written = []
+    report = types.ModuleType("report")
+    report.write_html = lambda result, path: written.append((type(result).__name__, path))
+    monkeypatch.setitem(sys.modules, "windlass.clients.loadtest.report", report)
+    page = tmp_path / "run.html"
+    with scripted_llm(asked()) as llm:
+        assert bench(llm.url, "--num-prompts", 1, "--html", page) == 0
+        sweep = ["--sweep", "--slo", "ttft:60000", "--sweep-runs", 1, "--num-prompts", 1]
+        assert bench(llm.url, *sweep, "--html", page) == 0
+    assert written == [("RunResult", page), ("SweepResult", page)]
+
+
+def test_a_page_that_cannot_be_made_is_one_line_and_nothing_is_sent(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "windlass.clients.loadtest.report", None)
+    with scripted_llm(asked()) as llm:
+        assert "--html" in error_of(capsys, llm.url, "--html", tmp_path / "run.html")
+    assert not llm.performances
+
+
+def test_a_signal_before_anything_was_measured(tmp_path):
+    """In the warm-up: the report is empty, and says that the run was interrupted."""
+
+    async def hangs(performance: Performance) -> None:
+        await performance.wait_gone()
+
+    with scripted_llm(hangs) as llm:
+        command = [sys.executable, "-m", "windlass.server.cli", "bench", "serve", "--url", llm.url, "--warmup", "1"]
+        command += ["--json", str(tmp_path / "run.json"), "--csv", str(tmp_path / "run.csv")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            end = time.monotonic() + 60
+            while not llm.performances:
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert (data["completed"], data["failed"], data["interrupted"], data["requests"]) == (0, 0, True, [])
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

@@ -283,6 +283,18 @@ def test_token_ids_are_those_of_ordinary_words():
         assert len(body["prompt"]) == 500 and min(body["prompt"]) > 10 and len(set(body["prompt"])) > 20
 
 
+def test_token_ids_of_a_server_with_llama_cpp_s_names():
+    async def script(exchange) -> None:
+        words = exchange.request.json.get("content", "").split()
+        await answer({"tokens": [100 + len(word) for word in words]})(exchange)
+
+    with scripted_llm(asked(), model={"owned_by": "llamacpp"}, others={"/tokenize": script}) as llm:
+        result = run(llm, count=1, workload={"input_len": Lengths.fixed(50)})
+    (body,) = llm.bodies
+    assert result.settings["prompts"] == "token ids" and body["ignore_eos"] is True
+    assert len(body["prompt"]) == 50 and set(body["prompt"]) <= set(range(101, 112))
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_text_has_the_exact_length_where_the_server_tokenizes(chat):
     with scripted_llm(asked(), others={"/tokenize": tokenizer(True)}) as llm:
