@@ -89,7 +89,8 @@ class Server:
 
     @property
     def max_model_len(self) -> int | None:
-        limit = self.entry.get("max_model_len")
+        meta = self.entry.get("meta")  # llama.cpp
+        limit = self.entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
         return limit if isinstance(limit, int) and limit > 0 else None
 
     @property

@@ -243,8 +243,9 @@ def test_a_server_without_a_list_of_models(capsys):
     assert llm.bodies[0]["model"] == "mine"
 
 
-def test_a_length_above_the_server_s_limit(capsys):
-    with scripted_llm(asked(), model={"max_model_len": 512}) as llm:
+@pytest.mark.parametrize("told", [{"max_model_len": 512}, {"meta": {"n_ctx": 512}}])
+def test_a_length_above_the_server_s_limit(capsys, told):
+    with scripted_llm(asked(), model=told) as llm:
         error = error_of(capsys, llm.url, "--input-len", 8192, "--output-len", 64)
     assert "8,256 tokens" in error and "512 tokens" in error and "--max-model-len" in error
     assert not llm.performances
