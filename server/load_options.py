@@ -316,12 +316,14 @@ def make_plan(
         schedule: Schedule | None = Arrivals(first_rate(arrivals), arrivals.gap_shape())
     else:
         schedule = arrivals.to_schedule(count, trace)
+    concurrency = 1 if schedule is None and arrivals.concurrency is None else arrivals.concurrency
     shown = asdict(arrivals) | asdict(workload) | {"model": target.model, "endpoint": target.endpoint}
+    shown |= {"num_prompts": count, "concurrency": concurrency}
     return LoadPlan(
         target=target.to_target(),
         workload=workload.to_spec(target.chat, trace),
         schedule=schedule,
-        concurrency=1 if schedule is None and arrivals.concurrency is None else arrivals.concurrency,
+        concurrency=concurrency,
         count=count,
         duration_s=arrivals.duration,
         warmup=arrivals.warmup,

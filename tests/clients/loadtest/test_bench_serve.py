@@ -140,12 +140,24 @@ def test_every_kind_of_load_by_its_options(tmp_path):
 
 def test_csv_and_texts(tmp_path):
     with scripted_llm(stream(0, 0)) as llm:
-        arguments = ["--num-prompts", 2, "--csv", tmp_path / "run.csv", "--json", tmp_path / "run.json", "--save-text"]
+        arguments = [
+            "--duration",
+            600,
+            "--num-prompts",
+            2,
+            "--csv",
+            tmp_path / "run.csv",
+            "--json",
+            tmp_path / "run.json",
+            "--save-text",
+        ]
         assert bench(llm.url, *arguments) == 0
     with (tmp_path / "run.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["outcome"] for row in rows] == ["completed"] * 2 and float(rows[0]["ttft_ms"]) > 0
-    assert [record.text for record in read_json(tmp_path / "run.json").records] == [" w1 w2"] * 2
+    result = read_json(tmp_path / "run.json")
+    assert [record.text for record in result.records] == [" w1 w2"] * 2
+    assert result.settings["concurrency"] == 1 and result.settings["num_prompts"] == 2
 
 
 def test_a_sweep_by_its_options(tmp_path, capsys):
