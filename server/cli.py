@@ -13,6 +13,7 @@ import typer
 from windlass import __version__
 from windlass.engine.errors import EngineError
 from windlass.server import bench_results
+from windlass.server.bench_serve import bench_serve
 from windlass.server.options import (
     EngineOptions,
     LogLevel,
@@ -35,6 +36,7 @@ bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 bench_results.register(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
+bench.command("serve")(bench_serve)
 
 # Older typers use click's exceptions, newer ones their own copy of them.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_type_hints
 
@@ -339,7 +339,7 @@ def check_log_level(level: str) -> str:
 def expands_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a command so that each parameter annotated with an options dataclass becomes that dataclass's options."""
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if hint in (EngineOptions, ServerOptions)}
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name not in groups:
@@ -349,6 +349,8 @@ def expands_options(function: Callable[..., Any]) -> Callable[..., Any]:
         group_hints = get_type_hints(group, include_extras=True)
         for item in fields(group):
             default = item.default_factory() if callable(item.default_factory) else item.default
+            if default is MISSING:
+                default = inspect.Parameter.empty
             parameters.append(
                 inspect.Parameter(
                     item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=group_hints[item.name]

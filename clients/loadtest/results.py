@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,19 @@ from typing import Any
 FORMAT = "windlass-bench/1"
 PERCENTILES = (50, 90, 95, 99)
 
+# Requests that this side ended on purpose: neither completed nor failed.
+ABANDONED = frozenset({"disconnected", "interrupted"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
     """One request as it went.
 
-    outcome: "completed", or the kind of failure (a key of the report's `errors`); message: its detail. intended: when
-    the schedule wanted it sent; sent: when it was. chunks: arrival of each chunk that carried tokens; ended: when the
-    stream closed or failed. output_tokens: what the server's usage says, else the chunks. label: which part of a mixed
-    workload, such as the name of a rotary scaling or a turn of a chat.
+    outcome: "completed", the kind of failure (a key of the report's `errors`), or one of ABANDONED; message: its detail.
+    intended: when the schedule wanted it sent; sent: when it was. chunks: arrival of each chunk that carried tokens;
+    ended: when the stream closed or failed. output_tokens: what the server's usage says, else the chunks; asked_tokens:
+    how many were asked for. label: which part of a mixed workload, such as the name of a rotary scaling or a turn of a
+    chat. text, token_ids: of the answer, None unless they were to be kept.
     """
 
     index: int
@@ -40,6 +44,10 @@ class RequestRecord:
     message: str | None = None
     label: str | None = None
     request_id: str | None = None
+    asked_tokens: int | None = None
+    finish_reason: str | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
 
     @property
     def completed(self) -> bool:
@@ -137,7 +145,15 @@ class RunResult:
     @property
     def errors(self) -> dict[str, int]:
         """Failures by kind."""
-        return dict(Counter(record.outcome for record in self.records if not record.completed))
+        return self._count(lambda outcome: outcome not in ABANDONED)
+
+    @property
+    def abandoned(self) -> dict[str, int]:
+        """Requests that this side ended on purpose, by kind."""
+        return self._count(lambda outcome: outcome in ABANDONED)
+
+    def _count(self, wanted: Callable[[str], bool]) -> dict[str, int]:
+        return dict(Counter(r.outcome for r in self.records if not r.completed and wanted(r.outcome)))
 
     def meets_slo(self, record: RequestRecord) -> bool:
         """Whether a request completed inside every limit of `slo`; its own p99 of gaps stands for itl."""
@@ -153,13 +169,14 @@ class RunResult:
 
     def summary(self) -> dict[str, Any]:
         """The figures of the run as plain data: the top level of its JSON."""
-        done = self.completed
+        done, errors = self.completed, self.errors
         per_second = 1 / self.duration_s if self.duration_s > 0 else 0.0
         output_tokens = sum(record.output_tokens for record in done)
         return {
             "completed": len(done),
-            "failed": len(self.records) - len(done),
-            "errors": self.errors,
+            "failed": sum(errors.values()),
+            "errors": errors,
+            "abandoned": self.abandoned,
             "duration_s": self.duration_s,
             "input_tokens": sum(record.input_tokens for record in done),
             "output_tokens": output_tokens,
@@ -191,18 +208,29 @@ class RunResult:
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ValueError(f"not the JSON of a load test (its `format` should be {FORMAT!r})")
         try:
-            records = tuple(
-                RequestRecord(**{**entry, "chunks": tuple(entry.get("chunks", ()))}) for entry in data["requests"]
-            )
-            names = set(cls.__slots__) - {"records"}  # type: ignore[attr-defined]
+            records = tuple(_record(entry) for entry in data["requests"])
+            names = set(cls.__slots__) - {"records"}
             return cls(records=records, **{name: data[name] for name in names if name in data})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the JSON of this load test cannot be read: {error}") from error
 
 
+def _record(entry: Mapping[str, Any]) -> RequestRecord:
+    lists = {name: tuple(entry[name]) for name in ("chunks", "token_ids") if entry.get(name) is not None}
+    return RequestRecord(**{**entry, **lists})
+
+
 def write_json(result: RunResult, path: Path) -> None:
-    """Write the run's JSON object to `path`. Raises OSError."""
-    path.write_text(json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    """Write the run's JSON object to `path`, a line per request. Raises OSError."""
+    path.write_text(to_json(result) + "\n", encoding="utf-8")
+
+
+def to_json(result: RunResult) -> str:
+    """The JSON object of the run as text, a line per request."""
+    rest = result.to_dict()
+    requests = [json.dumps(entry, allow_nan=False) for entry in rest.pop("requests")]
+    head = json.dumps(rest, indent=1, allow_nan=False).removesuffix("\n}")
+    return head + ',\n "requests": [\n' + ",\n".join(requests) + "\n ]\n}"
 
 
 def read_json(path: Path) -> RunResult:

@@ -1,0 +1,114 @@
+"""Carries out one request and makes its record: connecting, sending, waiting, giving up. Knows no schedule."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from windlass.clients.loadtest.results import RequestRecord
+from windlass.clients.loadtest.stream import AnswerReader
+from windlass.clients.loadtest.wire import Connection, Pool
+from windlass.clients.loadtest.workload import Call
+
+# After these the rest of the answer is not waited for; after others the connection ends by itself, or is used again.
+_CUT_OFF = frozenset({"timeout", "disconnected", "interrupted", "aborted", "malformed"})
+
+
+class Exchanges:
+    """Requests over a pool. timeout_s: for each of them, from its sending. keep: whether to keep texts and token ids."""
+
+    def __init__(self, pool: Pool, timeout_s: float, *, keep: bool = False) -> None:
+        self._pool, self._timeout_s, self._keep = pool, timeout_s, keep
+        self._active: set[AnswerReader] = set()
+        self._ended_chunks = 0
+
+    @property
+    def chunks(self) -> int:
+        """Chunks with tokens received until now."""
+        return self._ended_chunks + sum(len(reader.chunks) for reader in self._active)
+
+    async def exchange(
+        self,
+        call: Call,
+        done: Callable[[RequestRecord], None],
+        *,
+        index: int = 0,
+        intended: float = 0.0,
+        start: float = 0.0,
+    ) -> RequestRecord:
+        """Send `call`; `done` gets its record whatever happens, cancellation included.
+
+        intended: seconds since `start`, which is on the monotonic clock. Never raises but for cancellation.
+        """
+        sent = time.monotonic()
+        finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def notice() -> None:
+            if not finished.done():
+                finished.set_result(None)
+
+        reader = AnswerReader(notice, leave_after=call.disconnect_after, keep=self._keep)
+        self._active.add(reader)
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                connection = await self._pool.take()
+                connection.send(reader, self._pool.request(call.path, call.body), call.body)
+                await finished
+        except TimeoutError:
+            reader.end("timeout", time.monotonic(), f"no complete answer within {self._timeout_s:g} s")
+        except OSError as error:
+            reader.end("connection", time.monotonic(), f"cannot connect: {error}")
+        except asyncio.CancelledError:
+            reader.end("interrupted", time.monotonic(), "the run was stopped")
+            raise
+        finally:
+            record = self._close(reader, connection, call, index, intended, sent, start)
+            done(record)
+        return record
+
+    def _close(
+        self,
+        reader: AnswerReader,
+        connection: Connection | None,
+        call: Call,
+        index: int,
+        intended: float,
+        sent: float,
+        start: float,
+    ) -> RequestRecord:
+        self._active.discard(reader)
+        self._ended_chunks += len(reader.chunks)
+        outcome = reader.outcome or "interrupted"
+        if connection is not None and outcome in _CUT_OFF:
+            connection.abort()
+        usage = reader.usage
+        return RequestRecord(
+            index=index,
+            intended=intended,
+            sent=sent - start,
+            chunks=tuple(when - start for when in reader.chunks),
+            ended=None if reader.ended is None else reader.ended - start,
+            input_tokens=_count(usage.get("prompt_tokens"), call.input_tokens),
+            output_tokens=_count(usage.get("completion_tokens"), len(reader.chunks)),
+            cached_tokens=_cached(usage.get("prompt_tokens_details")),
+            outcome=outcome,
+            message=reader.message,
+            label=call.label,
+            request_id=reader.request_id,
+            asked_tokens=call.output_tokens,
+            finish_reason=reader.finish_reason,
+            text="".join(reader.text) if self._keep else None,
+            token_ids=tuple(reader.token_ids) if self._keep and reader.token_ids is not None else None,
+        )
+
+
+def _count(told: Any, otherwise: int) -> int:
+    return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else otherwise
+
+
+def _cached(details: Any) -> int | None:
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return cached if isinstance(cached, int) else None

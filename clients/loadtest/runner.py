@@ -1,0 +1,399 @@
+"""Runs a load test: sends what the workload asks when the schedule says, records what comes back.
+
+The measured part begins once everything that takes time is done: the server asked, prompts drawn, warm-up over. Knows
+nothing of files, options and terminals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.clients.loadtest.errors import LoadTestError
+from windlass.clients.loadtest.exchange import Exchanges
+from windlass.clients.loadtest.health import Health, MeasuredLoop
+from windlass.clients.loadtest.metrics import changes
+from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult
+from windlass.clients.loadtest.schedule import Schedule, intended_times
+from windlass.clients.loadtest.sweep import SweepResult, SweepSpec, find_highest_rate
+from windlass.clients.loadtest.target import Control, Server, Target
+from windlass.clients.loadtest.vocabulary import find_vocabulary
+from windlass.clients.loadtest.wire import Pool
+from windlass.clients.loadtest.workload import Call, Conversation, Workload, WorkloadSpec
+
+SLO_MEASURES = ("ttft", "tpot", "itl", "e2el")
+
+# Requests made before the run, so that making them disturbs nothing; further ones are made as they are needed.
+_PREPARED_REQUESTS = 4096
+_PREPARED_BYTES = 256 * 2**20
+_PROGRESS_SECONDS = 0.5
+_STEP_SECONDS = 0.02  # how long preparing keeps the event loop at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """One load test.
+
+    schedule: arrivals of an open loop; None for a closed loop. concurrency: clients of a closed loop, each of which
+    sends its next request when its last has ended; in an open loop the most requests in flight, None for no bound (a
+    request that waits for others is late, and its TTFT from the intended send says so). count: conversations (requests,
+    where they have one turn); duration_s: none begins later. At least one of the two, or a workload that ends. warmup:
+    requests before the measured part. timeout_s: for each request. slo: limits in ms by measure (ttft, tpot, itl, e2el).
+    vocab_size, text_prompts: see vocabulary.py. keep_text: record texts and token ids. settings: what the report is to
+    say was asked for.
+
+    Raises LoadTestError for bounds that make no run.
+    """
+
+    target: Target
+    workload: WorkloadSpec
+    schedule: Schedule | None = None
+    concurrency: int | None = 1
+    count: int | None = None
+    duration_s: float | None = None
+    warmup: int = 0
+    timeout_s: float = 600.0
+    ready_s: float = 60.0
+    seed: int = 0
+    slo: Mapping[str, float] = field(default_factory=dict)
+    vocab_size: int | None = None
+    text_prompts: bool = False
+    keep_text: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.count is None and self.duration_s is None and not self.workload.trace:
+            raise LoadTestError("a run needs an end: give a number of prompts or a duration")
+        if self.schedule is None and self.concurrency is None:
+            raise LoadTestError("a closed loop needs a concurrency: give one, or a request rate")
+        for name, value, least in (
+            ("the number of prompts", self.count, 1),
+            ("the concurrency", self.concurrency, 1),
+            ("the number of warm-up requests", self.warmup, 0),
+        ):
+            if value is not None and value < least:
+                raise LoadTestError(f"{name} must be at least {least}, got {value}")
+        for name, seconds in (("the duration", self.duration_s), ("the timeout", self.timeout_s)):
+            if seconds is not None and not seconds > 0:
+                raise LoadTestError(f"{name} must be more than 0 seconds, got {seconds:g}")
+        for measure, limit in self.slo.items():
+            if measure not in SLO_MEASURES:
+                raise LoadTestError(f"no SLO can be set for {measure!r}: there are {', '.join(SLO_MEASURES)}")
+            if not limit > 0:
+                raise LoadTestError(f"the SLO for {measure} must be more than 0 ms, got {limit:g}")
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """How far a run is. phase: "preparing", "warm-up" or "running". total: conversations to come, None where unknown."""
+
+    phase: str = "preparing"
+    seconds: float = 0.0
+    total: int | None = None
+    begun: int = 0
+    ended: int = 0
+    completed: int = 0
+    failed: int = 0
+    running: int = 0
+    chunks: int = 0
+
+
+Progress = Callable[[Snapshot], None]
+
+
+def measure(plan: LoadPlan, progress: Progress | None = None) -> RunResult:
+    """`run_load` for callers without an event loop; on this one the generator can tell how busy it was."""
+    with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+        return runner.run(run_load(plan, progress=progress))
+
+
+async def run_load(
+    plan: LoadPlan,
+    *,
+    progress: Progress | None = None,
+    stop: asyncio.Event | None = None,
+    workload: Workload | None = None,
+    server: Server | None = None,
+) -> RunResult:
+    """Run the test. Raises LoadTestError where the server cannot be tested this way; what fails later is counted.
+
+    progress: called about twice a second. stop: once set, the run ends at once and its result says `interrupted`.
+    workload, server: as an earlier run of the same plan found them, see `prepare`.
+    """
+    async with Control(plan.target) as control:
+        if server is None or workload is None:
+            server, workload = await prepare(plan, control)
+        return await _Run(plan, control, server, workload, progress, stop or asyncio.Event()).run()
+
+
+async def prepare(plan: LoadPlan, control: Control) -> tuple[Server, Workload]:
+    """Ask the server what it is and what prompts for it are made of. Raises LoadTestError."""
+    server = await control.discover(plan.ready_s)
+    spec = plan.workload
+    text = plan.text_prompts or (spec.turns > 1 and not server.takes_token_ids)
+    if spec.chat and plan.vocab_size is not None:
+        raise LoadTestError("--vocab-size makes prompts of token ids, which no chat takes: leave it out")
+    vocabulary = await find_vocabulary(control, server, chat=spec.chat, text=text, size=plan.vocab_size)
+    limit = server.max_model_len
+    if spec.ignore_eos is None:
+        spec = dataclasses.replace(spec, ignore_eos=server.takes_ignore_eos)
+    return server, Workload(spec, model=server.model, vocabulary=vocabulary, limit=limit, seed=plan.seed)
+
+
+async def sweep_load(
+    plan: LoadPlan,
+    spec: SweepSpec,
+    arrivals: Callable[[float], Schedule],
+    *,
+    progress: Progress | None = None,
+    stop: asyncio.Event | None = None,
+    workload: Workload,
+    server: Server,
+    told: Callable[[float, RunResult, bool], None] | None = None,
+) -> SweepResult:
+    """A run of the plan per rate, with the schedule that `arrivals` makes of it, until the highest rate is found.
+
+    Each run draws other prompts of the same kind. Raises LoadTestError.
+    """
+
+    async def run(rate: float, number: int) -> RunResult:
+        own = dataclasses.replace(plan, schedule=arrivals(rate), seed=plan.seed + number)
+        other = workload.with_seed(own.seed)
+        return await run_load(own, progress=progress, stop=stop, workload=other, server=server)
+
+    return await find_highest_rate(run, spec, plan.slo, told)
+
+
+class _Run:
+    """The state of one run."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        control: Control,
+        server: Server,
+        workload: Workload,
+        progress: Progress | None,
+        stop: asyncio.Event,
+    ) -> None:
+        self._plan, self._control, self._server, self._workload = plan, control, server, workload
+        self._progress, self._stop = progress, stop
+        self._snapshot = Snapshot(total=plan.count)
+        self._health = Health()
+        self._pool = Pool(plan.target.base, plan.target.all_headers(), plan.target.tls())
+        keep = plan.keep_text or workload.spec.turns > 1
+        self._exchanges = Exchanges(self._pool, plan.timeout_s, keep=keep)
+        self._records: list[RequestRecord] = []
+        self._numbers = itertools.count()
+        self._slots: asyncio.Semaphore | None = None
+        self._problem: LoadTestError | None = None
+        self._start = time.monotonic()
+
+    async def run(self) -> RunResult:
+        ticker = asyncio.create_task(self._tell())
+        try:
+            return await self._measure()
+        finally:
+            ticker.cancel()
+            self._pool.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await ticker  # it also gives the connections the time to close
+
+    async def _measure(self) -> RunResult:
+        plan = self._plan
+        times = None
+        if plan.schedule is not None:
+            times = intended_times(plan.schedule, plan.seed, plan.count, plan.duration_s)
+            self._snapshot.total = len(times)
+        elif plan.workload.trace:
+            self._snapshot.total = min(len(plan.workload.trace), plan.count or len(plan.workload.trace))
+        await self._unless_stopped(self._pool.look_up())
+        await self._unless_stopped(self._warm_up())
+        source = await self._prepared(self._snapshot.total)
+        before = await self._control.metrics()
+        started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._snapshot.phase = "running"
+        self._start = time.monotonic()
+        self._health.start()
+        finished = await self._unless_stopped(
+            self._closed_loop(source) if times is None else self._open_loop(source, times)
+        )
+        self._health.stop()
+        ended = self._now()
+        if self._problem is not None:
+            raise self._problem
+        metrics = changes(before, await self._control.metrics())
+        return self._result(started_at, ended, not finished, metrics)
+
+    def _result(self, started_at: str, ended: float, interrupted: bool, metrics: dict[str, float]) -> RunResult:
+        plan, vocabulary = self._plan, self._workload.vocabulary
+        records = sorted(self._records, key=lambda record: record.index)
+        chunks = sum(len(record.chunks) for record in records)
+        if not plan.keep_text:
+            records = [dataclasses.replace(record, text=None, token_ids=None) for record in records]
+        begin = min((record.intended for record in records), default=0.0)
+        if not interrupted:
+            ended = max((record.ended for record in records if record.ended is not None), default=ended)
+        prompts = "token ids" if vocabulary.ids else "text of known length" if vocabulary.exact else "text"
+        return RunResult(
+            records=tuple(records),
+            duration_s=max(0.0, ended - begin),
+            offered_rate=plan.schedule.rate if plan.schedule is not None else None,
+            settings={**plan.settings, "prompts": prompts, "seed": plan.seed},
+            server={"url": plan.target.base, **self._server.to_dict()},
+            server_metrics=metrics,
+            slo=dict(plan.slo),
+            generator={**self._health.report(chunks), "monotonic_start": self._start},
+            interrupted=interrupted,
+            started_at=started_at,
+        )
+
+    # ---- before ------------------------------------------------------------------------------------------------------
+    async def _warm_up(self) -> None:
+        """Requests of the same kind with other prompts; what becomes of them is not counted."""
+        plan, workload = self._plan, self._workload
+        if not plan.warmup:
+            return
+        self._snapshot.phase = "warm-up"
+        other = workload.with_seed(~workload.seed)
+        source = itertools.islice(other.conversations(), plan.warmup)
+
+        async def client() -> None:
+            for conversation in source:
+                await self._exchanges.exchange(conversation.call, lambda record: None)
+
+        await _together(client() for _ in range(min(plan.warmup, plan.concurrency or plan.warmup)))
+
+    async def _prepared(self, total: int | None) -> Iterator[Conversation]:
+        """The conversations of the run, the first of them made already."""
+        self._snapshot.phase = "preparing"
+        source = self._workload.conversations()
+        ready: deque[Conversation] = deque()
+        size, most = 0, _PREPARED_REQUESTS if total is None else min(total, _PREPARED_REQUESTS)
+        pause = time.monotonic() + _STEP_SECONDS
+        while len(ready) < most and size < _PREPARED_BYTES and not self._stop.is_set():
+            conversation = next(source, None)
+            if conversation is None:
+                break
+            ready.append(conversation)
+            size += len(conversation.call.body)
+            if time.monotonic() > pause:
+                await asyncio.sleep(0)
+                pause = time.monotonic() + _STEP_SECONDS
+        return _draining(ready, source)
+
+    # ---- the two loops -----------------------------------------------------------------------------------------------
+    async def _closed_loop(self, source: Iterator[Conversation]) -> None:
+        plan = self._plan
+        assert plan.concurrency is not None
+        numbers = itertools.count()
+
+        async def client() -> None:
+            while plan.duration_s is None or self._now() < plan.duration_s:
+                if self._snapshot.total is not None and next(numbers) >= self._snapshot.total:
+                    return
+                intended = self._now()
+                conversation = next(source, None)
+                if conversation is None:
+                    return
+                await self._converse(conversation, intended)
+
+        await _together(client() for _ in range(min(plan.concurrency, self._snapshot.total or plan.concurrency)))
+
+    async def _open_loop(self, source: Iterator[Conversation], times: list[float]) -> None:
+        if self._plan.concurrency is not None:
+            self._slots = asyncio.Semaphore(self._plan.concurrency)
+        async with asyncio.TaskGroup() as group:
+            for intended in times:
+                # A pause even when late: what has arrived meanwhile must be read.
+                await asyncio.sleep(max(0.0, intended - self._now()))
+                conversation = next(source, None)
+                if conversation is None:
+                    return
+                group.create_task(self._converse(conversation, intended))
+
+    async def _converse(self, conversation: Conversation, intended: float) -> None:
+        """All turns of one conversation, the first of them at `intended`."""
+        self._snapshot.begun += 1
+        while True:
+            record = await self._request(conversation.call, intended)
+            try:
+                if not record.completed or not conversation.advance(record.text or "", record.token_ids):
+                    break
+            except LoadTestError as error:
+                self._problem = error
+                self._stop.set()
+                break
+            assert record.ended is not None
+            intended = record.ended + conversation.think_s
+            await asyncio.sleep(max(0.0, intended - self._now()))
+        self._snapshot.ended += 1
+
+    async def _request(self, call: Call, intended: float) -> RequestRecord:
+        index = next(self._numbers)
+        full = self._slots is not None and self._slots.locked()
+        async with self._slots or contextlib.nullcontext():
+            # Waiting for a slot is as asked for; only what this program is late by itself is its own.
+            self._health.sent(0.0 if full else max(0.0, self._now() - intended))
+            self._snapshot.running += 1
+            try:
+                return await self._exchanges.exchange(
+                    call, self._record, index=index, intended=intended, start=self._start
+                )
+            finally:
+                self._snapshot.running -= 1
+
+    def _record(self, record: RequestRecord) -> None:
+        self._records.append(record)
+        self._snapshot.completed += record.completed
+        self._snapshot.failed += not record.completed and record.outcome not in ABANDONED
+
+    # ---- helpers -----------------------------------------------------------------------------------------------------
+    def _now(self) -> float:
+        return time.monotonic() - self._start
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do the work unless told to stop; whether it was done to its end."""
+        if self._stop.is_set():
+            work.close()
+            return False
+        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            return False
+        task.result()
+        return True
+
+    async def _tell(self) -> None:
+        """Call the progress callback now and then."""
+        while self._progress is not None:
+            self._snapshot.seconds = self._now()
+            self._snapshot.chunks = self._exchanges.chunks
+            self._progress(self._snapshot)
+            await asyncio.sleep(_PROGRESS_SECONDS)
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for item in work:
+            group.create_task(item)
+
+
+def _draining(ready: deque[Conversation], source: Iterator[Conversation]) -> Iterator[Conversation]:
+    while ready:
+        yield ready.popleft()
+    yield from source

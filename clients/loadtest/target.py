@@ -1,0 +1,207 @@
+"""The server under test: its address, what it says of itself, its tokenizer and its metrics. Control requests only.
+
+What it finds is decided here once (may extension fields be sent? is there a tokenizer?), so that nobody else has to know
+one server from another. The measured requests go another way (`wire.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from windlass.clients.loadtest.errors import LoadTestError
+
+# Servers that are known to take `ignore_eos`, by what their models say under `owned_by`.
+_TAKES_IGNORE_EOS = frozenset({"windlass", "vllm", "sglang", "llamacpp"})
+_TAKES_TOKEN_IDS = frozenset({"windlass", "vllm"})  # `return_token_ids`
+_OWN_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
+_CONTROL_SECONDS = 30.0
+_METRICS_SECONDS = 5.0  # a server that no longer answers must not hold the report back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where to send the load. url: with or without /v1. model: None for the server's first. headers: sent on each request.
+
+    Raises LoadTestError for an address, a key or a header that cannot be sent.
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            parsed = httpx.URL(self.base)
+        except httpx.InvalidURL as error:
+            raise LoadTestError(f"cannot read the address {self.url!r}: {error}") from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise LoadTestError(f"the address {self.url!r} should look like http://127.0.0.1:8000")
+        if parsed.userinfo or parsed.query or parsed.fragment:
+            raise LoadTestError(
+                f"the address {self.base.split('@')[-1]!r} should hold neither a name nor a query: credentials go into "
+                f"--api-key or --header"
+            )
+        for name, value in self.all_headers().items():
+            if name in _OWN_HEADERS:
+                raise LoadTestError(f"the header {name} is not yours to set: leave it out")
+            if not (name.isascii() and name.replace("-", "").replace("_", "").isalnum()):
+                raise LoadTestError(f"{name!r} is no name of a header: write NAME: VALUE")
+            if not (value.isascii() and value.isprintable() and value == value.strip()):
+                what = "the API key" if name == "authorization" else f"the header {name}"
+                raise LoadTestError(f"{what} holds characters that no HTTP header may carry: check it")
+
+    @property
+    def base(self) -> str:
+        """The address without /v1 and slashes at its end."""
+        return self.url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Whom to trust: certifi's authorities, or those of SSL_CERT_FILE. None for plain HTTP."""
+        return httpx.create_ssl_context() if self.base.startswith("https:") else None
+
+    def all_headers(self) -> dict[str, str]:
+        """Names in lower case; the key as a bearer token unless a header of that name is given."""
+        key = {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        return {"user-agent": "windlass-bench", **key, **{name.lower(): text for name, text in self.headers.items()}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """What is known of the server. entry: its own object of the model. max_model_len: None where it does not tell."""
+
+    model: str
+    entry: Mapping[str, Any] = field(default_factory=dict)
+    version: str | None = None
+
+    @property
+    def owner(self) -> str | None:
+        owner = self.entry.get("owned_by")
+        return owner.lower() if isinstance(owner, str) else None
+
+    @property
+    def max_model_len(self) -> int | None:
+        meta = self.entry.get("meta")  # llama.cpp
+        limit = self.entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, Mapping) else None)
+        return limit if isinstance(limit, int) and limit > 0 else None
+
+    @property
+    def takes_ignore_eos(self) -> bool:
+        return self.owner in _TAKES_IGNORE_EOS
+
+    @property
+    def takes_token_ids(self) -> bool:
+        """Whether it tells the token ids of an answer."""
+        return self.owner in _TAKES_TOKEN_IDS
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the report."""
+        return {"version": self.version, **self.entry, "model": self.model}
+
+
+class Control:
+    """The control connection to a target; an asynchronous context manager."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        # No proxies: the measured requests use none either.
+        self._http = httpx.AsyncClient(
+            base_url=target.base,
+            headers=target.all_headers(),
+            timeout=_CONTROL_SECONDS,
+            trust_env=False,
+            verify=target.tls() or True,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def discover(self, ready_seconds: float = 60.0) -> Server:
+        """The server and its model; waits while a Windlass still loads. Raises LoadTestError with what to change."""
+        end = time.monotonic() + ready_seconds
+        while True:
+            server = await self._model()
+            loading = server.owner == "windlass" and server.max_model_len is None
+            if not loading:
+                break
+            if time.monotonic() > end:
+                raise LoadTestError(f"{self.target.base} was still loading after {ready_seconds:g} s: try again later")
+            await asyncio.sleep(0.25)
+        version = await self._json("GET", "/version")
+        told = version.get("version") if isinstance(version, Mapping) else None
+        return Server(model=server.model, entry=server.entry, version=told if isinstance(told, str) else None)
+
+    async def _model(self) -> Server:
+        base, wanted = self.target.base, self.target.model
+        try:
+            response = await self._http.get("/v1/models")
+        except httpx.HTTPError as error:
+            what = " ".join(str(error).split()) or type(error).__name__
+            raise LoadTestError(f"cannot reach {base} ({what}): is the server running, and is --url right?") from None
+        if response.status_code in (401, 403):
+            given = "refuses the API key" if self.target.api_key else "wants an API key"
+            raise LoadTestError(f"{base} {given}: set --api-key or WINDLASS_API_KEY")
+        entries: list[Mapping[str, Any]] = []
+        if response.status_code == 200:
+            try:
+                listed = response.json()["data"]
+                entries = [entry for entry in listed if isinstance(entry["id"], str)]
+            except (ValueError, KeyError, TypeError, RecursionError):
+                pass
+        if not entries:
+            if wanted is not None:
+                return Server(model=wanted)  # a server that lists nothing may serve it all the same
+            raise LoadTestError(
+                f"{base} lists no models (HTTP {response.status_code} from /v1/models): is it an OpenAI-compatible "
+                f"server? If so, name the model with --model"
+            )
+        if wanted is None:
+            return Server(model=entries[0]["id"], entry=entries[0])
+        for entry in entries:
+            if entry["id"] == wanted:
+                return Server(model=wanted, entry=entry)
+        ids = ", ".join(entry["id"] for entry in entries[:5]) + (", …" if len(entries) > 5 else "")
+        raise LoadTestError(f"{base} has no model {wanted!r}: it serves {ids}")
+
+    async def tokenize(self, **body: Any) -> Mapping[str, Any] | None:
+        """The answer of /tokenize, with a list of ids under `tokens`; None where the server has no such thing.
+
+        body: as Windlass and vLLM take it. Where that does not do, llama.cpp's names are tried.
+        """
+        bodies = [body]
+        if "prompt" in body:
+            bodies.append({"content": body["prompt"], "add_special": body.get("add_special_tokens") is not False})
+        for candidate in bodies:
+            answer = await self._json("POST", "/tokenize", candidate)
+            tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
+            if isinstance(tokens, list) and tokens and all(isinstance(item, int) and item >= 0 for item in tokens):
+                return dict(answer)
+        return None
+
+    async def metrics(self) -> str | None:
+        """The text of /metrics; None where there is none."""
+        try:
+            response = await self._http.get("/metrics", timeout=_METRICS_SECONDS)
+        except httpx.HTTPError:
+            return None
+        return response.text if response.status_code == 200 else None
+
+    async def _json(self, method: str, path: str, body: Any = None) -> Any:
+        try:
+            response = await self._http.request(method, path, json=body)
+            return response.json() if response.status_code == 200 else None
+        except (httpx.HTTPError, ValueError, RecursionError):
+            return None

@@ -1,0 +1,366 @@
+"""What is asked: prompts of exact lengths, shared prefixes, documents, chats of several turns, mixed rotary scalings.
+
+Everything is drawn from the seed, each matter from a stream of its own, so that changing one leaves the others as they
+were. Knows nothing of time and of no connection.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from windlass.clients.loadtest.errors import LoadTestError
+from windlass.clients.loadtest.lengths import Lengths
+from windlass.clients.loadtest.scalings import WeightedScaling
+from windlass.clients.loadtest.trace import TraceEntry
+from windlass.clients.loadtest.vocabulary import Vocabulary
+
+LADDER_START = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """What to ask.
+
+    input_len, output_len: tokens of a prompt (of one turn's own message in a chat) and of an answer. chat: use the chat
+    endpoint. prefix_groups, prefix_len: every prompt begins with one of so many texts of so many tokens.
+    documents, document_len, document_offset: every prompt holds one of so many documents, after `document_offset` fresh
+    tokens and before `input_len` fresh ones. turns, think_s: messages of one conversation, and the seconds between an
+    answer and the next message. ladder: lengths from 1,024 tokens, doubling, to the server's limit, in turn.
+    scalings: rotary scalings that requests draw from. trace: recorded requests instead of drawn lengths.
+    disconnect_share, disconnect_after: the share of clients that go away after so many chunks.
+    temperature: None to leave it to the server. ignore_eos: ask for answers of exactly `output_len` tokens;
+    None where the server is known to take the field.
+    extra_body: further fields of every request, which win over ours; null takes a field out.
+    """
+
+    input_len: Lengths = field(default_factory=lambda: Lengths.fixed(128))
+    output_len: Lengths = field(default_factory=lambda: Lengths.fixed(64))
+    chat: bool = False
+    prefix_groups: int = 0
+    prefix_len: int = 0
+    documents: int = 0
+    document_len: int = 0
+    document_offset: Lengths = field(default_factory=lambda: Lengths.fixed(0))
+    turns: int = 1
+    think_s: float = 0.0
+    ladder: bool = False
+    scalings: Sequence[WeightedScaling] = ()
+    trace: Sequence[TraceEntry] = ()
+    disconnect_share: float = 0.0
+    disconnect_after: int = 1
+    temperature: float | None = 0.0
+    ignore_eos: bool | None = None
+    include_usage: bool = True
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if bool(self.prefix_groups) != bool(self.prefix_len):
+            raise LoadTestError("shared prefixes want both a number of groups and a length: give both, or neither")
+        if bool(self.documents) != bool(self.document_len):
+            raise LoadTestError("documents want both a number and a length: give both, or neither")
+        if not 0 <= self.disconnect_share <= 1:
+            raise LoadTestError(
+                f"the share of clients that go away lies between 0 and 1, got {self.disconnect_share:g}"
+            )
+        if self.trace and (self.ladder or self.prefix_groups or self.documents or self.turns > 1):
+            raise LoadTestError("a trace brings its own lengths: leave prefixes, documents, turns and the ladder out")
+        if self.ladder and (self.prefix_groups or self.documents or self.turns > 1):
+            raise LoadTestError("the ladder sets the lengths itself: leave prefixes, documents and turns out")
+        least = {"prefix_groups": 0, "prefix_len": 0, "documents": 0, "document_len": 0, "turns": 1, "think_s": 0}
+        least |= {"disconnect_after": 1}
+        for name, bound in least.items():
+            if not (getattr(self, name) >= bound and math.isfinite(getattr(self, name))):
+                raise LoadTestError(f"{name.replace('_', ' ')} must be at least {bound}, got {getattr(self, name):g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request ready to be sent. input_tokens: as planned, 0 where unknown. output_tokens: as asked for."""
+
+    path: str
+    body: bytes
+    input_tokens: int
+    output_tokens: int
+    label: str | None = None
+    disconnect_after: int | None = None
+
+
+class Conversation:
+    """One or several requests, each of which waits for the answer before it. `call` is the one to send now."""
+
+    think_s: float = 0.0
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def advance(self, text: str, token_ids: Sequence[int] | None) -> bool:
+        """Go on after this answer; False when that was the last turn. Raises LoadTestError where it cannot go on."""
+        return False
+
+
+class Workload:
+    """Makes conversations. vocabulary: what prompts are drawn from. limit: tokens of prompt and answer the server takes.
+
+    Raises LoadTestError where what is asked for cannot fit the server.
+    """
+
+    def __init__(
+        self, spec: WorkloadSpec, *, model: str, vocabulary: Vocabulary, limit: int | None = None, seed: int = 0
+    ) -> None:
+        self.spec, self.vocabulary, self.limit, self.seed = spec, vocabulary, limit, seed
+        self._model = model
+        self._check_fit()
+        random = Random(f"{seed}/shared")
+        self._prefixes = [vocabulary.draw(random, spec.prefix_len) for _ in range(spec.prefix_groups)]
+        self._documents = [vocabulary.draw(random, spec.document_len) for _ in range(spec.documents)]
+
+    @property
+    def returns_token_ids(self) -> bool:
+        """Whether answers have to tell their token ids, as conversations of token ids go on from them."""
+        return self.spec.turns > 1 and self.vocabulary.ids
+
+    def with_seed(self, seed: int) -> Workload:
+        """The same kind of load, drawn from another seed."""
+        return Workload(self.spec, model=self._model, vocabulary=self.vocabulary, limit=self.limit, seed=seed)
+
+    def conversations(self) -> Iterator[Conversation]:
+        """The conversations in order, the same ones each time. Endless, but for a trace."""
+        streams = {
+            name: Random(f"{self.seed}/{name}") for name in ("input", "output", "tokens", "share", "scaling", "leave")
+        }
+        if self.spec.trace:
+            for entry in self.spec.trace:
+                yield Conversation(self._traced(entry, streams))
+            return
+        rungs = itertools.cycle(self.rungs()) if self.spec.ladder else None
+        while True:
+            output = self.spec.output_len.draw(streams["output"], most=self._room(0, self._least_prompt()))
+            if rungs is not None:
+                yield Conversation(self._laddered(next(rungs), output, streams))
+                continue
+            prompt, tokens = self._prompt(streams, output)
+            scaling, label = self._scaling(streams["scaling"])
+            if self.spec.turns == 1:
+                yield Conversation(self.call(prompt, tokens, output, streams["leave"], scaling, label))
+            else:
+                yield _Chat(self, prompt, tokens, output, streams, scaling, label)
+
+    def rungs(self) -> list[int]:
+        """The lengths of the ladder: 1,024 doubling, then what fits the server."""
+        if self.limit is None:
+            raise LoadTestError("the ladder needs the server's limit, which it does not tell: use --input-len")
+        longest = self.limit - self.spec.output_len.least
+        if longest <= self.vocabulary.overhead:
+            raise LoadTestError(
+                f"answers of {self.spec.output_len} tokens leave no room for a prompt: the server takes {self.limit} "
+                f"tokens in all"
+            )
+        lengths = itertools.takewhile(lambda length: length < longest, (LADDER_START << i for i in itertools.count()))
+        return [*lengths, longest]
+
+    def call(
+        self,
+        prompt: bytes,
+        tokens: int,
+        output: int,
+        leave: Random,
+        scaling: Mapping[str, Any],
+        label: str | None,
+    ) -> Call:
+        """The request for a prompt that is the bytes of a JSON value: a prompt, or the messages of a chat."""
+        spec = self.spec
+        fields: dict[str, Any] = {"model": self._model, "max_tokens": output, "stream": True}
+        if spec.include_usage:
+            fields["stream_options"] = {"include_usage": True}
+        if spec.temperature is not None:
+            fields["temperature"] = spec.temperature
+        if spec.ignore_eos:
+            fields["ignore_eos"] = True
+        if self.returns_token_ids:
+            fields["return_token_ids"] = True
+        fields |= scaling
+        fields |= spec.extra_body
+        fields = {name: value for name, value in fields.items() if value is not None or name in scaling}
+        head = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()[:-1]
+        name = b"messages" if spec.chat else b"prompt"
+        goes = spec.disconnect_share > 0 and leave.random() < spec.disconnect_share
+        return Call(
+            path="/v1/chat/completions" if spec.chat else "/v1/completions",
+            body=b'%b,"%b":%b}' % (head, name, prompt),
+            input_tokens=tokens,
+            output_tokens=output,
+            label=label,
+            disconnect_after=spec.disconnect_after if goes else None,
+        )
+
+    def pieces(self, tokens: int) -> int:
+        """How many pieces make a prompt of so many tokens."""
+        return max(0 if self.vocabulary.first else 1, tokens - self.vocabulary.overhead)
+
+    def wrap(self, joined: bytes) -> bytes:
+        """The prompt of a single turn as its JSON value."""
+        whole = self.vocabulary.prompt(joined)
+        return b'[{"role":"user","content":%b}]' % whole if self.spec.chat else whole
+
+    # ---- the parts ---------------------------------------------------------------------------------------------------
+    def _prompt(self, streams: Mapping[str, Random], output: int) -> tuple[bytes, int]:
+        """Pieces of a prompt, wrapped unless there are further turns, and its length."""
+        spec, tokens, share = self.spec, streams["tokens"], streams["share"]
+        parts, shared = [], 0
+        if self._prefixes:
+            parts.append(share.choice(self._prefixes))
+            shared += spec.prefix_len
+        if self._documents:
+            offset = spec.document_offset.draw(share, least=0, most=self._room(output, shared + spec.document_len + 1))
+            parts += [self.vocabulary.draw(tokens, offset), share.choice(self._documents)]
+            shared += offset + spec.document_len
+        own = spec.input_len.draw(streams["input"], most=self._room(output, shared))
+        parts.append(self.vocabulary.draw(tokens, self.pieces(own)))
+        joined = self.vocabulary.join(*parts)
+        return (self.wrap(joined) if spec.turns == 1 else joined), shared + own
+
+    def _least_prompt(self) -> int:
+        """Tokens of the shortest prompt there may be."""
+        spec = self.spec
+        if spec.ladder:
+            return self.vocabulary.overhead + 1
+        offset = spec.document_offset.least if spec.documents else 0
+        return spec.prefix_len + spec.document_len + offset + spec.input_len.least
+
+    def _room(self, output: int, used: int) -> int | None:
+        return None if self.limit is None else max(1, self.limit - output - used)
+
+    def _laddered(self, rung: int, output: int, streams: Mapping[str, Random]) -> Call:
+        assert self.limit is not None
+        tokens = min(rung, self.limit - output)
+        scaling, label = self._scaling(streams["scaling"])
+        prompt = self.wrap(self.vocabulary.draw(streams["tokens"], self.pieces(tokens)))
+        return self.call(prompt, tokens, output, streams["leave"], scaling, _label(f"{rung} tokens", label))
+
+    def _traced(self, entry: TraceEntry, streams: Mapping[str, Random]) -> Call:
+        if isinstance(entry.prompt, tuple):
+            prompt, tokens = b"[" + self.vocabulary.from_ids(entry.prompt) + b"]", len(entry.prompt)
+        elif entry.prompt is not None:
+            text = json.dumps(entry.prompt).encode()
+            prompt, tokens = (b'[{"role":"user","content":%b}]' % text if self.spec.chat else text), 0
+        else:
+            assert entry.input_len is not None
+            tokens = entry.input_len
+            prompt = self.wrap(self.vocabulary.draw(streams["tokens"], self.pieces(tokens)))
+        scaling, label = self._scaling(streams["scaling"])
+        if entry.has_scaling:
+            own = WeightedScaling(entry.rope_scaling)
+            scaling, label = own.fields(), own.name
+        return self.call(prompt, tokens, entry.max_tokens, streams["leave"], scaling, label)
+
+    def _scaling(self, random: Random) -> tuple[Mapping[str, Any], str | None]:
+        if not self.spec.scalings:
+            return {}, None
+        (chosen,) = random.choices(self.spec.scalings, weights=[entry.weight for entry in self.spec.scalings])
+        return chosen.fields(), chosen.name
+
+    def _check_fit(self) -> None:
+        """The least that is asked for must fit the server; more is cut where lengths are drawn."""
+        spec, limit = self.spec, self.limit
+        if spec.chat and any(isinstance(entry.prompt, tuple) for entry in spec.trace):
+            line = next(entry.line for entry in spec.trace if isinstance(entry.prompt, tuple))
+            raise LoadTestError(f"line {line} of the trace holds token ids, which no chat takes: use completions")
+        if spec.ladder:
+            self.rungs()
+            return
+        if limit is None:
+            return
+        takes = f"the server takes {limit:,} tokens of prompt and answer together"
+        for entry in spec.trace:
+            known = entry.input_len or (len(entry.prompt) if isinstance(entry.prompt, tuple) else 1)
+            if known + entry.max_tokens > limit:
+                raise LoadTestError(
+                    f"line {entry.line} of the trace asks for {known} + {entry.max_tokens} tokens, but {takes}: "
+                    f"shorten it, or serve with a larger --max-model-len"
+                )
+        if spec.trace:
+            return
+        own, output = spec.input_len.least * (spec.turns - 1), spec.output_len.least * spec.turns
+        needed = self._least_prompt() + own + output
+        if needed > limit:
+            parts = [f"--input-len {spec.input_len}"]
+            parts += [f"--prefix-len {spec.prefix_len}"] if spec.prefix_len else []
+            parts += [f"--document-len {spec.document_len}"] if spec.document_len else []
+            turns = f" in {spec.turns} turns" if spec.turns > 1 else ""
+            raise LoadTestError(
+                f"{' with '.join(parts)} and --output-len {spec.output_len}{turns} need {needed:,} tokens, "
+                f"but {takes}: lower them, or serve with a larger --max-model-len"
+            )
+
+
+class _Chat(Conversation):
+    """Several turns; each sends all that came before with its answers, and a new message."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        joined: bytes,
+        tokens: int,
+        output: int,
+        streams: Mapping[str, Random],
+        scaling: Mapping[str, Any],
+        label: str | None,
+    ) -> None:
+        self._workload, self._scaling, self._label = workload, scaling, label
+        # Turns come in whatever order answers do: this conversation draws from streams of its own.
+        own = streams["tokens"].getrandbits(64)
+        self._streams = {name: Random(f"{own}/{name}") for name in streams}
+        self._turn = 1
+        self._tokens = tokens
+        spec, vocabulary = workload.spec, workload.vocabulary
+        if spec.chat:
+            self._history = b'{"role":"user","content":%b}' % vocabulary.prompt(joined)
+        else:
+            self._history = joined if vocabulary.ids else vocabulary.opening(joined)
+        self.think_s = spec.think_s
+        super().__init__(self._make(output))
+
+    def advance(self, text: str, token_ids: Sequence[int] | None) -> bool:
+        workload, vocabulary = self._workload, self._workload.vocabulary
+        spec, limit = workload.spec, workload.limit
+        if self._turn == spec.turns:
+            return False
+        self._turn += 1
+        own = spec.input_len.draw(self._streams["input"])
+        output = spec.output_len.draw(self._streams["output"])
+        message = vocabulary.draw(self._streams["tokens"], own)
+        answered = self.call.output_tokens
+        if spec.chat:
+            said = json.dumps(text).encode()
+            self._history += b',{"role":"assistant","content":%b},{"role":"user","content":"%b"}' % (said, message)
+        elif vocabulary.ids:
+            if token_ids is None:
+                raise LoadTestError("the server does not tell the token ids of its answers: use --text-prompts")
+            answered = len(token_ids)
+            self._history = vocabulary.join(self._history, vocabulary.from_ids(token_ids), message)
+        else:
+            self._history += json.dumps(text).encode()[1:-1] + b" " + message
+        self._tokens += answered + own
+        if limit is not None and self._tokens + output > limit:
+            return False  # a conversation that has outgrown the server ends
+        self.call = self._make(output)
+        return True
+
+    def _make(self, output: int) -> Call:
+        workload = self._workload
+        if workload.spec.chat:
+            prompt = b"[" + self._history + b"]"
+        else:
+            prompt = b"[" + self._history + b"]" if workload.vocabulary.ids else b'"' + self._history + b'"'
+        label = _label(f"turn {self._turn}", self._label)
+        return workload.call(prompt, self._tokens, output, self._streams["leave"], self._scaling, label)
+
+
+def _label(*parts: str | None) -> str | None:
+    return ", ".join(part for part in parts if part) or None

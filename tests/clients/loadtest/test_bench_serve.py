@@ -1,0 +1,419 @@
+"""`windlass bench serve` from its options to its files, exit codes, error lines, and a real ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+from helpers.scripted_http import answer
+from helpers.scripted_llm import Performance, asked, scripted_llm, stream
+
+from windlass.clients.loadtest.results import read_json
+from windlass.server import cli
+
+SUMMARY = ("ttft_ms", "ttft_actual_ms", "tpot_ms", "itl_ms", "e2el_ms")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("WINDLASS_", "OPENAI_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def bench(url: str, *arguments: object) -> int:
+    return cli.run(["bench", "serve", "--url", url, *map(str, arguments)])
+
+
+def error_of(capsys, url: str, *arguments: object) -> str:
+    """The one line a failing run writes."""
+    assert bench(url, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+def test_the_plain_form_writes_every_figure(tmp_path, capsys):
+    with scripted_llm(asked()) as llm:
+        code = bench(
+            llm.url, "--input-len", 8192, "--output-len", 64, "--concurrency", 4, "--num-prompts", 16, "--vocab-size",
+            32000, "--json", tmp_path / "run.json",
+        )  # fmt: skip
+    assert code == 0
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert (data["completed"], data["failed"], data["errors"]) == (16, 0, {})
+    assert data["input_tokens"] == 16 * 8192 and data["output_tokens"] == 16 * 64
+    assert data["duration_s"] > 0
+    assert data["output_tokens_per_second"] == pytest.approx(16 * 64 / data["duration_s"])
+    assert data["request_rate"] == pytest.approx(16 / data["duration_s"])
+    for name in SUMMARY:
+        assert list(data[name]) == ["mean", "p50", "p90", "p95", "p99"]
+        assert all(isinstance(value, float) and value >= 0 for value in data[name].values())
+    assert data["server"]["model"] == "scripted" and data["interrupted"] is False
+    assert data["settings"]["input_len"] == "8192" and data["settings"]["concurrency"] == 4
+    assert llm.most <= 4 and len(llm.bodies) == 16
+    assert all(len(body["prompt"]) == 8192 and body["max_tokens"] == 64 for body in llm.bodies)
+    out = capsys.readouterr().out
+    assert "16 completed, 0 failed" in out and "time to first token" in out
+
+
+def test_a_request_rate_makes_an_open_loop(tmp_path):
+    with scripted_llm(asked()) as llm:
+        assert bench(llm.url, "--num-prompts", 5, "--request-rate", 50, "--json", tmp_path / "run.json") == 0
+    result = read_json(tmp_path / "run.json")
+    assert result.offered_rate == 50 and len(result.completed) == 5
+    gaps = [b.intended - a.intended for a, b in zip(result.records, result.records[1:], strict=False)]
+    assert len(set(gaps)) == 4  # Poisson
+
+
+def test_a_run_whose_requests_fail_has_worked_itself(tmp_path, capsys):
+    async def refuses(performance: Performance) -> None:
+        await answer({"error": {"message": "full house"}}, "429 Too Many Requests")(performance.exchange)
+
+    with scripted_llm(refuses) as llm:
+        assert bench(llm.url, "--num-prompts", 3, "--json", tmp_path / "run.json") == 0
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert (data["completed"], data["failed"], data["errors"]) == (0, 3, {"http_429": 3})
+    assert data["ttft_ms"]["p50"] is None
+    assert "warning: 3 failed as http_429, the first with: full house" in capsys.readouterr().out
+
+
+def test_every_kind_of_load_by_its_options(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        '{"timestamp": 5, "input_len": 9, "max_tokens": 2}\n{"timestamp": 5.1, "prompt": "x", "max_tokens": 3}\n'
+    )
+    with scripted_llm(asked(), model={"max_model_len": 3000}) as llm:
+        for arguments in (
+            ["--trace", trace, "--trace-speed", 2],
+            ["--request-rate", 100, "--arrival", "constant", "--num-prompts", 2],
+            ["--request-rate", 100, "--burstiness", 0.5, "--num-prompts", 2],
+            ["--request-rate", 50, "--ramp-to", 200, "--num-prompts", 2, "--concurrency", 1],
+            ["--request-rate", "inf", "--num-prompts", 2],
+            ["--duration", 0.05, "--concurrency", 2, "--endpoint", "chat"],
+            ["--ladder", "--num-prompts", 3],
+            ["--rope-scaling", '{"rope_type": "linear", "factor": 2}', "--num-prompts", 1, "--ignore-eos"],
+            ["--prefix-groups", 1, "--prefix-len", 4, "--documents", 1, "--document-len", 6, "--num-prompts", 1],
+            ["--turns", 2, "--num-prompts", 1, "--warmup", 1],
+            [
+                "--extra-body",
+                '{"top_k": 3}',
+                "--header",
+                "X-A: b",
+                "--temperature",
+                0.5,
+                "--no-usage",
+                "--num-prompts",
+                1,
+            ],
+        ):
+            before = len(llm.performances)
+            assert bench(llm.url, "--vocab-size", 1000, *arguments, "--json", tmp_path / "run.json") == (
+                2 if "chat" in arguments else 0
+            )
+            if "chat" in arguments:  # ids are none for a chat
+                assert bench(llm.url, *arguments, "--json", tmp_path / "run.json") == 0
+            result = read_json(tmp_path / "run.json")
+            assert result.completed and not result.errors
+            sent = llm.bodies[before:]
+            if "--trace" in arguments:
+                assert [body["max_tokens"] for body in sent] == [2, 3]
+                assert [record.intended for record in result.records] == pytest.approx([0, 0.05])
+            elif "--ladder" in arguments:
+                assert [len(body["prompt"]) for body in sent] == [1024, 2048, 2936]
+            elif "--rope-scaling" in arguments:
+                assert sent[0]["rope_scaling"] == {"rope_type": "linear", "factor": 2} and sent[0]["ignore_eos"]
+            elif "--extra-body" in arguments:
+                assert sent[0]["top_k"] == 3 and sent[0]["temperature"] == 0.5 and "stream_options" not in sent[0]
+            elif "inf" in arguments:
+                assert [record.intended for record in result.records] == [0, 0]
+
+
+def test_csv_and_texts(tmp_path):
+    with scripted_llm(stream(0, 0)) as llm:
+        arguments = [
+            "--duration",
+            600,
+            "--num-prompts",
+            2,
+            "--csv",
+            tmp_path / "run.csv",
+            "--json",
+            tmp_path / "run.json",
+            "--save-text",
+        ]
+        assert bench(llm.url, *arguments) == 0
+    with (tmp_path / "run.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["outcome"] for row in rows] == ["completed"] * 2 and float(rows[0]["ttft_ms"]) > 0
+    result = read_json(tmp_path / "run.json")
+    assert [record.text for record in result.records] == [" w1 w2"] * 2
+    assert result.settings["concurrency"] == 1 and result.settings["num_prompts"] == 2
+
+
+def test_a_sweep_by_its_options(tmp_path, capsys):
+    with scripted_llm(asked()) as llm:
+        arguments = ["--sweep", "--slo", "e2el:60000", "--request-rate", 100, "--sweep-runs", 2, "--num-prompts", 2]
+        assert bench(llm.url, *arguments, "--json", tmp_path / "sweep.json", "--csv", tmp_path / "sweep.csv") == 0
+    data = json.loads((tmp_path / "sweep.json").read_text())
+    assert data["format"] == "windlass-bench-sweep/1" and data["highest_rate"] == 200 and len(data["runs"]) == 2
+    captured = capsys.readouterr()
+    assert "100 requests per second: meets the SLOs" in captured.err
+    assert "200 requests per second is the highest rate found" in captured.out
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 5
+
+
+def test_the_page_is_written_by_the_report(tmp_path, monkeypatch):
+    written = []
+    report = types.ModuleType("report")
+    report.write_html = lambda result, path: written.append((type(result).__name__, path))
+    monkeypatch.setitem(sys.modules, "windlass.clients.loadtest.report", report)
+    page = tmp_path / "run.html"
+    with scripted_llm(asked()) as llm:
+        assert bench(llm.url, "--num-prompts", 1, "--html", page) == 0
+        sweep = ["--sweep", "--slo", "ttft:60000", "--sweep-runs", 1, "--num-prompts", 1]
+        assert bench(llm.url, *sweep, "--html", page) == 0
+    assert written == [("RunResult", page), ("SweepResult", page)]
+
+
+def test_a_page_that_cannot_be_made_is_one_line_and_nothing_is_sent(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "windlass.clients.loadtest.report", None)
+    with scripted_llm(asked()) as llm:
+        assert "--html" in error_of(capsys, llm.url, "--html", tmp_path / "run.html")
+    assert not llm.performances
+
+
+def test_a_signal_before_anything_was_measured(tmp_path):
+    """In the warm-up: the report is empty, and says that the run was interrupted."""
+
+    async def hangs(performance: Performance) -> None:
+        await performance.wait_gone()
+
+    with scripted_llm(hangs) as llm:
+        command = [sys.executable, "-m", "windlass.server.cli", "bench", "serve", "--url", llm.url, "--warmup", "1"]
+        command += ["--json", str(tmp_path / "run.json"), "--csv", str(tmp_path / "run.csv")]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            end = time.monotonic() + 60
+            while not llm.performances:
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert (data["completed"], data["failed"], data["interrupted"], data["requests"]) == (0, 0, True, [])
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+def test_a_server_that_is_not_there(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        error = error_of(capsys, f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert error.startswith("cannot reach http://127.0.0.1:") and "is the server running" in error
+
+
+@pytest.mark.parametrize(("key", "what"), [([], "wants an API key"), (["--api-key", "no"], "refuses the API key")])
+def test_a_wrong_key(capsys, key, what):
+    denied = answer({"error": {"message": "no"}}, "401 Unauthorized")
+    with scripted_llm(asked(), others={"/v1/models": denied}) as llm:
+        error = error_of(capsys, llm.url, *key)
+    assert what in error and "--api-key" in error
+
+
+@pytest.mark.parametrize("variable", ["WINDLASS_API_KEY", "OPENAI_API_KEY"])
+def test_the_key_may_come_from_the_environment(monkeypatch, variable):
+    monkeypatch.setenv(variable, "from-outside")
+    with scripted_llm(asked()) as llm:
+        assert bench(llm.url, "--num-prompts", 1) == 0
+    assert {request.headers["authorization"] for request in llm.server.requests} == {"Bearer from-outside"}
+
+
+def test_a_model_that_is_not_there(capsys):
+    with scripted_llm(asked()) as llm:
+        assert "has no model 'other': it serves scripted" in error_of(capsys, llm.url, "--model", "other")
+
+
+def test_a_server_without_a_list_of_models(capsys):
+    nothing = answer(b"hello", content_type="text/plain")
+    with scripted_llm(asked(), others={"/v1/models": nothing}) as llm:
+        assert "--model" in error_of(capsys, llm.url)
+        assert bench(llm.url, "--model", "mine", "--num-prompts", 1) == 0
+    assert llm.bodies[0]["model"] == "mine"
+
+
+@pytest.mark.parametrize("told", [{"max_model_len": 512}, {"meta": {"n_ctx": 512}}])
+def test_a_length_above_the_server_s_limit(capsys, told):
+    with scripted_llm(asked(), model=told) as llm:
+        error = error_of(capsys, llm.url, "--input-len", 8192, "--output-len", 64)
+    assert "8,256 tokens" in error and "512 tokens" in error and "--max-model-len" in error
+    assert not llm.performances
+
+
+def test_a_trace_with_a_bad_line(tmp_path, capsys):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"input_len": 5, "max_tokens": 1}\n{"input_len": 5}\n')
+    with scripted_llm(asked()) as llm:
+        error = error_of(capsys, llm.url, "--trace", trace)
+    assert error == f"{trace}, line 2: has no max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--input-len", "many"], "--input-len"),
+        (["--num-prompts", "0"], "--num-prompts"),
+        (["--duration", "-1"], "duration"),
+        (["--timeout", "0"], "timeout"),
+        (["--request-rate", "-2"], "rate"),
+        (["--request-rate", "nan"], "rate"),
+        (["--request-rate", "inf", "--duration", "1"], "--num-prompts"),
+        (["--arrival", "weekly", "--request-rate", "1"], "--arrival"),
+        (["--arrival", "gamma", "--request-rate", "1"], "--burstiness"),
+        (["--arrival", "constant", "--burstiness", "2", "--request-rate", "1"], "--burstiness"),
+        (["--burstiness", "2"], "--request-rate"),
+        (["--ramp-to", "2"], "--request-rate"),
+        (["--endpoint", "embeddings"], "--endpoint"),
+        (["--header", "no-colon"], "--header"),
+        (["--header", "a b: c"], "header"),
+        (["--api-key", "schlüssel"], "API key"),
+        (["--extra-body", "[1]"], "--extra-body"),
+        (["--extra-body", "{"], "--extra-body"),
+        (["--rope-scaling", "{"], "--rope-scaling"),
+        (["--slo", "ttft"], "--slo"),
+        (["--slo", "speed:5"], "speed"),
+        (["--sweep"], "--slo"),
+        (["--sweep", "--slo", "ttft:5", "--ramp-to", "2"], "--ramp-to"),
+        (["--prefix-groups", "2"], "prefixes"),
+        (["--disconnect-share", "2"], "share"),
+        (["--ladder"], "--input-len"),  # this server does not tell its limit
+        (["--json", "/nowhere/run.json"], "--json"),
+        (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
+        (["--url", "nonsense"], "http://127.0.0.1:8000"),
+        (["--url", "http://me:secret@127.0.0.1:1"], "--header"),
+        (["--header", "Content-Length: 3"], "content-length"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, arguments, named):
+    with scripted_llm(asked()) as llm:
+        assert named in error_of(capsys, llm.url, *arguments)
+
+
+def test_a_url_is_needed(capsys):
+    assert cli.run(["bench", "serve"]) == 2
+    assert "--url" in capsys.readouterr().err
+
+
+# ---- ctrl-C ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("number", "sweep"), [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_ends_the_run_with_its_report(tmp_path, number, sweep):
+    async def hangs(performance: Performance) -> None:
+        await performance.head()
+        await performance.token()
+        await performance.wait_gone()
+
+    async def sooner_or_later(performance: Performance) -> None:
+        await (asked() if len(llm.performances) <= 3 else hangs)(performance)
+
+    with scripted_llm(sooner_or_later) as llm:
+        command = [
+            sys.executable,
+            "-m",
+            "windlass.server.cli",
+            "bench",
+            "serve",
+            "--url",
+            llm.url,
+            "--num-prompts",
+            "9",
+        ]
+        command += ["--json", str(tmp_path / "run.json"), "--concurrency", "2"]
+        command += ["--sweep", "--slo", "ttft:60000", "--request-rate", "1000"] if sweep else []
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            end = time.monotonic() + 60
+            while sum(bool(p.sent) for p in llm.performances) < 5:
+                assert time.monotonic() < end and process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+    data = json.loads((tmp_path / "run.json").read_text())
+    run = data["runs"][-1] if sweep else data
+    assert run["interrupted"] is True
+    assert (run["completed"], run["failed"], run["abandoned"]) == (3, 0, {"interrupted": 2})
+    assert run["ttft_ms"]["p50"] > 0
+    assert "interrupted" in out
+
+
+def test_quiet_lines_where_there_is_no_terminal(capsys):
+    with scripted_llm(asked()) as llm:
+        assert bench(llm.url, "--num-prompts", 1) == 0
+    err = capsys.readouterr().err
+    assert err and "\x1b" not in err and all("ended" in line or "..." in line for line in err.splitlines())
+
+
+def test_a_bar_on_a_terminal(capsys):
+    from windlass.clients.loadtest.display import ProgressDisplay
+    from windlass.clients.loadtest.runner import Snapshot
+
+    display = ProgressDisplay(terminal=True)
+    display(Snapshot(phase="running", total=10, ended=3, running=2, failed=1, chunks=50))
+    display.stop()
+    display.stop()
+    assert "3/10 ended, 2 running, 1 failed" in capsys.readouterr().err
+
+
+def test_the_generator_needs_neither_torch_nor_the_server():
+    code = (
+        "import sys, windlass.clients.loadtest.runner, windlass.clients.loadtest.display, windlass.clients.loadtest.export;"
+        "bad = [m for m in sys.modules if m == 'torch' or m.startswith(('windlass.server', 'windlass.engine'))];"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_loading_server_is_waited_for():
+    calls = []
+
+    async def models(exchange) -> None:
+        calls.append(1)
+        entry = {"id": "w", "owned_by": "windlass", "max_model_len": None if len(calls) < 3 else 512}
+        await answer({"data": [entry]})(exchange)
+
+    async def never(exchange) -> None:
+        await answer({"data": [{"id": "w", "owned_by": "windlass"}]})(exchange)
+
+    from windlass.clients.loadtest.errors import LoadTestError
+    from windlass.clients.loadtest.target import Control, Target
+
+    async def discover(url: str, seconds: float):
+        async with Control(Target(url=url)) as control:
+            return await control.discover(seconds)
+
+    with scripted_llm(asked(), others={"/v1/models": models}) as llm:
+        assert asyncio.run(discover(llm.url, 30.0)).max_model_len == 512
+    assert len(calls) == 3
+    with (
+        scripted_llm(asked(), others={"/v1/models": never}) as llm,
+        pytest.raises(LoadTestError, match="still loading"),
+    ):
+        asyncio.run(discover(llm.url, 0.1))

@@ -1,0 +1,442 @@
+"""Runs against a scripted server: loops, bounds, slots, turns, clients that leave, warm-up, what is sent, what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import pytest
+from helpers.scripted_http import answer
+from helpers.scripted_llm import Performance, ScriptedLLM, asked, scripted_llm, stream
+
+from windlass.clients.loadtest import wire
+from windlass.clients.loadtest.errors import LoadTestError
+from windlass.clients.loadtest.health import MeasuredLoop
+from windlass.clients.loadtest.lengths import Lengths
+from windlass.clients.loadtest.runner import LoadPlan, measure, run_load
+from windlass.clients.loadtest.schedule import Arrivals, Replay
+from windlass.clients.loadtest.target import Target
+from windlass.clients.loadtest.trace import TraceEntry
+from windlass.clients.loadtest.workload import WorkloadSpec
+
+SHORT = {"input_len": Lengths.fixed(5), "output_len": Lengths.fixed(3)}
+
+
+def plan(llm: ScriptedLLM, target: dict | None = None, **options) -> LoadPlan:
+    spec = options.pop("workload", {})
+    options = {"count": 4, **options}
+    return LoadPlan(target=Target(url=llm.url, **(target or {})), workload=WorkloadSpec(**{**SHORT, **spec}), **options)
+
+
+def run(llm: ScriptedLLM, **options):
+    return measure(plan(llm, **options))
+
+
+def test_a_closed_loop_keeps_its_clients_busy_and_no_more():
+    with scripted_llm(stream(0.01, 0.01, 0.01)) as llm:
+        result = run(llm, count=12, concurrency=3)
+    assert llm.most == 3
+    assert len(result.completed) == len(llm.performances) == 12
+    assert result.offered_rate is None
+    assert sorted(record.index for record in result.records) == list(range(12))
+
+
+def test_prompts_are_the_same_for_the_same_seed_whatever_the_schedule():
+    seen = []
+    for options in ({"concurrency": 1}, {"schedule": Replay([0.0] * 4), "concurrency": None}, {"seed": 1}):
+        with scripted_llm(asked()) as llm:
+            run(llm, vocab_size=1000, **options)
+        seen.append(sorted(body["prompt"] for body in llm.bodies))
+    assert seen[0] == seen[1] != seen[2]
+    assert all(len(prompt) == 5 for prompt in seen[0])
+
+
+def test_an_open_loop_does_not_wait_for_answers():
+    async def waits_for_all(performance: Performance) -> None:
+        while len(llm.performances) < 8:
+            await asyncio.sleep(0.005)
+        await asked()(performance)
+
+    with scripted_llm(waits_for_all) as llm:
+        result = run(llm, count=8, schedule=Arrivals(100.0, None), concurrency=None, timeout_s=60)
+    assert llm.most == len(result.completed) == 8
+    assert [record.intended for record in result.records] == pytest.approx([n / 100 for n in range(8)])
+    assert all(record.sent >= record.intended for record in result.records)
+    assert result.offered_rate == 100
+
+
+def test_an_open_loop_with_slots_sends_no_more_at_once():
+    with scripted_llm(stream(0.03, 0.01)) as llm:
+        result = run(llm, count=6, schedule=Arrivals(1000.0, None), concurrency=2)
+    assert llm.most == 2 and len(result.completed) == 6
+    assert result.summary()["schedule_lag_ms"]["p99"] > 40  # two rounds of about 40 ms before the last
+    assert result.generator["send_lag_ms"]["p50"] == 0  # the other four were not late by the generator's doing
+
+
+def test_no_request_begins_after_the_duration():
+    with scripted_llm(stream(0.02, 0.02)) as llm:
+        closed = run(llm, count=None, duration_s=0.3, concurrency=2)
+    assert len(closed.completed) >= 2 and all(record.intended < 0.3 for record in closed.records)
+    with scripted_llm(asked()) as llm:
+        opened = run(llm, count=None, duration_s=0.2, schedule=Arrivals(50.0, None), concurrency=None)
+    assert len(opened.records) == 10
+
+
+def test_warm_up_is_of_the_same_kind_and_counts_nowhere():
+    with scripted_llm(asked()) as llm:
+        result = run(llm, count=3, warmup=2, vocab_size=1000)
+    assert len(llm.performances) == 5 and len(result.records) == 3
+    prompts = [tuple(body["prompt"]) for body in llm.bodies]
+    assert len(set(prompts)) == 5 and {len(prompt) for prompt in prompts} == {5}
+    assert result.generator["monotonic_start"] > llm.performances[1].ended
+
+
+def test_clients_that_leave_are_neither_completed_nor_failed():
+    async def long(performance: Performance) -> None:
+        await performance.head()
+        # The client before has gone by now, and not only when the whole run ends.
+        before = llm.performances[: llm.performances.index(performance)]
+        for _ in range(500):
+            if all(other.client_gone for other in before):
+                break
+            await asyncio.sleep(0.01)
+        else:
+            await performance.token("the client before is still there", "abort")
+        for _ in range(4):
+            await performance.token()
+        await performance.wait_gone()
+
+    with scripted_llm(long) as llm:
+        result = run(llm, count=3, workload={"disconnect_share": 1.0, "disconnect_after": 4})
+    assert result.abandoned == {"disconnected": 3}
+    assert all(performance.client_gone for performance in llm.performances)
+    summary = result.summary()
+    assert (summary["completed"], summary["failed"], summary["errors"]) == (0, 0, {})
+    assert summary["abandoned"] == {"disconnected": 3}
+    assert [len(record.chunks) for record in result.records] == [4, 4, 4]
+
+
+def test_a_client_whose_stream_breaks_before_it_would_leave_has_failed():
+    async def broken(performance: Performance) -> None:
+        await performance.head()
+        await performance.token()
+        performance.exchange.writer.close()
+
+    with scripted_llm(broken) as llm:
+        result = run(llm, count=1, workload={"disconnect_share": 1.0, "disconnect_after": 2})
+    assert result.errors == {"truncated": 1} and not result.abandoned
+
+
+def test_turns_wait_for_the_answer_and_the_thought():
+    with scripted_llm(stream(0.02, 0.02)) as llm:
+        result = run(llm, count=2, concurrency=2, workload={"turns": 3, "think_s": 0.05, "chat": True})
+    assert len(result.completed) == 6 and result.settings["prompts"] == "text"
+    start = result.generator["monotonic_start"]
+    for label in ("turn 1", "turn 2", "turn 3"):
+        assert sum(record.label == label for record in result.records) == 2
+    talks = [p.body["messages"] for p in llm.performances]
+    assert sorted(map(len, talks)) == [1, 1, 3, 3, 5, 5]
+    for performance in llm.performances:
+        messages = performance.body["messages"]
+        if len(messages) == 1:
+            continue
+        assert [m["content"] for m in messages[1::2]] == [" w1 w2"] * (len(messages) // 2)
+        before = [p for p in llm.performances if p.body["messages"] == messages[:-2]]
+        assert len(before) == 1 and performance.arrived - before[0].ended >= 0.05
+    # A turn is meant to go when its thought is over: the wait counts to nobody's latency.
+    second = next(record for record in result.records if record.label == "turn 2")
+    assert start + second.intended - min(p.ended for p in llm.performances) >= 0.05
+    assert all(record.text is None for record in result.records)  # kept for the turns only
+
+
+def test_a_conversation_ends_with_a_turn_that_fails():
+    async def fails(performance: Performance) -> None:
+        await answer({"error": {"message": "no"}}, "500 Internal Server Error")(performance.exchange)
+
+    with scripted_llm(asked(), fails, asked()) as llm:
+        result = run(llm, count=2, workload={"turns": 3, "chat": True})
+    assert [record.outcome for record in result.records] == ["completed", "http_500", *["completed"] * 3]
+
+
+def test_turns_of_token_ids_follow_the_server_s():
+    async def play(performance: Performance) -> None:
+        await performance.head()
+        await performance.token("a", token_ids=[7])
+        await performance.token("b", "length", token_ids=[8, 9])
+        await performance.usage(len(performance.body["prompt"]), 3)
+        await performance.done()
+
+    with scripted_llm(play, model={"owned_by": "windlass", "max_model_len": 100}) as llm:
+        result = run(llm, count=1, workload={"turns": 2}, vocab_size=1000)
+    first, second = llm.bodies
+    assert first["return_token_ids"] is True and first["ignore_eos"] is True
+    assert second["prompt"][: len(first["prompt"]) + 3] == [*first["prompt"], 7, 8, 9]
+    assert [record.input_tokens for record in result.records] == [5, 13]
+
+
+def test_a_server_that_hides_its_token_ids_ends_a_run_of_turns():
+    with (
+        scripted_llm(asked(), model={"owned_by": "windlass", "max_model_len": 100}) as llm,
+        pytest.raises(LoadTestError, match="--text-prompts"),
+    ):
+        run(llm, count=1, workload={"turns": 2}, vocab_size=1000)
+
+
+def test_a_trace_is_replayed():
+    trace = [TraceEntry(line=1, max_tokens=2, prompt="hello"), TraceEntry(line=2, max_tokens=3, prompt=(4, 5))]
+    with scripted_llm(asked()) as llm:
+        result = run(llm, count=2, workload={"trace": trace}, schedule=Replay([0.0, 0.1]), concurrency=None)
+    assert [(body["prompt"], body["max_tokens"]) for body in llm.bodies] == [("hello", 2), ([4, 5], 3)]
+    one, two = result.records
+    assert (one.intended, two.intended) == (0.0, 0.1)
+    assert llm.performances[1].arrived >= result.generator["monotonic_start"] + 0.0999
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------------
+def test_key_and_headers_go_with_every_request():
+    with scripted_llm(asked()) as llm:
+        run(llm, count=1, target={"api_key": "secret", "headers": {"X-Test": "1"}})
+    assert len(llm.server.requests) >= 4
+    for request in llm.server.requests:
+        assert request.headers["authorization"] == "Bearer secret" and request.headers["x-test"] == "1"
+    assert llm.performances[0].exchange.request.headers["content-type"] == "application/json"
+
+
+def test_the_address_may_end_in_v1_and_hold_a_path():
+    with scripted_llm(asked()) as llm:
+        run(llm, count=1, target={})
+        result = measure(
+            LoadPlan(target=Target(url=llm.url + "/v1/"), workload=WorkloadSpec(**SHORT), count=1, concurrency=1)
+        )
+    assert len(result.completed) == 1
+    with pytest.raises(LoadTestError, match="should look like"):
+        Target(url="localhost:8000")
+
+
+def test_a_server_given_by_name_is_looked_up_once():
+    with scripted_llm(asked()) as llm:
+        url = llm.url.replace("127.0.0.1", "localhost")
+        looked_up = []
+
+        async def counted():
+            loop = asyncio.get_running_loop()
+            original = loop.getaddrinfo
+
+            async def getaddrinfo(host, *arguments, **options):
+                looked_up.append(host)
+                return await original(host, *arguments, **options)
+
+            loop.getaddrinfo = getaddrinfo
+            return await run_load(
+                LoadPlan(target=Target(url=url), workload=WorkloadSpec(**SHORT), count=6, concurrency=3)
+            )
+
+        result = asyncio.run(counted())
+    assert len(result.completed) == 6
+    # By httpx (which looks up by itself at each connection) and once for the load.
+    assert looked_up.count("localhost") <= 2
+
+
+def test_connections_are_used_again_but_not_after_a_long_rest(monkeypatch):
+    with scripted_llm(asked()) as llm:
+        run(llm, count=5)
+        assert llm.server.connections == 2  # control and load
+        monkeypatch.setattr(wire, "MAX_IDLE_SECONDS", 0.0)
+        run(llm, count=5)
+        assert llm.server.connections == 2 + 6
+
+
+def test_ignore_eos_goes_only_where_it_is_known_to_be_taken():
+    for owner, choice, sent in (
+        ("tests", None, False), ("vllm", None, True), ("tests", True, True), ("vllm", False, False)
+    ):  # fmt: skip
+        with scripted_llm(asked(), model={"owned_by": owner}) as llm:
+            run(llm, count=1, workload={"ignore_eos": choice})
+        assert ("ignore_eos" in llm.bodies[0]) is sent, owner
+
+
+# ---- prompts by what the server tells --------------------------------------------------------------------------------
+def tokenizer(offsets: bool):
+    """Words are tokens, with a number of their own; specials are 0 to 9."""
+
+    async def script(exchange) -> None:
+        body = exchange.request.json
+        text = body["prompt"] if "prompt" in body else "<s> user " + body["messages"][0]["content"] + " assistant"
+        if "prompt" in body and body.get("add_special_tokens") is not False:
+            text = "<s> " + text
+        words = text.split(" ")
+        found = {"tokens": [10 + len(word) * 7 + ord(word[0]) for word in words], "count": len(words)}
+        if offsets:
+            ends = list(itertools.accumulate(len(word) + 1 for word in words))
+            found["offsets"] = [[max(0, end - len(w) - 2), end - 1] for w, end in zip(words, ends, strict=True)]
+        await answer(found)(exchange)
+
+    return script
+
+
+def test_token_ids_are_those_of_ordinary_words():
+    with scripted_llm(asked(), others={"/tokenize": tokenizer(True)}) as llm:
+        result = run(llm, count=2, workload={"input_len": Lengths.fixed(500)})
+    assert result.settings["prompts"] == "token ids"
+    for body in llm.bodies:
+        assert len(body["prompt"]) == 500 and min(body["prompt"]) > 10 and len(set(body["prompt"])) > 20
+
+
+def test_token_ids_of_a_server_with_llama_cpp_s_names():
+    async def script(exchange) -> None:
+        words = exchange.request.json.get("content", "").split()
+        await answer({"tokens": [100 + len(word) for word in words]})(exchange)
+
+    with scripted_llm(asked(), model={"owned_by": "llamacpp"}, others={"/tokenize": script}) as llm:
+        result = run(llm, count=1, workload={"input_len": Lengths.fixed(50)})
+    (body,) = llm.bodies
+    assert result.settings["prompts"] == "token ids" and body["ignore_eos"] is True
+    assert len(body["prompt"]) == 50 and set(body["prompt"]) <= set(range(101, 112))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_text_has_the_exact_length_where_the_server_tokenizes(chat):
+    with scripted_llm(asked(), others={"/tokenize": tokenizer(True)}) as llm:
+        result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40), "chat": chat})
+    (body,) = llm.bodies
+    text = body["messages"][0]["content"] if chat else body["prompt"]
+    added = 3 if chat else 1
+    assert len(text.split(" ")) + added == 40
+    assert result.settings["prompts"] == "text of known length"
+
+
+def test_without_a_tokenizer_prompts_are_text_of_about_that_length():
+    with scripted_llm(asked(), others={"/tokenize": tokenizer(False)}) as llm:
+        result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40)})
+    assert result.settings["prompts"] == "text" and len(llm.bodies[0]["prompt"].split()) == 41
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+def test_metrics_are_scraped_before_and_after():
+    texts = iter(
+        "# TYPE x_hits counter\n"
+        f'x_hits_total{{kind="a"}} {hits}\nx_hits_total{{kind="b"}} 1\n'
+        "# TYPE x_moves_total counter\n"
+        f"x_moves_total {hits / 2}\nx_other {hits}\n"
+        f"# TYPE x_running gauge\nx_running {running}\n"
+        "# TYPE process_cpu_seconds counter\nprocess_cpu_seconds_total 9\n"
+        f'# TYPE x_seconds histogram\nx_seconds_bucket{{le="+Inf"}} {hits}\nx_seconds_count {hits}\nx_seconds_sum 2.5\n'
+        for hits, running in ((10, 5), (17, 2))
+    )
+
+    async def metrics(exchange) -> None:
+        await answer(next(texts).encode(), content_type="text/plain")(exchange)
+
+    with scripted_llm(asked(), others={"/metrics": metrics}) as llm:
+        result = run(llm)
+    assert result.server_metrics == {
+        "x_hits_total": 7,
+        "x_moves_total": 3.5,
+        "x_running": 2,
+        "x_seconds_count": 7,
+        "x_seconds_sum": 0,
+    }
+
+
+def test_no_metrics_and_unreadable_metrics_are_fine():
+    for others in ({}, {"/metrics": answer(b"what{", content_type="text/plain")}):
+        with scripted_llm(asked(), others=others) as llm:
+            assert run(llm).server_metrics == {}
+
+
+def test_progress_is_told_from_the_beginning_to_the_end():
+    seen = []
+
+    def progress(snapshot) -> None:
+        seen.append((snapshot.phase, snapshot.total, snapshot.ended, snapshot.running))
+
+    async def until_told(performance: Performance) -> None:
+        while ("running", 2, 0, 2) not in seen:
+            await asyncio.sleep(0.005)
+        await asked()(performance)
+
+    with scripted_llm(until_told) as llm:
+        result = measure(plan(llm, count=2, concurrency=2, timeout_s=60), progress)
+    assert len(result.completed) == 2 and seen[0][0] == "preparing"
+
+
+def test_a_stopped_run_keeps_what_came_before():
+    async def stopped():
+        stop = asyncio.Event()
+        task = asyncio.ensure_future(run_load(plan(llm, count=5, concurrency=2), stop=stop))
+        while len(llm.performances) < 4:
+            await asyncio.sleep(0.005)
+        stop.set()
+        return await asyncio.wait_for(task, 5)
+
+    async def hangs(performance: Performance) -> None:
+        await performance.head()
+        await performance.token()
+        await performance.wait_gone()
+
+    with scripted_llm(asked(), asked(), hangs) as llm:
+        result = asyncio.run(stopped())
+    assert result.interrupted and len(result.completed) == 2
+    assert result.abandoned == {"interrupted": 2} and result.summary()["failed"] == 0
+    assert result.duration_s > 0
+
+
+# ---- the generator's own limits --------------------------------------------------------------------------------------
+def test_a_generator_with_time_to_spare_is_no_limit():
+    with scripted_llm(stream(0.05, 0.05, 0.05)) as llm:
+        generator = run(llm, count=2).generator
+    assert generator["busy_share"] < 0.7 and generator["cpu_share"] < 0.7
+    assert generator["chunks_per_second"] > 0
+    if generator["loop_lag_ms"]["p99"] < 25:  # else this very machine is the limit, and it says so
+        assert generator["limited"] is False and generator["reasons"] == []
+
+
+def test_a_generator_that_is_kept_from_working_says_so():
+    def hog(snapshot) -> None:
+        time.sleep(0.5)  # as long as the loop is in here nothing is read
+
+    with scripted_llm(stream(*[0.05] * 10)) as llm, asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+        generator = runner.run(run_load(plan(llm, count=2), progress=hog)).generator
+    assert generator["limited"] is True and "late" in generator["reasons"][0]
+
+
+def test_a_generator_that_has_no_time_left_says_so():
+    """A load that it could not take faster: every chunk costs it what a slow machine would need."""
+    from windlass.clients.loadtest.stream import AnswerReader
+
+    original = AnswerReader.data
+
+    def slow(self, data, when):
+        end = time.monotonic() + 0.004 * data.count(b"data:")
+        while time.monotonic() < end:
+            pass
+        original(self, data, when)
+
+    AnswerReader.data = slow
+    try:
+        with scripted_llm(stream(*[0.001] * 50)) as llm:
+            generator = run(llm, count=6, concurrency=6).generator
+    finally:
+        AnswerReader.data = original
+    assert generator["limited"] is True
+    assert generator["busy_share"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"count": None},
+        {"count": 0},
+        {"concurrency": 0},
+        {"concurrency": None},
+        {"warmup": -1},
+        {"duration_s": 0.0},
+        {"timeout_s": 0.0},
+        {"slo": {"speed": 1.0}},
+        {"slo": {"ttft": 0.0}},
+    ],
+)
+def test_what_makes_no_run_is_refused(options):
+    with pytest.raises(LoadTestError):
+        LoadPlan(target=Target(url="http://x"), workload=WorkloadSpec(), **{"count": 1, **options})

@@ -1,0 +1,261 @@
+"""Workloads: exact lengths, what is shared, what is seeded, and what does not fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+
+import pytest
+
+from windlass.clients.loadtest.errors import LoadTestError
+from windlass.clients.loadtest.lengths import Lengths
+from windlass.clients.loadtest.scalings import WeightedScaling
+from windlass.clients.loadtest.trace import TraceEntry
+from windlass.clients.loadtest.vocabulary import Vocabulary
+from windlass.clients.loadtest.workload import Workload, WorkloadSpec
+
+IDS = Vocabulary(pieces=[b"%d" % number for number in range(100, 900)], ids=True, exact=True)
+WORDS = Vocabulary(pieces=[b"one", b"two", b"three"], ids=False, exact=True, overhead=3, first=b"the")
+
+
+def workload(vocabulary=IDS, limit=None, seed=0, **fields) -> Workload:
+    parsed = {name: Lengths.parse(value, least=0) for name, value in fields.items() if isinstance(value, str)}
+    fields |= parsed
+    return Workload(WorkloadSpec(**fields), model="m", vocabulary=vocabulary, limit=limit, seed=seed)
+
+
+def calls(load: Workload, count: int = 50):
+    return [conversation.call for conversation in itertools.islice(load.conversations(), count)]
+
+
+def bodies(load: Workload, count: int = 50):
+    return [json.loads(call.body) for call in calls(load, count)]
+
+
+def test_prompts_are_token_ids_of_the_exact_length():
+    load = workload(input_len="8192", output_len="64", ignore_eos=True)
+    for call in calls(load, 4):
+        body = json.loads(call.body)
+        assert len(body["prompt"]) == call.input_tokens == 8192
+        assert set(body["prompt"]) <= set(range(100, 900)) and len(set(body["prompt"])) > 700
+        assert body["max_tokens"] == call.output_tokens == 64
+        assert (body["model"], body["stream"], body["temperature"], body["ignore_eos"]) == ("m", True, 0.0, True)
+        assert body["stream_options"] == {"include_usage": True}
+        assert call.path == "/v1/completions"
+
+
+def test_drawn_lengths_are_the_prompts_own():
+    load = workload(input_len="uniform:10:20", output_len="normal:30:5")
+    drawn = calls(load, 300)
+    assert all(len(json.loads(call.body)["prompt"]) == call.input_tokens for call in drawn)
+    assert {call.input_tokens for call in drawn} == set(range(10, 21))
+    assert len({call.output_tokens for call in drawn}) > 10
+
+
+def test_the_same_seed_asks_the_same_and_matters_do_not_mix():
+    base = {"input_len": "uniform:5:50", "output_len": "uniform:5:50"}
+    one = calls(workload(**base), 30)
+    assert [call.body for call in one] == [call.body for call in calls(workload(**base), 30)]
+    assert [call.body for call in one] != [call.body for call in calls(workload(**base, seed=1), 30)]
+    changes = {"output_len": "7"}, {"disconnect_share": 0.5}, {"scalings": [WeightedScaling("a"), WeightedScaling("b")]}
+    for change in changes:  # what else is asked, the prompts stay
+        other = calls(workload(**{**base, **change}), 30)
+        assert [json.loads(c.body)["prompt"] for c in one] == [json.loads(c.body)["prompt"] for c in other]
+
+
+def test_text_counts_what_the_server_adds():
+    for call in calls(workload(WORDS, input_len="20"), 3):
+        words = json.loads(call.body)["prompt"].split(" ")
+        assert words[0] == "the" and len(words) == 1 + 20 - 3
+        assert call.input_tokens == 20
+    (call,) = calls(workload(WORDS, input_len="20", chat=True), 1)
+    (message,) = json.loads(call.body)["messages"]
+    assert message["role"] == "user" and len(message["content"].split(" ")) == 18
+    assert call.path == "/v1/chat/completions"
+
+
+def test_groups_share_their_prefix_and_nothing_else():
+    prompts = [body["prompt"] for body in bodies(workload(input_len="10", prefix_groups=3, prefix_len=40), 60)]
+    assert all(len(prompt) == 50 for prompt in prompts)
+    groups = Counter(tuple(prompt[:40]) for prompt in prompts)
+    assert len(groups) == 3 and min(groups.values()) > 5
+    assert len({tuple(prompt[40:]) for prompt in prompts}) == 60
+
+
+def test_documents_come_again_at_other_positions():
+    load = workload(input_len="10", documents=2, document_len=50, document_offset="uniform:0:30")
+    drawn = calls(load, 60)
+    shared = {}
+    for call in drawn:
+        prompt = json.loads(call.body)["prompt"]
+        assert len(prompt) == call.input_tokens
+        document = tuple(prompt[-60:-10])
+        shared.setdefault(document, set()).add(len(prompt) - 60)
+    assert len(shared) == 2
+    assert all(len(offsets) > 5 and min(offsets) >= 0 and max(offsets) <= 30 for offsets in shared.values())
+
+
+def test_scalings_come_by_their_weights_and_label_their_requests():
+    scalings = [WeightedScaling.parse(text) for text in ('3@{"rope_type": "yarn", "factor": 4}', "null", "4@long-2")]
+    drawn = calls(workload(scalings=scalings), 4000)
+    seen = Counter((json.dumps(json.loads(call.body).get("rope_scaling")), call.label) for call in drawn)
+    yarn, plain, named = (
+        seen[('{"rope_type": "yarn", "factor": 4}', "yarn x4")],
+        seen[("null", "server's scaling")],
+        seen[('"long-2"', "long-2")],
+    )
+    assert yarn + plain + named == 4000
+    assert yarn == pytest.approx(1500, abs=190) and plain == pytest.approx(500, abs=130)
+    assert not any("rope_scaling" in json.loads(call.body) for call in drawn if call.label == "server's scaling")
+
+
+@pytest.mark.parametrize("text", ["{", "3", "true", "0@null", "-1@null", "x y", "[1]", "", "1e999@null"])
+def test_what_is_no_scaling_is_refused(text):
+    with pytest.raises(LoadTestError, match="--rope-scaling"):
+        WeightedScaling.parse(text)
+
+
+def test_the_ladder_doubles_to_the_limit():
+    load = workload(ladder=True, limit=10_000, output_len="50")
+    assert load.rungs() == [1024, 2048, 4096, 8192, 9950]
+    drawn = calls(load, 7)
+    assert [call.input_tokens for call in drawn] == [1024, 2048, 4096, 8192, 9950, 1024, 2048]
+    assert drawn[1].label == "2048 tokens"
+    assert workload(ladder=True, limit=512, output_len="12").rungs() == [500]
+
+
+def test_a_share_of_clients_goes_away():
+    drawn = calls(workload(disconnect_share=0.25, disconnect_after=3), 2000)
+    assert {call.disconnect_after for call in drawn} == {None, 3}
+    assert sum(call.disconnect_after == 3 for call in drawn) == pytest.approx(500, abs=120)
+
+
+def test_extra_fields_win_and_null_takes_out():
+    extra = {"temperature": None, "max_tokens": 3, "top_k": 5}
+    (body,) = bodies(workload(extra_body=extra, ignore_eos=False), 1)
+    assert "temperature" not in body and "ignore_eos" not in body
+    assert body["max_tokens"] == 3 and body["top_k"] == 5
+
+
+def test_a_trace_is_asked_as_it_was_recorded():
+    yarn = {"rope_type": "yarn", "factor": 2}
+    trace = [
+        TraceEntry(line=1, max_tokens=5, prompt=(7, 8, 9), rope_scaling=yarn, has_scaling=True),
+        TraceEntry(line=2, max_tokens=6, prompt='say "hi"\n'),
+        TraceEntry(line=3, max_tokens=7, input_len=30),
+    ]
+    one, two, three = bodies(workload(trace=trace), 10)
+    assert (one["prompt"], one["max_tokens"], one["rope_scaling"]) == ([7, 8, 9], 5, yarn)
+    assert (two["prompt"], two["max_tokens"]) == ('say "hi"\n', 6) and "rope_scaling" not in two
+    assert (len(three["prompt"]), three["max_tokens"]) == (30, 7)
+
+
+# ---- several turns ---------------------------------------------------------------------------------------------------
+def test_turns_of_token_ids_hold_everything_before():
+    load = workload(input_len="6", output_len="4", turns=3, prefix_groups=1, prefix_len=8, think_s=0.5)
+    (conversation,) = itertools.islice(load.conversations(), 1)
+    first = json.loads(conversation.call.body)
+    assert first["return_token_ids"] is True and conversation.think_s == 0.5
+    assert len(first["prompt"]) == conversation.call.input_tokens == 14
+    assert conversation.advance("ignored", (1, 2, 3, 4))
+    second = json.loads(conversation.call.body)["prompt"]
+    assert second[:18] == [*first["prompt"], 1, 2, 3, 4] and len(second) == conversation.call.input_tokens == 24
+    assert conversation.call.label == "turn 2"
+    assert conversation.advance("", (5,))
+    third = json.loads(conversation.call.body)["prompt"]
+    assert third[:25] == [*second, 5] and len(third) == 31
+    assert not conversation.advance("", (1,))
+
+
+def test_turns_of_a_chat_are_messages():
+    load = workload(WORDS, input_len="6", output_len="4", turns=2, chat=True)
+    (conversation,) = itertools.islice(load.conversations(), 1)
+    (asked,) = json.loads(conversation.call.body)["messages"]
+    assert conversation.advance('He said "no".\n', None)
+    again, answered, further = json.loads(conversation.call.body)["messages"]
+    assert again == asked
+    assert answered == {"role": "assistant", "content": 'He said "no".\n'}
+    assert further["role"] == "user" and len(further["content"].split()) == 6
+
+
+def test_turns_of_text_go_on_where_the_answer_ended():
+    load = workload(WORDS, input_len="6", output_len="4", turns=2)
+    (conversation,) = itertools.islice(load.conversations(), 1)
+    first = json.loads(conversation.call.body)["prompt"]
+    assert conversation.advance(' "so"\n', None)
+    second = json.loads(conversation.call.body)["prompt"]
+    assert second.startswith(first + ' "so"\n ') and len(second.removeprefix(first + ' "so"\n ').split()) == 6
+
+
+def test_a_conversation_ends_before_it_outgrows_the_server():
+    load = workload(input_len="uniform:4:40", output_len="4", turns=5, limit=50)
+    longest = 0
+    for conversation in itertools.islice(load.conversations(), 40):
+        turns = 1
+        while conversation.advance("", (1, 2, 3, 4)):
+            turns += 1
+        assert turns <= 5 and conversation.call.input_tokens + 4 <= 50
+        longest = max(longest, turns)
+    assert longest > 1
+
+
+def test_answers_without_token_ids_cannot_be_gone_on_from():
+    (conversation,) = itertools.islice(workload(turns=2).conversations(), 1)
+    with pytest.raises(LoadTestError, match="--text-prompts"):
+        conversation.advance("text", None)
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"input_len": "500", "output_len": "13"}, "513 tokens, but the server takes 512"),
+        ({"input_len": "400", "prefix_groups": 1, "prefix_len": 100}, "--prefix-len 100"),
+        ({"input_len": "400", "documents": 1, "document_len": 100}, "--document-len 100"),
+        ({"input_len": "100", "output_len": "100", "turns": 3}, "in 3 turns"),
+        ({"input_len": "uniform:600:900"}, "--input-len uniform:600:900"),
+        ({"ladder": True, "output_len": "600"}, "no room"),
+        ({"trace": [TraceEntry(line=9, max_tokens=500, input_len=13)]}, "line 9 of the trace"),
+        ({"trace": [TraceEntry(line=9, max_tokens=5, prompt=(1,))], "chat": True}, "line 9 of the trace"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_what_to_change(fields, named):
+    with pytest.raises(LoadTestError) as caught:
+        workload(limit=512, **fields)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_lengths_that_are_drawn_are_cut_to_what_fits():
+    drawn = calls(workload(input_len="normal:450:100", output_len="uniform:10:60", limit=512), 200)
+    assert all(call.input_tokens + call.output_tokens <= 512 for call in drawn)
+    assert any(call.input_tokens + call.output_tokens == 512 for call in drawn)
+    drawn = calls(workload(input_len="300", output_len="normal:250:200", limit=512), 200)
+    assert {call.input_tokens for call in drawn} == {300} and max(call.output_tokens for call in drawn) == 212
+    drawn = calls(workload(ladder=True, output_len="normal:450:200", limit=512), 200)
+    assert all(call.input_tokens >= 1 and call.input_tokens + call.output_tokens <= 512 for call in drawn)
+    mixed = workload(
+        input_len="uniform:1:400", documents=1, document_len=100, document_offset="uniform:0:900", limit=512
+    )
+    assert all(len(json.loads(c.body)["prompt"]) + c.output_tokens <= 512 for c in calls(mixed, 200))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prefix_groups": 2},
+        {"documents": 2},
+        {"document_len": 2},
+        {"disconnect_share": 1.5},
+        {"disconnect_after": 0},
+        {"turns": 0},
+        {"think_s": -1.0},
+        {"think_s": float("nan")},
+        {"ladder": True, "turns": 2},
+        {"ladder": True},
+        {"trace": [TraceEntry(line=1, max_tokens=1, input_len=1)], "turns": 2},
+    ],
+)
+def test_what_makes_no_sense_together_is_refused(fields):
+    with pytest.raises(LoadTestError):
+        workload(**fields)
