@@ -12,6 +12,7 @@ program thus writes over the file of the older one, and gigabytes do not pile up
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -157,7 +158,7 @@ class WeightCache:
 
     def _remove_abandoned(self) -> None:
         """Remove what a writer that was killed has left."""
-        for part in self.path.parent.glob(f".{self.path.name}.*{_PART}"):
+        for part in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{_PART}"):
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
                     part.unlink()

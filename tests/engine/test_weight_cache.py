@@ -291,17 +291,20 @@ def test_a_full_disk_leaves_nothing_behind(model: Path, tmp_path: Path, monkeypa
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_a_killed_writer_left_is_removed_once_it_is_old(model: Path) -> None:
-    load(model)
-    (path,) = files(model)
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    model = model.rename(tmp_path / "a [strange] name*")
+    load(model, cache)
+    (path,) = cache.iterdir()
     path.unlink()
-    old, young, other = (path.with_name(f".{name}.0123.part") for name in (path.name, path.name + "", "another"))
-    young = path.with_name(f".{path.name}.4567.part")
+    old, young, other = (
+        path.with_name(f".{name}.part") for name in (f"{path.name}.01", f"{path.name}.23", "another.45")
+    )
     for part in (old, young, other):
         part.write_bytes(b"half")
     for part in (old, other):
         os.utime(part, (time.time() - 7200,) * 2)
-    load(model)
+    load(model, cache)
     assert not old.exists() and young.exists() and other.exists() and path.exists()
 
 
@@ -315,7 +318,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_cached(model: Path) -
 
 
 def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
-    """Two processes and two threads, over an empty folder and over a stale file; whoever comes later reads a whole one."""
+    """Two processes and two threads over an empty folder: whoever comes later reads a whole file, whoever wrote it."""
     want = load(model, None)
     script = (
         "import sys; from windlass.engine.config import EngineConfig; from windlass.engine.loader import load_model\n"
