@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ from windlass.engine.request import TokenLogprobs
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampler import Sampler, token_logprobs
 from windlass.engine.schedule import ScheduledSequence, SchedulerOutput, StepResult
-from windlass.engine.verify import draw_tokens
+from windlass.engine.verify import Extended, draw_tokens
 
 # Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
 _PROMPT_LOGPROB_ROWS = 256
@@ -71,6 +72,8 @@ class Runner:
 
     def build_batch(self, sequences: list[ScheduledSequence]) -> ForwardBatch:
         """The flat batch of the scheduled chunks, in order. One of single tokens may be overwritten by the next."""
+        if _decodes_row_by_row(sequences):
+            sequences = [row for s in sequences for row in _rows_of(s)]
         if self._decoding is not None and all(s.num_tokens == 1 for s in sequences):
             return self._decoding.build(sequences)
         device, size = self.decoder.device, self._block_size
@@ -96,9 +99,6 @@ class Runner:
         slots = np.ascontiguousarray(tables[:, row, block] * np.int64(size) + offset)  # [K, T]
         if slots.min() < 0:
             raise AssertionError("a scheduled token has no block to go to")
-        if _decodes_row_by_row(sequences, lengths, num_tokens):
-            tables, lengths, first = np.ascontiguousarray(tables[:, row]), index + 1, first.repeat(counts)
-            query_start = np.arange(num_tokens + 1, dtype=np.int64)
 
         def tensor(array: np.ndarray) -> torch.Tensor:
             found = torch.from_numpy(array)
@@ -168,18 +168,26 @@ class Runner:
         return tuple(found)
 
 
-def _chunk(s: ScheduledSequence) -> list[int]:
+def _chunk(s: ScheduledSequence) -> Sequence[int]:
     """The tokens of a chunk, proposed ones included."""
     known = s.token_ids[s.start : s.start + s.num_tokens - len(s.draft)]
     return [*known, *s.draft] if s.draft else known
 
 
-def _decodes_row_by_row(sequences: list[ScheduledSequence], lengths: np.ndarray, num_tokens: int) -> bool:
+def _decodes_row_by_row(sequences: list[ScheduledSequence]) -> bool:
     """Whether a step of streams with proposed tokens is run as if every row were a sequence of its own.
 
-    Then it is an ordinary decode step, which can be replayed, and each row reads all keys before it. Over a long context
+    Then it is an ordinary decode step, which can be repeated, and each row reads all keys before it. Over a long context
     that reading is the dearer part: there the rows of one sequence go as a chunk and share it.
     """
-    if num_tokens == len(sequences) or int(lengths.max()) > _ROW_BY_ROW_LENGTH:
+    if not any(s.draft for s in sequences) or any(s.num_tokens > 1 + len(s.draft) for s in sequences):
         return False
-    return all(s.num_tokens == 1 + len(s.draft) for s in sequences)
+    return max(s.start + s.num_tokens for s in sequences) <= _ROW_BY_ROW_LENGTH
+
+
+def _rows_of(s: ScheduledSequence) -> list[ScheduledSequence]:
+    """A chunk of one known and some proposed tokens, cut into chunks of one token."""
+    if not s.draft:
+        return [s]
+    token_ids = Extended(s.token_ids, s.draft)
+    return [replace(s, start=s.start + i, num_tokens=1, token_ids=token_ids, draft=()) for i in range(s.num_tokens)]

@@ -89,7 +89,7 @@ class ScheduledSequence:
     seq_id: int
     start: int
     num_tokens: int
-    token_ids: list[int]
+    token_ids: Sequence[int]
     block_tables: list[list[int]]
     rotary_id: int
     first_position: int
