@@ -31,9 +31,11 @@ def test_advice_is_taken_and_touches_nothing() -> None:
         pytest.skip("this system has no transparent huge pages")
     tensor = torch.empty(64 << 20, dtype=torch.uint8)
     assert advise_huge_pages(tensor)
-    assert huge_bytes_around(tensor.data_ptr() + (32 << 20)) == 0
+    middle = tensor.data_ptr() + (32 << 20)
+    before = huge_bytes_around(middle)  # the mapping may have merged with a neighbour of the same kind
+    assert before < 64 << 20
     tensor.fill_(1)
-    assert huge_bytes_around(tensor.data_ptr() + (32 << 20)) > 0
+    assert huge_bytes_around(middle) > before
 
 
 def test_what_is_small_is_left_alone() -> None:
