@@ -536,7 +536,7 @@ def test_the_limit_settles_where_a_step_takes_its_target(per_token: float, decod
 def test_the_limit_has_a_floor_a_ceiling_and_no_bound_when_the_target_is_zero() -> None:
     timer = StepTimer(0.25, 2048)
     settle(timer, lambda p, d: 100.0, 3)
-    assert timer.limit(3) == 16
+    assert timer.limit(3) == 4
     settle(timer, lambda p, d: 1e-6, 3)
     assert timer.limit(3) == 2048
     small = StepTimer(0.25, 10)
