@@ -1,4 +1,4 @@
-"""A server with the bundled model for the tests of this folder that want a real one; it starts once."""
+"""What tests of this folder share: a server with the bundled model, started once, and which client a test goes through."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def demo_server() -> Iterator[RealServer]:
     ]
     with serve("--kv-cache-memory", "64MiB", "--max-model-len", "1024", *options) as running:
         yield running
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(params=["sync", "async"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param

@@ -45,16 +45,6 @@ YARN = RopeScaling.yarn(factor=4)
 KEY = "secret"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
     profiles = {"long": Accepted.from_dict(YARN), "half": Accepted.from_dict(RopeScaling.linear(2))}

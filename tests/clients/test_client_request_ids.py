@@ -32,16 +32,6 @@ DONE = {"id": "c", "choices": [{"index": 0, "text": "x", "finish_reason": "stop"
 HEX = re.compile("[0-9a-f]{32}")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 async def failure(kind: str, url: str, read: float = 10.0, **options: Any) -> APIError:
     """What a completion that must fail raises. read: seconds to wait for an answer."""
     timeout = httpx.Timeout(10.0, read=read)

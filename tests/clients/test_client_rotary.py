@@ -48,16 +48,6 @@ INSPECTION = {
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 async def call(kind: str, url: str, method: str, *args: Any, **options: Any) -> Any:
     """One call of a client of either kind."""
     if kind == "async":

@@ -20,16 +20,6 @@ ENVELOPE = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def report(request: Any) -> RotaryReport:
     """One that tells the length of the prompt, so that prompts of different lengths differ in it."""
     length = float(len(request.prompt_token_ids))

@@ -21,16 +21,6 @@ PROMPTS: dict[str, dict[str, Any]] = {"completions": {"prompt": "In the beginnin
 KEY = "secret"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(params=["sync", "async"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(params=["completions", "chat"])
 def endpoint(request: pytest.FixtureRequest) -> str:
     return request.param
