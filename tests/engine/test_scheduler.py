@@ -539,9 +539,9 @@ def test_the_limit_has_a_floor_a_ceiling_and_no_bound_when_the_target_is_zero() 
     assert timer.limit(3) == 4
     settle(timer, lambda p, d: 1e-6, 3)
     assert timer.limit(3) == 2048
-    small = StepTimer(0.25, 10)
+    small = StepTimer(0.25, 3)  # a ceiling below the floor
     settle(small, lambda p, d: 100.0, 0)
-    assert small.limit(0) == 10
+    assert small.limit(0) == 3
     free = StepTimer(0.0, 2048)
     free.observe(2048, 0, 100.0)
     assert free.limit(5) == 2048
