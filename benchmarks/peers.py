@@ -85,6 +85,9 @@ class Run:
             for contestant in everybody:
                 if wanted and not any(part in contestant.name.lower() for part in wanted):
                     continue
+                if contestant.slow and not wanted:
+                    self._leave_out(contestant, "takes minutes to start: name it with --contestants")
+                    continue
                 try:
                     if kind != "startup":
                         print(f"starting {contestant.name}", flush=True)

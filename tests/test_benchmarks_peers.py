@@ -341,3 +341,73 @@ def test_the_tokenizer_of_the_checkpoint_round_trips(monkeypatch: pytest.MonkeyP
     assert max(ids) < 400 and tokenizer.decode(ids) == "Hello, wörld"
     assert len(tokenizer) == 400
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+FAKE_VLLM = """
+import collections, types
+__version__ = "0.0"
+SamplingParams = types.SimpleNamespace
+class LLM:
+    def __init__(self, model, **options):
+        assert not options["enable_prefix_caching"] and options["dtype"] == "bfloat16"
+        self.llm_engine = self
+        self.left = {}
+    def add_request(self, name, prompt, sampling):
+        assert all(10 <= token < 50 for token in prompt["prompt_token_ids"])
+        self.left[name] = [len(prompt["prompt_token_ids"]), sampling.max_tokens]
+        return name + "-internal"
+    def has_unfinished_requests(self):
+        return bool(self.left)
+    def abort_request(self, names):
+        for name in names:
+            del self.left[name]
+    def step(self):
+        assert self.left, "a step without requests waits forever"
+        outputs = []
+        for name, entry in list(self.left.items()):
+            if entry[0] > 0:
+                entry[0] -= 64
+                continue
+            entry[1] -= 1
+            part = types.SimpleNamespace(token_ids=[7])
+            outputs.append(types.SimpleNamespace(request_id=name, outputs=[part]))
+            if not entry[1]:
+                del self.left[name]
+        return outputs
+"""
+
+
+def test_the_vllm_worker_counts_tokens_by_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text(FAKE_VLLM)
+    (tmp_path / "vllm" / "sampling_params.py").write_text("class RequestOutputKind:\n    DELTA = 1\n")
+    worker = module("harness.worker", monkeypatch)
+    options = json.dumps({"dtype": "bfloat16", "eager": True, "max_model_len": 512, "vocab": 50})
+    script = str(BENCHMARKS / "harness" / "vllm_worker.py")
+    near = worker.Worker(
+        [sys.executable, script, "model", options], log=tmp_path / "log", environment={"PYTHONPATH": str(tmp_path)}
+    )
+    try:
+        assert near.info == {"version": "0.0"}
+        for request in ({"kind": "prefill", "prompt": 512}, {"kind": "decode", "prompt": 32, "streams": 8}):
+            (value,) = near.measure({"streams": 1, "steps": 12, **request})
+            assert value > 0
+        with pytest.raises(worker.WorkerError, match="not measured at depth"):
+            near.measure({"kind": "depth", "prompt": 4096, "streams": 1, "steps": 8})
+    finally:
+        near.close()
+
+
+def test_slow_contestants_take_part_when_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module("harness.machine", monkeypatch)
+    peers = module("peers", monkeypatch)
+    run = peers.Run(peers.parse_arguments(["--work", str(tmp_path), "--contestants", "vllm"]))
+    run._group("startup")
+    assert {entry["contestant"] for entry in run.left_out} == {"vLLM bf16", "vLLM bf16, eager", "vLLM fp32"}
+    assert all("not installed" in entry["reason"] for entry in run.left_out)
+    everybody = peers.contestants_for("decode", run.places, 2, 1024, 1.0, [])
+    assert [c.name for c in everybody if c.slow] == ["vLLM bf16", "vLLM bf16, eager", "vLLM fp32"]
+    monkeypatch.setattr(peers, "contestants_for", lambda *_: [c for c in everybody if c.slow])
+    run = peers.Run(peers.parse_arguments(["--work", str(tmp_path)]))
+    run._group("decode")
+    assert len(run.left_out) == 3 and all("--contestants" in entry["reason"] for entry in run.left_out)

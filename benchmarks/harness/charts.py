@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 INK = "#808080"  # contrast of about 4 to 1 on white and 5 to 1 on black
 BOUND = "#d9534f"
-COLOURS = {"Windlass": "#2a9d8f", "OpenVINO": "#5b7fd1", "llama.cpp": "#c98a3b"}
+COLOURS = {"Windlass": "#2a9d8f", "OpenVINO": "#5b7fd1", "llama.cpp": "#c98a3b", "vLLM": "#b0567f"}
 OTHER = "#9b72b0"
 
 

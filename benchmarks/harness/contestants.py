@@ -23,7 +23,9 @@ STARTUP_KV_BYTES = 512 << 20
 
 
 class Contestant(Protocol):
-    """program: Windlass, OpenVINO or llama.cpp. weights: a key of WEIGHT_BITS. kv_dtype: what the cache holds, if known.
+    """program: Windlass, OpenVINO, llama.cpp or vLLM. weights: a key of WEIGHT_BITS. kv_dtype: what the cache holds, if known.
+
+    slow: takes so long to start that it takes part only when it is named.
 
     measure returns up to `repeats` samples in tokens per second; more than one where repeating costs extra.
     startup returns seconds until ready and peak bytes, or None where the program has no such thing.
@@ -33,6 +35,7 @@ class Contestant(Protocol):
     name: str
     weights: str
     kv_dtype: str
+    slow: bool
 
     def start(self) -> None: ...
     def version(self) -> str: ...
@@ -45,6 +48,7 @@ class WindlassContestant:
     """The engine in a worker process; `windlass serve` for the start-up."""
 
     program = "Windlass"
+    slow = False
 
     def __init__(self, places: Places, quantization: str, threads: int, kv_dtype: str, kv_gb: float) -> None:
         self.weights = quantization
@@ -98,6 +102,7 @@ class OpenVINOContestant:
     """OpenVINO GenAI's continuous batching pipeline; its KV cache is u8 on a CPU unless told otherwise."""
 
     program = "OpenVINO"
+    slow = False
     kv_dtype = "u8"
 
     def __init__(self, places: Places, weights: str, threads: int, vocab: int) -> None:
@@ -148,6 +153,7 @@ class LlamaCppContestant:
     """llama-bench and llama-batched-bench, one command per measure; the file is read again each time, outside the clock."""
 
     program = "llama.cpp"
+    slow = False
     kv_dtype = "f16; q8_0 at depth"
 
     def __init__(self, places: Places, weights: str, threads: int) -> None:
@@ -198,6 +204,67 @@ class LlamaCppContestant:
         return done.stdout
 
 
+class VLLMContestant:
+    """vLLM's offline engine for CPUs; compiled as by default, or `eager`, which starts sooner."""
+
+    program = "vLLM"
+    slow = True
+
+    def __init__(self, places: Places, weights: str, threads: int, vocab: int, *, eager: bool = False) -> None:
+        """weights: bf16 or fp32, in which the cache is too."""
+        self.name, self.weights = f"vLLM {weights}" + (", eager" if eager else ""), weights
+        self.kv_dtype = {"bf16": "bfloat16", "fp32": "float32"}[weights]
+        self._places, self._threads = places, threads
+        self._options = {"dtype": self.kv_dtype, "eager": eager, "max_model_len": 8192, "vocab": vocab}
+        self._worker: Worker | None = None
+
+    def start(self) -> None:
+        self._worker = self._launch()
+
+    def version(self) -> str:
+        return str(self._started().info["version"])
+
+    def measure(self, measure: Measure, repeats: int) -> list[float]:
+        return self._started().measure(measure.to_dict())
+
+    def startup(self) -> tuple[float, int] | None:
+        from harness.machine import descendants, peak_memory
+
+        worker = self._launch()
+        try:
+            for request in (Measure("", "decode", streams=8), Measure("", "prefill", prompt=512)):
+                worker.measure(request.to_dict())
+            pid = worker.process.pid
+            return worker.ready_seconds, peak_memory([pid, *descendants(pid)])
+        finally:
+            worker.close()
+
+    def close(self) -> None:
+        if self._worker:
+            self._worker.close()
+            self._worker = None
+
+    def _started(self) -> Worker:
+        if self._worker is None:
+            raise WorkerError("not started")
+        return self._worker
+
+    def _launch(self) -> Worker:
+        python = self._places.vllm_python
+        if python is None:
+            raise WorkerError("not installed: no environment peers/vllm in the work folder")
+        script = _BENCHMARKS / "harness" / "vllm_worker.py"
+        command = [str(python), str(script), str(self._places.model), json.dumps(self._options)]
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB, as much as OpenVINO gets
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{self._threads - 1}",  # by itself it leaves a core to its server
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(self._places.work / "peers" / "vllm-cache"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        return Worker(command, log=_log(self._places, self.name), environment=environment, load_seconds=1800.0)
+
+
 def contestants_for(
     kind: str, places: Places, threads: int, vocab: int, kv_gb: float, kv_dtypes: list[str]
 ) -> list[Contestant]:
@@ -208,7 +275,12 @@ def contestants_for(
         ours: list[Contestant] = [WindlassContestant(places, "int8", threads, kv, kv_gb) for kv in kv_dtypes]
         return [*ours, openvino[0], llama[1]]
     ours = [WindlassContestant(places, w, threads, "auto", kv_gb) for w in ("none", "int8", "int4")]
-    return [*ours, *openvino, *llama]
+    vllm: list[Contestant] = [
+        VLLMContestant(places, "bf16", threads, vocab),
+        VLLMContestant(places, "bf16", threads, vocab, eager=True),
+        VLLMContestant(places, "fp32", threads, vocab),
+    ]
+    return [*ours, *openvino, *llama, *vllm]
 
 
 def _environment(threads: int) -> dict[str, str]:

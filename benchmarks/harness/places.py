@@ -38,6 +38,10 @@ class Places:
     def openvino_python(self) -> Path | None:
         return _existing(self.work / "peers" / "openvino" / "bin" / "python")
 
+    @property
+    def vllm_python(self) -> Path | None:
+        return _existing(self.work / "peers" / "vllm" / "bin" / "python")
+
     def llama_tool(self, name: str) -> Path | None:
         """llama-bench, llama-batched-bench or llama-quantize."""
         return _existing(self.work / "peers" / "llama.cpp-build" / "bin" / name)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 # Bits per weight as each file format stores it, scales included; per-channel int8 scales are too few to count.
 WEIGHT_BITS = {
     "none": 16.0,  # bfloat16
+    "bf16": 16.0,
+    "fp32": 32.0,
     "f16": 16.0,
     "int8": 8.0,
     "q8_0": 8.5,  # a float16 scale per 32 weights
