@@ -23,6 +23,8 @@ from windlass.clients.loadtest.stream import AnswerReader
 _MAX_HEAD_BYTES = 64 * 1024
 _LOOK_UP_SECONDS = 10.0
 MAX_IDLE_SECONDS = 1.0  # servers close idle connections after 2 seconds and more
+# Some servers close the connection after each stream, a moment after its end and whatever their headers promise: llama.cpp's.
+PROOF_SECONDS = 0.1
 
 
 class Connection(asyncio.Protocol):
@@ -33,7 +35,7 @@ class Connection(asyncio.Protocol):
         self._http = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._transport: asyncio.Transport | None = None
         self._reader: AnswerReader | None = None
-        self.idle_since = 0.0
+        self.idle_since: float | None = None  # None before its first answer
 
     @property
     def open(self) -> bool:
@@ -111,6 +113,8 @@ class Connection(asyncio.Protocol):
     def _lost(self, when: float, what: str) -> None:
         reader, self._reader = self._reader, None
         if reader is not None:
+            if self.idle_since is not None and not reader.begun:
+                self._pool.hung_up()
             reader.broken(when, what)
 
     def _fail(self, outcome: str, what: str, when: float) -> None:
@@ -133,16 +137,22 @@ class Pool:
         self._headers = list({**fields, **headers}.items())
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
+        self._kept: bool | None = (
+            None  # whether the server keeps connections after an answer; None until that has shown
+        )
 
     async def take(self) -> Connection:
         """An idle connection, else a new one. Raises OSError where none can be made.
 
         A request is never sent twice: a server that hangs up is a failure to be counted. So a connection that has been
-        idle for long is not used: the server may be about to close it.
+        idle for long is not used, as the server may be about to close it, and none before one has stayed open for
+        PROOF_SECONDS after its answer, as the server may close them all.
         """
-        while self._idle:
+        if self._kept is None:
+            self._kept = any(c.open and _idle_seconds(c) >= PROOF_SECONDS for c in self._idle) or None
+        while self._kept and self._idle:
             connection = self._idle.pop()
-            if connection.open and time.monotonic() - connection.idle_since < MAX_IDLE_SECONDS:
+            if connection.open and _idle_seconds(connection) < MAX_IDLE_SECONDS:
                 return connection
             connection.abort()
         return await self._connect()
@@ -173,12 +183,21 @@ class Pool:
 
     def idle(self, connection: Connection) -> None:
         connection.idle_since = time.monotonic()
-        self._idle.append(connection)
+        if self._kept is False:
+            connection.abort()
+        else:
+            self._idle.append(connection)
+
+    def hung_up(self) -> None:
+        """The server closed a connection between two requests, without a word: from now on each has one of its own."""
+        self._kept = False
 
     def closed(self, connection: Connection) -> None:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+            if _idle_seconds(connection) < MAX_IDLE_SECONDS:
+                self.hung_up()
 
     async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
@@ -190,3 +209,8 @@ class Pool:
         )
         self._address = transport.get_extra_info("peername")[0]
         return connection
+
+
+def _idle_seconds(connection: Connection) -> float:
+    """How long ago its last answer ended; 0 before the first."""
+    return 0.0 if connection.idle_since is None else time.monotonic() - connection.idle_since

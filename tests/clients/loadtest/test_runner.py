@@ -239,12 +239,52 @@ def test_a_server_given_by_name_is_looked_up_once():
 
 
 def test_connections_are_used_again_but_not_after_a_long_rest(monkeypatch):
+    monkeypatch.setattr(wire, "PROOF_SECONDS", 0.0)
     with scripted_llm(asked()) as llm:
         run(llm, count=5)
         assert llm.server.connections == 2  # control and load
         monkeypatch.setattr(wire, "MAX_IDLE_SECONDS", 0.0)
         run(llm, count=5)
         assert llm.server.connections == 2 + 6
+
+
+def test_connections_are_used_again_once_one_has_stayed_open():
+    with scripted_llm(stream(0.03, 0.03)) as llm:
+        result = run(llm, count=12)
+    # Those of the first 0.1 s are kept apart; then the last of them takes all further requests.
+    assert len(result.completed) == 12 and 3 <= llm.server.connections <= 1 + 5
+
+
+@pytest.mark.parametrize("late", [0.0, 0.002])
+def test_a_server_that_closes_after_each_stream_gets_each_request_once(late):
+    """As llama.cpp's does, whose headers promise to keep the connection."""
+
+    async def closes(performance: Performance) -> None:
+        await asked()(performance)
+        await asyncio.sleep(late)
+        performance.exchange.writer.close()
+
+    with scripted_llm(closes) as llm:
+        result = run(llm, count=40, concurrency=4)
+    assert len(result.completed) == len(llm.performances) == 40 and not result.errors
+    assert llm.server.connections == 1 + 40
+
+
+def test_a_connection_that_is_closed_when_used_again_is_a_failure_of_one_request(monkeypatch):
+    monkeypatch.setattr(wire, "PROOF_SECONDS", 0.0)
+    seen = []
+
+    async def hangs_up(performance: Performance) -> None:
+        seen.append(performance)
+        if len(seen) == 3:
+            performance.exchange.writer.close()
+            return
+        await asked()(performance)
+
+    with scripted_llm(hangs_up) as llm:
+        result = run(llm, count=8)
+    assert result.errors == {"connection": 1} and len(llm.performances) == 8
+    assert llm.server.connections == 2 + 5  # the others are not used again
 
 
 def test_ignore_eos_goes_only_where_it_is_known_to_be_taken():
