@@ -141,6 +141,11 @@ async def prepare(plan: LoadPlan, control: Control) -> tuple[Server, Workload]:
     text = plan.text_prompts or (spec.turns > 1 and not server.takes_token_ids)
     if spec.chat and plan.vocab_size is not None:
         raise LoadTestError("--vocab-size makes prompts of token ids, which no chat takes: leave it out")
+    if server.ignores_scalings and (spec.scalings or any(entry.has_scaling for entry in spec.trace)):
+        raise LoadTestError(
+            f"{plan.target.base} ({server.owner}) takes no rotary scaling from a request and would ignore it: leave "
+            f"--rope-scaling, and rope_scaling in the trace, out"
+        )
     vocabulary = await find_vocabulary(control, server, chat=spec.chat, text=text, size=plan.vocab_size)
     limit = server.max_model_len
     if spec.ignore_eos is None:

@@ -21,6 +21,7 @@ from windlass.clients.loadtest.errors import LoadTestError
 # Servers that are known to take `ignore_eos`, by what their models say under `owned_by`.
 _TAKES_IGNORE_EOS = frozenset({"windlass", "vllm", "sglang", "llamacpp"})
 _TAKES_TOKEN_IDS = frozenset({"windlass", "vllm"})  # `return_token_ids`
+_IGNORES_SCALINGS = frozenset({"vllm", "llamacpp"})  # they answer as if `rope_scaling` had not been asked for
 _OWN_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
 _CONTROL_SECONDS = 30.0
 _METRICS_SECONDS = 5.0  # a server that no longer answers must not hold the report back
@@ -102,6 +103,11 @@ class Server:
         """Whether it tells the token ids of an answer."""
         return self.owner in _TAKES_TOKEN_IDS
 
+    @property
+    def ignores_scalings(self) -> bool:
+        """Whether it is known to take no rotary scaling from a request, and not to say so."""
+        return self.owner in _IGNORES_SCALINGS
+
     def to_dict(self) -> dict[str, Any]:
         """For the report."""
         return {"version": self.version, **self.entry, "model": self.model}
@@ -140,9 +146,15 @@ class Control:
             if time.monotonic() > end:
                 raise LoadTestError(f"{self.target.base} was still loading after {ready_seconds:g} s: try again later")
             await asyncio.sleep(0.25)
-        version = await self._json("GET", "/version")
-        told = version.get("version") if isinstance(version, Mapping) else None
-        return Server(model=server.model, entry=server.entry, version=told if isinstance(told, str) else None)
+        return Server(model=server.model, entry=server.entry, version=await self._version())
+
+    async def _version(self) -> str | None:
+        for path, name in (("/version", "version"), ("/props", "build_info")):  # llama.cpp has the second
+            answer = await self._json("GET", path)
+            told = answer.get(name) if isinstance(answer, Mapping) else None
+            if isinstance(told, str):
+                return told
+        return None
 
     async def _model(self) -> Server:
         base, wanted = self.target.base, self.target.model
@@ -179,17 +191,37 @@ class Control:
     async def tokenize(self, **body: Any) -> Mapping[str, Any] | None:
         """The answer of /tokenize, with a list of ids under `tokens`; None where the server has no such thing.
 
-        body: as Windlass and vLLM take it. Where that does not do, llama.cpp's names are tried.
+        body: as Windlass and vLLM take it. Where that does not do, llama.cpp's names are tried. With
+        `return_token_strs`, which Windlass does not take, `token_strs` holds the text of each token.
         """
         bodies = [body]
         if "prompt" in body:
-            bodies.append({"content": body["prompt"], "add_special": body.get("add_special_tokens") is not False})
+            add = body.get("add_special_tokens") is not False
+            pieces = body.get("return_token_strs", False)
+            bodies.append({"content": body["prompt"], "add_special": add, "with_pieces": pieces})
         for candidate in bodies:
             answer = await self._json("POST", "/tokenize", candidate)
             tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
-            if isinstance(tokens, list) and tokens and all(isinstance(item, int) and item >= 0 for item in tokens):
-                return dict(answer)
+            if not isinstance(tokens, list) or not tokens:
+                continue
+            found = dict(answer)
+            if all(isinstance(item, Mapping) for item in tokens):  # llama.cpp's pieces
+                found["tokens"] = tokens = [item.get("id") for item in tokens]
+                found["token_strs"] = [item.get("piece") for item in answer["tokens"]]
+            if all(isinstance(item, int) and item >= 0 for item in tokens):
+                return found
         return None
+
+    async def count(self, **body: Any) -> int | None:
+        """How many tokens a prompt or messages are, as `tokenize` takes them; None where the server does not tell."""
+        answer = await self.tokenize(**body)
+        if answer is not None:
+            return len(answer["tokens"])
+        if "messages" not in body:
+            return None
+        counted = await self._json("POST", "/v1/chat/completions/input_tokens", body)  # llama.cpp
+        tokens = counted.get("input_tokens") if isinstance(counted, Mapping) else None
+        return tokens if isinstance(tokens, int) and tokens > 0 else None
 
     async def metrics(self) -> str | None:
         """The text of /metrics; None where there is none."""

@@ -6,6 +6,7 @@ requests.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -104,7 +105,10 @@ async def _words(control: Control, server: Server, chat: bool) -> Vocabulary:
     """Words that are one token each after a space, as far as the server lets us see."""
     first, *others = WORDS
     everything = Vocabulary(pieces=[word.encode() for word in others], ids=False, exact=False, first=first.encode())
-    answer = await control.tokenize(model=server.model, prompt=" ".join(WORDS), add_special_tokens=False)
+    words: dict[str, Any] = {"model": server.model, "prompt": " ".join(WORDS), "add_special_tokens": False}
+    answer = await control.tokenize(**words)
+    if answer is not None and "offsets" not in answer:
+        answer = await control.tokenize(**words, return_token_strs=True)
     single = _single_tokens(answer) if answer is not None else []
     if len(single) < 8:
         return everything
@@ -114,14 +118,14 @@ async def _words(control: Control, server: Server, chat: bool) -> Vocabulary:
     asked: dict[str, Any] = {"prompt": text}
     if chat:
         asked = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
-    counted = await control.tokenize(model=server.model, **asked)
+    counted = await control.count(model=server.model, **asked)
     if counted is None:
         return everything
     return Vocabulary(
         pieces=[word.encode() for word in single],
         ids=False,
         exact=True,
-        overhead=len(counted["tokens"]) - probe,
+        overhead=counted - probe,
         first=first.encode(),
     )
 
@@ -129,8 +133,8 @@ async def _words(control: Control, server: Server, chat: bool) -> Vocabulary:
 def _single_tokens(answer: Mapping[str, Any]) -> list[str]:
     """The words of WORDS but the first that one token each covers, its space included."""
     try:
-        spans = {(int(start), int(end)) for start, end in answer["offsets"]}
-    except (KeyError, TypeError, ValueError):
+        spans = _spans(answer)
+    except (KeyError, TypeError, ValueError, AttributeError):
         return []
     found, start = [], 0
     for word in WORDS:
@@ -139,3 +143,16 @@ def _single_tokens(answer: Mapping[str, Any]) -> list[str]:
             found.append(word)
         start = end + 1
     return list(dict.fromkeys(found))
+
+
+def _spans(answer: Mapping[str, Any]) -> set[tuple[int, int]]:
+    """Where each token of the joined WORDS begins and ends, by the server's offsets, else by the tokens' texts."""
+    if "offsets" in answer:
+        return {(int(start), int(end)) for start, end in answer["offsets"]}
+    # Tokenizers write the space as one of these; some put one before the text.
+    pieces = [piece.replace("Ġ", " ").replace("▁", " ") for piece in answer["token_strs"]]
+    text, joined = " ".join(WORDS), "".join(pieces)
+    if joined not in (text, " " + text):
+        raise ValueError
+    ends = list(itertools.accumulate(map(len, pieces), initial=len(text) - len(joined)))
+    return set(itertools.pairwise(ends))

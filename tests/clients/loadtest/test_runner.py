@@ -15,6 +15,7 @@ from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.health import MeasuredLoop
 from windlass.clients.loadtest.lengths import Lengths
 from windlass.clients.loadtest.runner import LoadPlan, measure, run_load
+from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.schedule import Arrivals, Replay
 from windlass.clients.loadtest.target import Target
 from windlass.clients.loadtest.trace import TraceEntry
@@ -346,10 +347,93 @@ def test_text_has_the_exact_length_where_the_server_tokenizes(chat):
     assert result.settings["prompts"] == "text of known length"
 
 
+def words_of(text: str) -> list[str]:
+    """Tokens as others' tokenizers have them: a word with the space before it."""
+    return [word if number == 0 else " " + word for number, word in enumerate(text.split(" "))]
+
+
+async def vllm_tokenizer(exchange) -> None:
+    body = exchange.request.json
+    whole = "prompt" in body
+    pieces = words_of(body["prompt"] if whole else "<s> <user> " + body["messages"][0]["content"] + " <assistant>")
+    if whole and body.get("add_special_tokens") is not False:
+        pieces = ["<s>", *pieces]
+    told = [piece.replace(" ", "Ġ") for piece in pieces] if body.get("return_token_strs") else None
+    tokens = list(range(10, 10 + len(pieces)))
+    await answer({"count": len(pieces), "max_model_len": 512, "tokens": tokens, "token_strs": told})(exchange)
+
+
+async def llama_cpp_tokenizer(exchange) -> None:
+    """Knows names of its own only: with others there are no tokens."""
+    body = exchange.request.json
+    pieces = words_of(" " + body["content"]) if "content" in body else []
+    pieces = [piece for piece in pieces if piece.strip()]
+    if body.get("add_special") and pieces:
+        pieces = ["<s>", *pieces]
+    tokens = [{"id": i, "piece": p} if body.get("with_pieces") else i for i, p in enumerate(pieces, 10)]
+    await answer({"tokens": tokens})(exchange)
+
+
+async def llama_cpp_counter(exchange) -> None:
+    content = exchange.request.json["messages"][0]["content"]
+    await answer({"input_tokens": len(content.split(" ")) + 3, "object": "response.input_tokens"})(exchange)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
+def test_text_has_the_exact_length_where_the_server_tells_the_texts_of_tokens(owner, chat):
+    others = {"/tokenize": vllm_tokenizer}
+    if owner == "llamacpp":
+        others = {"/tokenize": llama_cpp_tokenizer, "/v1/chat/completions/input_tokens": llama_cpp_counter}
+    with scripted_llm(asked(), model={"owned_by": owner}, others=others) as llm:
+        result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40), "chat": chat})
+    (body,) = llm.bodies
+    text = body["messages"][0]["content"] if chat else body["prompt"]
+    assert len(text.split(" ")) + (3 if chat else 1) == 40
+    assert result.settings["prompts"] == "text of known length"
+
+
+def test_texts_of_tokens_that_make_another_text_are_not_trusted():
+    async def lowered(exchange) -> None:
+        words = exchange.request.json["prompt"].split(" ")
+        await answer({"tokens": [7] * len(words), "token_strs": [f"[{word}]" for word in words]})(exchange)
+
+    with scripted_llm(asked(), others={"/tokenize": lowered}) as llm:
+        result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40)})
+    assert result.settings["prompts"] == "text"
+
+
 def test_without_a_tokenizer_prompts_are_text_of_about_that_length():
     with scripted_llm(asked(), others={"/tokenize": tokenizer(False)}) as llm:
         result = run(llm, count=1, text_prompts=True, workload={"input_len": Lengths.fixed(40)})
     assert result.settings["prompts"] == "text" and len(llm.bodies[0]["prompt"].split()) == 41
+
+
+# ---- what the server is ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("owner", ["vllm", "llamacpp"])
+def test_a_scaling_that_the_server_would_ignore_is_refused(owner):
+    traced = TraceEntry(line=1, max_tokens=2, prompt="hello", rope_scaling=None, has_scaling=True)
+    for workload in ({"scalings": [WeightedScaling({"rope_type": "yarn", "factor": 4})]}, {"trace": [traced]}):
+        with (
+            scripted_llm(asked(), model={"owned_by": owner}) as llm,
+            pytest.raises(LoadTestError, match=f"{owner}.*would ignore it"),
+        ):
+            run(llm, workload=workload)
+        assert not llm.performances
+
+
+@pytest.mark.parametrize(
+    ("others", "version"),
+    [
+        ({"/version": answer({"version": "0.32.0"})}, "0.32.0"),
+        ({"/props": answer({"build_info": "b1-0c1e570"})}, "b1-0c1e570"),
+        ({"/version": answer(["odd"]), "/props": answer({"build_info": 7})}, None),
+        ({}, None),
+    ],
+)
+def test_the_server_s_version_is_told(others, version):
+    with scripted_llm(asked(), others=others) as llm:
+        assert run(llm, count=1).server["version"] == version
 
 
 # ---- what is told ----------------------------------------------------------------------------------------------------
