@@ -5,8 +5,10 @@ A contestant that lacks something says so with WorkerError when it starts; nothi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -237,11 +239,11 @@ class VLLMContestant:
             pid = worker.process.pid
             return worker.ready_seconds, peak_memory([pid, *descendants(pid)])
         finally:
-            worker.close()
+            _end_with_children(worker)
 
     def close(self) -> None:
         if self._worker:
-            self._worker.close()
+            _end_with_children(self._worker)
             self._worker = None
 
     def _started(self) -> Worker:
@@ -281,6 +283,17 @@ def contestants_for(
         VLLMContestant(places, "fp32", threads, vocab),
     ]
     return [*ours, *openvino, *llama, *vllm]
+
+
+def _end_with_children(worker: Worker) -> None:
+    """End a worker whose own processes may outlive it, in the middle of a step."""
+    from harness.machine import descendants
+
+    children = descendants(worker.process.pid)
+    worker.close()
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -22,6 +22,8 @@ from windlass.clients.loadtest.errors import LoadTestError
 _TAKES_IGNORE_EOS = frozenset({"windlass", "vllm", "sglang", "llamacpp"})
 _TAKES_TOKEN_IDS = frozenset({"windlass", "vllm"})  # `return_token_ids`
 _IGNORES_SCALINGS = frozenset({"vllm", "llamacpp"})  # they answer as if `rope_scaling` had not been asked for
+# Of a model's entry, what is no property of the server: vLLM makes it anew for each answer.
+_OF_THE_MOMENT = frozenset({"created", "permission"})
 _OWN_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
 _CONTROL_SECONDS = 30.0
 _METRICS_SECONDS = 5.0  # a server that no longer answers must not hold the report back
@@ -110,7 +112,8 @@ class Server:
 
     def to_dict(self) -> dict[str, Any]:
         """For the report."""
-        return {"version": self.version, **self.entry, "model": self.model}
+        entry = {name: value for name, value in self.entry.items() if name not in _OF_THE_MOMENT}
+        return {"version": self.version, **entry, "model": self.model}
 
 
 class Control:

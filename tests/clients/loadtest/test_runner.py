@@ -436,6 +436,14 @@ def test_the_server_s_version_is_told(others, version):
         assert run(llm, count=1).server["version"] == version
 
 
+def test_what_a_server_tells_anew_each_time_is_not_kept():
+    entry = {"created": 1795306709, "permission": [{"id": "modelperm-832ee5cb51cd62b7"}], "root": "/models/demo"}
+    with scripted_llm(asked(), model=entry) as llm:
+        server = run(llm, count=1).server
+    assert server["root"] == "/models/demo" and server["owned_by"] == "tests"
+    assert not {"created", "permission"} & set(server)
+
+
 # ---- what is told ----------------------------------------------------------------------------------------------------
 def test_metrics_are_scraped_before_and_after():
     texts = iter(
