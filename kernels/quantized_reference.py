@@ -15,8 +15,10 @@ from windlass.kernels.packed import GROUP, PackedRows, PackedWeight, integers, s
 
 TINY = 2.0**-100
 _CHUNK = 1 << 22  # weights turned into float64 at a time
-# Where the value of largest magnitude may fall on the grid -8 .. 7; past its end it is clipped.
-RANGES = tuple(7.0 + 0.25 * i for i in range(9))
+# Where the value of largest magnitude may fall on the grid -8 .. 7, in quarters; past its end it is clipped. It comes out
+# negative under the first of these factors: that side has room for -8.
+FACTORS = (*(-r for r in range(28, 37)), *(r - 4 for r in range(28, 37)))
+UNITS = 8192.0  # of which the largest magnitude has 2^13 while factors are tried: products with quarters, over 2^15, are integers
 
 
 def pack(target: PackedRows, source: Tensor) -> None:
@@ -37,20 +39,28 @@ def quantize_eight(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_four(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of x, float32 [R, K], as int8 in -8 .. 7 and bfloat16 scales [R, groups]: of RANGES, the least squared error."""
+    """Rows of x, float32 [R, K], as int8 in -8 .. 7 and bfloat16 scales [R, groups]: of FACTORS, the least squared error.
+
+    They are tried on x rounded to 14 bits, in integers, so that the choice is the same wherever it is made.
+    """
     groups = _in_groups(x)  # [R, G, 32]
-    extreme = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-    finite, usable = groups.isfinite().all(2, keepdim=True), extreme.abs() >= TINY
-    unit = torch.where(finite & usable, groups / extreme, 0.0)
-    best, chosen = torch.zeros_like(extreme), torch.zeros_like(extreme)
-    for by in (*(-r for r in RANGES), *(r - 1.0 for r in RANGES)):
-        q = (unit * by).round().clamp(-8, 7)
-        xq, qq = (unit * q).sum(2, keepdim=True), (q * q).sum(2, keepdim=True).clamp_min(1e-30)
-        better = xq * xq / qq > best
-        best, chosen = torch.where(better, xq * xq / qq, best), torch.where(better, xq / qq * extreme, chosen)
+    finite, largest = groups.isfinite().all(2, keepdim=True), groups.abs().amax(2, keepdim=True)
+    usable = finite & (largest >= TINY)
+    extreme = torch.where(groups.amax(2, keepdim=True) == largest, largest, -largest)
+    unit = torch.where(usable, torch.full_like(extreme, UNITS) / extreme, 0.0)
+    whole = torch.where(usable, groups * unit, 0.0).round().int()
+    square, norm, products = torch.zeros_like(extreme), torch.ones_like(extreme), torch.zeros_like(extreme)
+    for quarters in FACTORS:
+        q = (whole * quarters + (1 << 14) >> 15).clamp(-8, 7)  # to nearest, ties upwards
+        # Both sums stay below 2^24: float32 has them exactly.
+        xq, qq = (whole * q).sum(2, keepdim=True).float(), (q * q).sum(2, keepdim=True).float()
+        better = xq * xq * norm > square * qq
+        square, norm = torch.where(better, xq * xq, square), torch.where(better, qq, norm)
+        products = torch.where(better, xq, products)
+    chosen = torch.where(usable, products / norm * (extreme * (1.0 / UNITS)), 0.0)
     scale = torch.where(finite, chosen, torch.nan).to(torch.bfloat16)
-    inverse = torch.where(finite & usable, 1.0 / scale.float(), 0.0)
-    q = torch.where(inverse == 0, 0.0, (groups * inverse).round().clamp(-8, 7)).to(torch.int8)
+    inverse = torch.where(usable, 1.0 / scale.float(), 0.0)
+    q = torch.where(usable, (groups * inverse).round().clamp(-8, 7), 0.0).to(torch.int8)
     return q.flatten(1)[:, : x.shape[1]], scale[:, :, 0]
 
 

@@ -56,7 +56,7 @@ def pack_rows(target: PackedRows, source: Tensor, *, library: Library | None = N
     check(source.is_cpu and source.dtype in TYPE_CODES, f"pack_rows: the source is {source.dtype} on {source.device}")
     if source.shape[1] > 1 and source.stride(1) != 1:
         source = source.contiguous()
-    code = (library or load()).pack_weight(
+    (library or load()).pack_weight(
         source.data_ptr(),
         source.stride(0),
         TYPE_CODES[source.dtype],
@@ -67,5 +67,3 @@ def pack_rows(target: PackedRows, source: Tensor, *, library: Library | None = N
         weight.data.data_ptr(),
         weight.scales.data_ptr(),
     )
-    if code:
-        raise MemoryError("pack_rows: no memory for a row")
