@@ -1,9 +1,10 @@
-"""Reads tensors of a safetensors file one by one, where they belong if that can be, some ahead of whoever takes them; and
-writes such a file.
+"""Reads the tensors of a safetensors file in order, where they belong if that can be, else in parts, some ahead of whoever
+takes them; and writes such a file.
 
 Responsible for the file format (an 8-byte length, a JSON header, then the data) and for keeping the peak of memory low:
 a mapped file would count against the process page by page, until the weights were there twice, and the library's own
-writer copies every tensor before it writes the first. It knows no names.
+writer copies every tensor before it writes the first. Parts pass through a few buffers that are small enough to stay in
+a cache: memory asked for anew costs as much as the reading (measured). It knows no names.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _READERS = 2  # what a page cache hands out, one core cannot copy as fast as memory takes it
+_AHEAD = 6  # parts read or being read while one is in use
+_PART = 4 << 20  # bytes
+_ROWS = 16  # a part has a multiple of so many, or what is left: packed weights are written in panels
 
 _DTYPES = {
     "F64": torch.float64,
@@ -50,28 +54,39 @@ class _Entry:
     offset: int  # bytes from the start of the file
 
 
-# Where a tensor (name, dtype, shape) is wanted: a contiguous CPU tensor just like it, or None.
+# Where a tensor (name, dtype, shape) is wanted: a contiguous CPU tensor just like it, or None: nowhere, in parts.
 Place = Callable[[str, torch.dtype, list[int]], Tensor | None]
 
 
-def read_tensors(path: Path, place: Place) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the file, in the order of its data: what `place` returned for it, filled, or memory of its own.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows first .. first + len(tensor) of the tensor `name` of this shape; the last of its parts, or not the last."""
 
-    Beyond what `place` gave, at most three tensors are in memory that the caller has not let go of. Raises
-    SafetensorError or OSError, which name no path.
+    name: str
+    shape: list[int]
+    first: int
+    last: bool
+    tensor: Tensor
+
+
+def read_tensors(path: Path, place: Place) -> Iterator[Part]:
+    """Every tensor of the file, in the order of its data: what `place` returned for it, filled, or one part after another.
+
+    A part that had no place is overwritten once the next one is asked for. Raises SafetensorError or OSError, which name
+    no path.
     """
     entries = _entries(path)
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as pool:
-
-        def start(entry: _Entry) -> Future[Tensor]:
-            return pool.submit(_read, file.fileno(), entry, place(entry.name, entry.dtype, entry.shape))
-
-        pending = deque(start(entry) for entry in entries[:_READERS])
-        for i, entry in enumerate(entries):
-            tensor = pending.popleft().result()
-            if i + _READERS < len(entries):
-                pending.append(start(entries[i + _READERS]))
-            yield entry.name, tensor
+        buffers: list[Tensor] = []
+        pending: deque[tuple[_Request, Future[Part]]] = deque()
+        for request in _requests(entries, place):
+            if request.place is None:
+                request.buffer = _take(buffers, request.size)
+            pending.append((request, pool.submit(_read, file.fileno(), request)))
+            if len(pending) > _AHEAD:
+                yield from _hand_out(*pending.popleft(), buffers)
+        while pending:
+            yield from _hand_out(*pending.popleft(), buffers)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], dict[str, str]]:
@@ -121,15 +136,60 @@ def _entries(path: Path) -> list[_Entry]:
     return sorted(entries, key=lambda entry: entry.offset)
 
 
-def _read(descriptor: int, entry: _Entry, place: Tensor | None) -> Tensor:
-    tensor = torch.empty(entry.shape, dtype=entry.dtype) if place is None else place
-    size = prod(entry.shape) * entry.dtype.itemsize
-    if size:
-        with _bytes_of(tensor) as view:
-            done = 0
-            while done < size:
-                count = os.preadv(descriptor, [view[done:]], entry.offset + done)
-                if count <= 0:
-                    raise OSError(f"the file ends inside tensor {entry.name!r}")
-                done += count
-    return tensor
+@dataclass(slots=True)
+class _Request:
+    """Some rows of an entry, to be read into `place`, or else into the beginning of `buffer`."""
+
+    entry: _Entry
+    first: int
+    shape: list[int]  # of these rows
+    place: Tensor | None
+    last: bool
+    buffer: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.entry.dtype.itemsize
+
+
+def _requests(entries: list[_Entry], place: Place) -> Iterator[_Request]:
+    for entry in entries:
+        wanted = place(entry.name, entry.dtype, entry.shape)
+        rows = entry.shape[0] if entry.shape else 1
+        if wanted is not None or not prod(entry.shape) or not entry.shape:
+            yield _Request(entry, 0, entry.shape, wanted, last=True)
+            continue
+        row_bytes = prod(entry.shape[1:]) * entry.dtype.itemsize
+        step = max(1, _PART // row_bytes // _ROWS) * _ROWS
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            yield _Request(entry, first, [count, *entry.shape[1:]], None, last=first + count == rows)
+
+
+def _take(buffers: list[Tensor], size: int) -> Tensor:
+    """A free buffer of at least `size` bytes, or a new one."""
+    if buffers and buffers[-1].numel() >= size:
+        return buffers.pop()
+    return torch.empty(max(size, _PART), dtype=torch.uint8)
+
+
+def _hand_out(request: _Request, future: Future[Part], buffers: list[Tensor]) -> Iterator[Part]:
+    yield future.result()
+    if request.buffer is not None:
+        buffers.append(request.buffer)
+
+
+def _read(descriptor: int, request: _Request) -> Part:
+    entry, tensor = request.entry, request.place
+    if tensor is None:
+        assert request.buffer is not None
+        tensor = request.buffer[: request.size].view(entry.dtype).view(request.shape)
+    start = entry.offset + request.first * (prod(entry.shape[1:]) * entry.dtype.itemsize)
+    with _bytes_of(tensor) as view:
+        done = 0
+        while done < request.size:
+            count = os.preadv(descriptor, [view[done:]], start + done)
+            if count <= 0:
+                raise OSError(f"the file ends inside tensor {entry.name!r}")
+            done += count
+    return Part(entry.name, entry.shape, request.first, request.last, tensor)

@@ -150,9 +150,9 @@ class WeightCache:
 
     def _read(self, tensors: dict[str, Tensor], progress: Progress | None) -> None:
         total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-        for name, tensor in read_tensors(self.path, lambda name, dtype, shape: tensors[name]):
-            assert tensor is tensors[name]
-            done += tensor.nbytes
+        for part in read_tensors(self.path, lambda name, dtype, shape: tensors[name]):
+            assert part.tensor is tensors[part.name]
+            done += part.tensor.nbytes
             if progress:
                 progress("reading quantized weights", done, total)
 

@@ -1,4 +1,4 @@
-"""Fills a Decoder's tensors: from safetensors files, streamed tensor by tensor into place, or with random numbers.
+"""Fills a Decoder's tensors: from safetensors files, streamed part by part into place, or with random numbers.
 
 Owns the names tensors have in checkpoints. Reads safetensors only, never pickle.
 """
@@ -19,12 +19,13 @@ from torch import Tensor
 from windlass import kernels
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder, Weight
-from windlass.engine.model.safetensors_file import Place, read_tensors
+from windlass.engine.model.safetensors_file import Part, Place, read_tensors
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.kernels import PackedRows, PackedWeight
 
 Progress = Callable[[str, int, int], None]
 
+_HEAD = "lm_head.weight"
 # Buffers some exporters save. They follow from the config; learned frequencies are read by `rotary.learned`.
 _DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.attention\.(masked_bias|bias)$")
 
@@ -59,16 +60,23 @@ class _Target:
     offset: float = 0.0
     rows: Tensor | None = None
 
-    def fill(self, tensor: Tensor) -> None:
-        """Take over a checkpoint's tensor of the view's shape."""
+    def fill(self, tensor: Tensor, first: int = 0) -> None:
+        """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where `rows` sorts them."""
         ordered = tensor if self.rows is None else tensor[self.rows]
-        if isinstance(self.view, PackedRows):
-            kernels.pack(self.view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
+        view = _rows_of(self.view, first, len(tensor))
+        if isinstance(view, PackedRows):
+            kernels.pack(view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
             return
         if ordered is not self.view:  # else the reader has put it there already
-            self.view.copy_(ordered)
+            view.copy_(ordered)
         if self.offset:
-            self.view.add_(self.offset)
+            view.add_(self.offset)
+
+
+def _rows_of(view: Tensor | PackedRows, first: int, count: int) -> Tensor | PackedRows:
+    if isinstance(view, PackedRows):
+        return view.weight.narrow(view.first + first, count)
+    return view.narrow(0, first, count)
 
 
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +114,7 @@ def _targets(decoder: Decoder) -> dict[str, _Target]:
         "model.norm.weight": _Target(decoder.final_norm, offset),
     }
     if not spec.tied_embeddings:
-        result["lm_head.weight"] = _Target(_whole(decoder.head))
+        result[_HEAD] = _Target(_whole(decoder.head))
     for i, (layer, w) in enumerate(zip(spec.layers, decoder.layers, strict=True)):
         prefix = f"model.layers.{i}."
         for suffix, qkv, gate_up, out, down in (
@@ -170,17 +178,20 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
 
     def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
         target = targets.get(name)
-        if target is None or target.rows is not None or isinstance(target.view, PackedRows):
+        if (name == _HEAD and target is None) or (target is not None and target.rows is not None):
+            return torch.empty(shape, dtype=dtype)  # wanted whole
+        if target is None or isinstance(target.view, PackedRows):
             return None
         view = target.view
         fits = view.dtype == dtype and list(view.shape) == shape and view.is_cpu and view.is_contiguous()
         return view if fits else None
 
-    for name, tensor, size in _read(files, place):
-        done += size
+    for part in _read(files, place):
+        name, tensor = part.name, part.tensor
+        done += tensor.nbytes
         target = targets.get(name)
         if target is None:
-            if name == "lm_head.weight" and decoder.spec.tied_embeddings:
+            if name == _HEAD and decoder.spec.tied_embeddings:
                 tied_copy = tensor
                 continue
             if _DERIVED.search(name):
@@ -188,15 +199,16 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
             raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
         if name not in remaining:
             raise LoadError(f"{directory}: tensor {name!r} appears in more than one file")
-        if tensor.shape != target.view.shape:
+        if part.shape != list(target.view.shape):
             raise LoadError(
-                f"{directory}: tensor {name!r} has shape {list(tensor.shape)} where config.json asks for "
+                f"{directory}: tensor {name!r} has shape {part.shape} where config.json asks for "
                 f"{list(target.view.shape)}"
             )
         if not tensor.dtype.is_floating_point:
             raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
-        target.fill(tensor)
-        remaining.discard(name)
+        target.fill(tensor, part.first)
+        if part.last:
+            remaining.discard(name)
         if progress:
             progress("loading weights", done, total)
     if remaining:
@@ -220,11 +232,10 @@ def _equals(tensor: Tensor, weight: Weight) -> bool:
     return torch.equal(again.data, weight.data) and torch.equal(again.scales, weight.scales)
 
 
-def _read(files: list[Path], place: Place) -> Iterator[tuple[str, Tensor, int]]:
+def _read(files: list[Path], place: Place) -> Iterator[Part]:
     for file in files:
         try:
-            for name, tensor in read_tensors(file, place):
-                yield name, tensor, tensor.numel() * tensor.element_size()
+            yield from read_tensors(file, place)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
 

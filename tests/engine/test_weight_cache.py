@@ -254,7 +254,7 @@ def test_a_read_that_fails_halfway_leaves_right_weights(model: Path, monkeypatch
         for count, entry in enumerate(original(path, place)):
             if count == 5:
                 raise OSError(5, "Input/output error")
-            entry[1].view(-1).view(torch.uint8).fill_(0x5A)
+            entry.tensor.view(-1).view(torch.uint8).fill_(0x5A)
             yield entry
 
     monkeypatch.setattr(weight_cache, "read_tensors", broken)

@@ -11,13 +11,34 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.model.safetensors_file import read_tensors
+from windlass.engine.model import safetensors_file
+from windlass.engine.model.safetensors_file import Place, read_tensors
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 
 
 def nowhere(name: str, dtype: torch.dtype, shape: list[int]) -> None:
     return None
+
+
+def read_whole(path: Path, place: Place = nowhere) -> dict[str, torch.Tensor]:
+    """Every tensor of the file, put together from its parts, which come in order and one tensor after the other."""
+    whole: dict[str, torch.Tensor] = {}
+    parts: list[torch.Tensor] = []
+    for part in read_tensors(path, place):
+        assert part.name not in whole and part.first == sum(len(p) for p in parts)
+        if part.last and not parts:
+            tensor = part.tensor
+            whole[part.name] = tensor.clone() if place(part.name, tensor.dtype, part.shape) is None else tensor
+        elif part.last:
+            whole[part.name] = torch.cat((*parts, part.tensor))
+            parts = []
+        else:
+            parts.append(part.tensor.clone())
+            continue
+        assert list(whole[part.name].shape) == part.shape
+    assert not parts
+    return whole
 
 
 def test_every_type_and_shape_reads_as_the_library_reads_it(tmp_path: Path) -> None:
@@ -37,7 +58,7 @@ def test_every_type_and_shape_reads_as_the_library_reads_it(tmp_path: Path) -> N
     }  # NaN-free, so equality is enough
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     expected = load_file(tmp_path / "x.safetensors")
-    found = dict(read_tensors(tmp_path / "x.safetensors", nowhere))
+    found = read_whole(tmp_path / "x.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
@@ -53,10 +74,25 @@ def test_a_tensor_goes_where_it_is_wanted(tmp_path: Path) -> None:
         asked[name] = (dtype, shape)
         return {"a": fused[:64], "b": fused[64:]}.get(name)
 
-    found = dict(read_tensors(tmp_path / "x.safetensors", place))
+    found = read_whole(tmp_path / "x.safetensors", place)
     assert torch.equal(fused, torch.cat((tensors["a"], tensors["b"])))
     assert found["b"].data_ptr() == fused[64:].data_ptr() and torch.equal(found["c"], tensors["c"])
     assert asked == {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("size", [1, 1000, 5000, 1 << 16])
+def test_parts_of_a_tensor_are_whole_panels_of_rows(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more parts than buffers, of tensors of several widths: each holds its own rows until the next is asked for."""
+    monkeypatch.setattr(safetensors_file, "_PART", size)
+    tensors = {f"{rows}x{columns}": torch.randn(rows, columns) for rows in (1, 16, 49, 400) for columns in (3, 64, 100)}
+    tensors |= {"vector": torch.randn(2000), "cube": torch.randn(40, 3, 5), "one": torch.tensor(3.0)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = read_whole(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    for part in read_tensors(tmp_path / "x.safetensors", nowhere):
+        assert part.last or (len(part.tensor) % 16 == 0 and part.first % 16 == 0)
+        assert part.tensor.nbytes <= size or not part.shape or len(part.tensor) <= 16
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
@@ -84,7 +120,7 @@ def peak():
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 before = peak()
 places = {{name: torch.empty(15 << 20, dtype=torch.bfloat16) for name in {names}}}
-total = sum(float(t[-1]) for _, t in read_tensors(Path({str(tmp_path / "x.safetensors")!r}), lambda n, d, s: places[n]))
+total = sum(float(p.tensor[-1]) for p in read_tensors(Path({str(tmp_path / "x.safetensors")!r}), lambda n, d, s: places[n]))
 assert total == 10.0 and 'transformers' not in sys.modules
 print(peak() - before)
 """
