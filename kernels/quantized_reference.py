@@ -41,17 +41,18 @@ def quantize_eight(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_four(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of x, float32 [R, K], as int8 in -8 .. 7 and bfloat16 scales [R, groups]: of FACTORS, the least squared error.
 
-    They are tried on x rounded to 14 bits, in integers, so that the choice is the same wherever it is made.
+    They are tried on x rounded to 14 bits, in integers, so that the choice is the same wherever it is made; with both signs
+    turned, so that a tie, which goes upwards, takes the largest magnitude from 7.5 to -8.
     """
     groups = _in_groups(x)  # [R, G, 32]
     finite, largest = groups.isfinite().all(2, keepdim=True), groups.abs().amax(2, keepdim=True)
     usable = finite & (largest >= TINY)
     extreme = torch.where(groups.amax(2, keepdim=True) == largest, largest, -largest)
-    unit = torch.where(usable, torch.full_like(extreme, UNITS) / extreme, 0.0)
+    unit = torch.where(usable, torch.full_like(extreme, -UNITS) / extreme, 0.0)
     whole = torch.where(usable, groups * unit, 0.0).round().int()
     square, norm, products = torch.zeros_like(extreme), torch.ones_like(extreme), torch.zeros_like(extreme)
     for quarters in FACTORS:
-        q = (whole * quarters + (1 << 14) >> 15).clamp(-8, 7)  # to nearest, ties upwards
+        q = (whole * quarters + (1 << 14) >> 15).clamp(-7, 8)
         # Both sums stay below 2^24: float32 has them exactly.
         xq, qq = (whole * q).sum(2, keepdim=True).float(), (q * q).sum(2, keepdim=True).float()
         better = xq * xq * norm > square * qq

@@ -13,8 +13,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import httpx
-
 from windlass.engine.errors import LoadError
 
 DOWNLOAD_PATTERNS = (
@@ -114,6 +112,8 @@ def _download(repo: str, revision: str) -> Path:
         raise LoadError(
             f"{tried}; to download it run `pip install 'windlass[hub]'`, or give a model directory"
         ) from error
+    import httpx  # here, late: most models are on disk, and the engine is started only once this module is imported
+
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:  # huggingface_hub retries for minutes where there is no network at all
         httpx.head(endpoint, timeout=_REACH_SECONDS)

@@ -86,8 +86,9 @@ struct Choice {
     vf square, norm, products;  // of the sum of x q, the sum of q^2, the sum of x q
 };
 
+// x and q with their signs turned: a tie, which goes upwards, then takes the extreme from 7.5 to -8.
 template <bool CLIP> INLINE void try_range(const vs (&x)[GROUP / 2], int quarters, Choice &best) {
-    const vs by = vs{} + int16_t(quarters), low = vs{} - int16_t(8), high = vs{} + int16_t(7);
+    const vs by = vs{} + int16_t(quarters), low = vs{} - int16_t(7), high = vs{} + int16_t(8);
     vi products = {}, norms = {};
     for (int j = 0; j < GROUP / 2; j++) {
         vs q = multiply_round(x[j], by);
@@ -113,7 +114,7 @@ static vf choose_scales(const vf (&x)[GROUP], bf16 (&stored)[W]) {
     const vi finite = (vi)(top < splat_bits(0x7f800000u)), usable = finite & (vi)((vf)top >= splat(TINY));
     // The extreme's side is the one with room for -8; the other is tried too. Of two extremes, the positive one counts.
     const vf extreme = most == (vf)top ? most : -(vf)top;
-    const vf unit = usable ? UNITS / extreme : vf{};
+    const vf unit = usable ? -UNITS / extreme : vf{};
     const vf magic = splat(12582912.0f);
     vs pairs[GROUP / 2];
     for (int j = 0; j < GROUP / 2; j++) {

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError
@@ -141,7 +142,7 @@ def test_without_huggingface_hub(home, monkeypatch):
 
 
 def test_download(home, monkeypatch):
-    monkeypatch.setattr(hub.httpx, "head", lambda *args, **options: None)
+    monkeypatch.setattr(httpx, "head", lambda *args, **options: None)
     target = home / "snapshot"
     target.mkdir()
     asked = {}
@@ -163,7 +164,7 @@ def test_download(home, monkeypatch):
 
 @pytest.mark.parametrize(("error", "says"), [(OSError("disk\nfull"), "disk full"), (GatedRepoError, "HF_TOKEN")])
 def test_a_failing_download(home, monkeypatch, error, says):
-    monkeypatch.setattr(hub.httpx, "head", lambda *args, **options: None)
+    monkeypatch.setattr(httpx, "head", lambda *args, **options: None)
 
     def download(repo, **options):
         raise GatedRepoError.__new__(GatedRepoError) if error is GatedRepoError else error
