@@ -9,6 +9,7 @@ every 32 elements of K. Rows are padded to whole panels and K to whole quads (8 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -23,6 +24,12 @@ GROUP = 32
 MAX_COLUMNS = 1 << 17  # int32 sums of products of at most 127 * 127, and 128 times the sum of x, stay below 2^31
 
 Bits: TypeAlias = Literal[8, 4]
+# Makes an uninitialised contiguous CPU tensor of a shape and a type.
+Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +47,22 @@ class PackedWeight:
     scales: Tensor
 
     @classmethod
-    def empty(cls, rows: int, columns: int, bits: Bits) -> PackedWeight:
+    def empty(cls, rows: int, columns: int, bits: Bits, allocate: Allocate = _allocate) -> PackedWeight:
         """Room for a weight; rows and columns of padding hold zeros, the rest nothing in particular.
 
-        Raises ValueError for more columns than int32 sums allow.
+        allocate: where from. Raises ValueError for more columns than int32 sums allow.
         """
         if not 0 < columns <= MAX_COLUMNS:
             raise ValueError(f"a packed weight has 1 to {MAX_COLUMNS} columns, not {columns}")
         panels = -(-rows // PANEL)
         if bits == 8:
-            data = torch.empty((panels, -(-columns // 4), PANEL, 4), dtype=torch.uint8)
-            scales = torch.empty(panels * PANEL, dtype=torch.float32)
+            data = allocate((panels, -(-columns // 4), PANEL, 4), torch.uint8)
+            scales = allocate((panels * PANEL,), torch.float32)
             scales[rows:] = 0.0
         else:
             groups = -(-columns // GROUP)
-            data = torch.empty((panels, groups, GROUP // 8, PANEL, 4), dtype=torch.uint8)
-            scales = torch.empty((panels, groups, PANEL), dtype=torch.bfloat16)
+            data = allocate((panels, groups, GROUP // 8, PANEL, 4), torch.uint8)
+            scales = allocate((panels, groups, PANEL), torch.bfloat16)
             if rows % PANEL:
                 scales[-1, :, rows % PANEL :] = 0.0
         if rows % PANEL:

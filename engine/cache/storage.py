@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from windlass.engine.cache.huge_pages import advise_huge_pages
+from windlass.engine.huge_pages import advise_huge_pages
 from windlass.engine.model.spec import KVGroupSpec
 from windlass.engine.schedule import BlockCopy
 from windlass.kernels import SCALE_BYTES, KVPages

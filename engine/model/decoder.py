@@ -13,6 +13,7 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.config import Quantization
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.weight_memory import WeightMemory
 from windlass.kernels import PackedWeight
 
 Weight = Tensor | PackedWeight
@@ -73,6 +74,7 @@ class Decoder:
         self.weight_dtype = weight_dtype or dtype
         self.quantization: Quantization | None = None if quantization == "none" else quantization
         self.deterministic = deterministic
+        self._memory = WeightMemory(device)
         hidden = spec.hidden_size
         head = self._head()
         self.head: Weight = head
@@ -83,20 +85,21 @@ class Decoder:
         self._unit_norm = torch.ones(spec.layers[0].attention.head_dim, dtype=torch.float32, device=device)
 
     def _empty(self, *shape: int) -> Tensor:
-        dtype = self.weight_dtype if len(shape) > 1 else self.dtype
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return self._memory.empty(shape, self.weight_dtype if len(shape) > 1 else self.dtype)
 
     def _matrix(self, rows: int, columns: int) -> Weight:
         if self.quantization is None:
             return self._empty(rows, columns)
-        return PackedWeight.empty(rows, columns, 8 if self.quantization == "int8" else 4)
+        return PackedWeight.empty(rows, columns, 8 if self.quantization == "int8" else 4, self._memory.empty)
 
     def _head(self) -> Weight:
         rows, columns = self.spec.vocab_size, self.spec.hidden_size
-        return self._empty(rows, columns) if self.quantization is None else PackedWeight.empty(rows, columns, 8)
+        if self.quantization is None:
+            return self._empty(rows, columns)
+        return PackedWeight.empty(rows, columns, 8, self._memory.empty)
 
     def _norm(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float32, device=self.device)
+        return self._memory.empty((size,), torch.float32)
 
     def _allocate(self, layer: LayerSpec) -> LayerWeights:
         attention, hidden = layer.attention, self.spec.hidden_size

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from windlass.engine.cache.huge_pages import advise_huge_pages
+from windlass.engine.huge_pages import advise_huge_pages
 
 
 def huge_bytes_around(address: int) -> int:
