@@ -155,7 +155,7 @@ static void multiply_rows(const Linear &p, Tiles tiles, const float *packed, TX 
             const TW *rows[NT], *next[NT];
             for (int i = 0; i < NT; i++) {
                 rows[i] = weight + min_of(n + i, n1 - 1) * p.w_stride + k;
-                next[i] = same_rows ? rows[i] + K_BLOCK : weight + min_of(n + NT + i, n1 - 1) * p.w_stride;
+                next[i] = same_rows ? rows[i] + K_BLOCK : weight + min_of(n + NT + i, p.N - 1) * p.w_stride;
             }
             const long span = min_of(K_BLOCK, p.K - k);
             const float *x = packed + k * p.M;
@@ -195,6 +195,7 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
     const long chunk = round_up(max_of(1, CHUNK_BYTES / (p.K * (long)sizeof(TW))), nt);
     const long chunks = ceil_div(p.N, chunk);
     const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
+    Shares shares(chunks, threads);
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {
@@ -202,12 +203,10 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
         void *packed = nullptr;
         failed |= posix_memalign(&packed, 64, p.M * round_up(p.K, STEP) * sizeof(float)) != 0;
         if (!failed) pack_rows<TX, pairs_interleaved<TW>::value>((const TX *)p.x, p.x_stride, tiles, p.K, (float *)packed);
-#pragma omp for schedule(dynamic, 1) nowait
-        for (long c = 0; c < chunks; c++) {
-            if (failed) continue;
+        if (!failed) shares.take(omp_get_thread_num(), [&](long c) {
             const long n0 = c * chunk, n1 = min_of(n0 + chunk, p.N);
             multiply(p, tiles, (const float *)packed, (TX *)p.out, n0, n1);
-        }
+        });
         free(packed);
     }
     return failed;

@@ -1,6 +1,6 @@
 // How work is split, over rows of x and over threads.
 
-constexpr long CHUNK_BYTES = 192 << 10;  // of weight, the unit threads take
+constexpr long CHUNK_BYTES = 64 << 10;   // of weight, the unit threads take
 constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second thread costs more than it gives
 
 // Rows of x split as evenly as can be over tiles of a bounded number of rows.
@@ -8,6 +8,27 @@ struct Tiles {
     long rows, count;
     INLINE_MEMBER long begin(long t) const { return rows * t / count; }
     INLINE_MEMBER long size(long t) const { return begin(t + 1) - begin(t); }
+};
+
+// Chunks 0 .. count over the threads of a region: each walks a share of consecutive ones, then helps the others with theirs.
+// So a thread reads one long run of memory, as prefetching wants it, and none waits for one that another process holds up.
+struct Shares {
+    static constexpr long MOST = 64;  // more threads than that begin by helping
+    struct alignas(64) Cursor { long next, end; };
+    Cursor cursors[MOST];
+    long count, shares;
+
+    Shares(long count, long threads) : count(count), shares(min_of(threads, MOST)) {
+        for (long i = 0; i < shares; i++) cursors[i] = {first(i), first(i + 1)};
+    }
+    INLINE_MEMBER long first(long share) const { return count * share / shares; }
+    // Calls f(chunk) for what this thread takes.
+    template <class F> INLINE_MEMBER void take(long thread, const F &f) {
+        for (long i = 0; i < shares; i++) {
+            Cursor &from = cursors[(thread + i) % shares];
+            for (long c; (c = __atomic_fetch_add(&from.next, 1, __ATOMIC_RELAXED)) < from.end;) f(c);
+        }
+    }
 };
 
 constexpr long SERIAL_ELEMENTS = 1 << 15;  // of everything else, below which one thread is quicker
