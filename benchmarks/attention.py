@@ -3,9 +3,9 @@
     python benchmarks/attention.py [--threads 2] [--repeats 15] [--clock wall|cpu] [--only decode,prefill] [--json OUT]
 
 The shape is that of a 1B Llama: 32 query heads, 8 key heads of 64, blocks of 16 tokens in random order. The bound is
-measured in the same run, in turn with the contestants: the sum of a float32 vector larger than the caches, read by all
-threads (decode), and torch's product of two square float32 matrices (prefill). Figures are the best of the repeats, since
-other work on the machine can only add, with the median beside them; shares are best over best.
+measured in the same run, in turn with the contestants: the sum of a float32 vector in huge pages, larger than the caches,
+read by all threads (decode), and torch's product of two square float32 matrices (prefill). Figures are the best of the
+repeats, since other work on the machine can only add, with the median beside them; shares are best over best.
 
 decode: one sequence at each context length; bytes are those of keys, values and scales. Pages take turns with copies of
 themselves until they outgrow the caches. prefill: whole prompts, and a chunk of 512 at the end of a long one; operations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.machine import readable
 
 from windlass.kernels import KVPages, batched, cpu, dispatch, reference
 
@@ -59,7 +60,7 @@ def size_of(pages: KVPages) -> int:
 
 
 def decode(lengths: list[int], repeats: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
-    vector = torch.randn(OUTGROWS_CACHES // 4)
+    vector = readable(OUTGROWS_CACHES)
     found = []
     for length in lengths:
         q, ones, lens = torch.randn(1, HEADS, DIM), torch.ones(1), torch.tensor([length])

@@ -2,11 +2,12 @@
 
     python benchmarks/quantized_kernels.py [--threads 2] [--repeats 20] [--clock wall|cpu] [--rows 1,8,64,512]
 
-Bounds are measured in the same run: the read bandwidth of a sum over 256 MiB (best of many), the matrix rate of torch's
-float32 product. Weights alternate between copies larger together than the caches, so every call reads its weight from
-memory; contestants alternate too, and each figure is the minimum over the repeats. `read` is weight bytes (scales
-included) over time, as a share of the bandwidth; `rate` is two operations per weight and row over time, as a multiple of
-the float32 rate. With --clock cpu and --threads 1 only the thread's own processor time counts, for a busy machine.
+Bounds are measured in the same run: the read bandwidth of a sum over 256 MiB in huge pages (best of many), the matrix rate
+of torch's float32 product. Weights lie where a model's do and alternate between copies larger together than the caches, so
+every call reads its weight from memory; contestants alternate too, and each figure is the minimum over the repeats. `read`
+is weight bytes (scales included) over time, as a share of the bandwidth; `rate` is two operations per weight and row over
+time, as a multiple of the float32 rate. With --clock cpu and --threads 1 only the thread's own processor time counts, for a
+busy machine.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import time
 from collections.abc import Callable
 
 import torch
+from harness.machine import readable
 from torch import Tensor
 
+from windlass.engine.model.weight_memory import WeightMemory
 from windlass.kernels import PackedWeight, cpu
 
 LAYERS = {
@@ -47,16 +50,16 @@ def fastest(calls: dict[str, Callable[[], object]], repeats: int, clock: Timer) 
 
 def bounds(repeats: int, clock: Timer) -> tuple[float, float]:
     """Read bandwidth in bytes/s and float32 matrix rate in operations/s."""
-    block, a, b = torch.ones(64 << 20), torch.randn(1024, 2048), torch.randn(2048, 2048)
+    block, a, b = readable(256 << 20), torch.randn(1024, 2048), torch.randn(2048, 2048)
     best = fastest({"read": block.sum, "matrix": lambda: a @ b}, repeats, clock)
     return block.nbytes / best["read"], 2 * 1024 * 2048 * 2048 / best["matrix"]
 
 
-def random_weight(columns: int, inner: int, kind: str) -> Tensor | PackedWeight:
+def random_weight(columns: int, inner: int, kind: str, memory: WeightMemory) -> Tensor | PackedWeight:
     plain = torch.randn(columns, inner)
     if kind == "bf16":
-        return plain.to(torch.bfloat16)
-    weight = PackedWeight.empty(columns, inner, 8 if kind == "int8" else 4)
+        return memory.empty((columns, inner), torch.bfloat16).copy_(plain)
+    weight = PackedWeight.empty(columns, inner, 8 if kind == "int8" else 4, memory.empty)
     cpu.pack_rows(weight.narrow(0, columns), plain)
     return weight
 
@@ -87,11 +90,11 @@ def main() -> None:
     for name, (columns, inner) in LAYERS.items():
         if not any(name.startswith(wanted) for wanted in options.layers.split(",")):
             continue
-        sets = {}
+        sets, memory = {}, WeightMemory(torch.device("cpu"))
         for kind in options.kinds.split(","):
-            first = random_weight(columns, inner, kind)
+            first = random_weight(columns, inner, kind, memory)
             count = max(2, -(-CACHE_BYTES // first.nbytes))
-            sets[kind] = [first, *(random_weight(columns, inner, kind) for _ in range(count - 1))]
+            sets[kind] = [first, *(random_weight(columns, inner, kind, memory) for _ in range(count - 1))]
         supplies = {kind: itertools.cycle(weights) for kind, weights in sets.items()}
         for rows in map(int, options.rows.split(",")):
             x = torch.randn(rows, inner)

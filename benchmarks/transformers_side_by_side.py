@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from harness.machine import readable
 
 from windlass.engine.config import EngineConfig
 from windlass.engine.core import EngineCore
@@ -128,9 +129,8 @@ class Transformers:
 
 def read_bandwidth() -> float:
     """Bytes per second of summing a tensor far larger than any cache."""
-    data = torch.randn(1 << 28)
-    best = min(_timed(lambda: data.sum()) for _ in range(4))
-    return data.numel() * 4 / best
+    data = readable(1 << 30)
+    return data.nbytes / min(_timed(data.sum) for _ in range(4))
 
 
 def matrix_rate() -> float:

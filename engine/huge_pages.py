@@ -15,8 +15,9 @@ HUGE_PAGE_BYTES = 2 << 20
 def advise_huge_pages(tensor: Tensor) -> bool:
     """Whether Linux took the advice for a contiguous tensor in main memory. Call it before the memory is touched.
 
-    What is read at the memory's speed, or from page to page as a block table leads attention, misses the TLB with pages of
-    4 KiB (measured: 10 to 15 per cent of attention's time at 8,192 tokens). Memory stays untouched until used, then in units of a huge page.
+    What is read at the memory's speed, or from page to page as a block table leads attention, misses the TLB with pages
+    of 4 KiB (measured: 10 to 15 per cent of attention's time at 8,192 tokens). Memory stays untouched until used, then in
+    units of a huge page.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.nbytes < HUGE_PAGE_BYTES:
         return False

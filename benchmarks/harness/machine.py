@@ -12,7 +12,10 @@ import time
 from collections import abc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -36,18 +39,18 @@ def describe() -> dict[str, Any]:
 def measure_rates(threads: int, repeats: int = 5) -> dict[str, list[float]]:
     """Samples of what bounds everything else: read and copy bandwidth in GB/s (copies count twice), float32 products in Gflop/s.
 
-    Read: the sum of 1 GB of float32. Copy: 0.5 GB to elsewhere. Product: two square matrices of 2,048.
+    Read: the sum of 1 GiB of float32 in huge pages. Copy: half of it to elsewhere. Product: two square matrices of 2,048.
     """
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        data, target = torch.randn(1 << 28), torch.empty(1 << 27)
+        data, target = readable(1 << 30), readable(1 << 29)
         a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
         work: dict[str, tuple[abc.Callable[[], Any], float]] = {
-            "read_gb_s": (data.sum, data.numel() * 4 / 1e9),
-            "copy_gb_s": (lambda: target.copy_(data[: 1 << 27]), target.numel() * 8 / 1e9),
+            "read_gb_s": (data.sum, data.nbytes / 1e9),
+            "copy_gb_s": (lambda: target.copy_(data[: target.numel()]), 2 * target.nbytes / 1e9),
             "fp32_gflop_s": (lambda: a @ b, 2 * 2048**3 / 1e9),
         }
         samples: dict[str, list[float]] = {}
@@ -57,6 +60,21 @@ def measure_rates(threads: int, repeats: int = 5) -> dict[str, list[float]]:
         return samples
     finally:
         torch.set_num_threads(before)
+
+
+def readable(nbytes: int) -> Tensor:
+    """float32 ones whose `sum` reads memory about as fast as this machine can, if they are larger than its caches.
+
+    In huge pages, as the weights and the cache of a server lie: with pages of 4 KiB the same sum measures how fast page
+    tables are walked, and stays below what the kernels read at.
+    """
+    import torch
+
+    from windlass.engine.huge_pages import advise_huge_pages
+
+    numbers = torch.empty(nbytes // 4, dtype=torch.float32)
+    advise_huge_pages(numbers)
+    return numbers.fill_(1.0)
 
 
 def _seconds(run: abc.Callable[[], Any]) -> float:
