@@ -5,6 +5,11 @@
 #include <cstdlib>
 
 #include <omp.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #define WINDLASS_ISA generic
 #define WINDLASS_LANES 4
@@ -15,7 +20,21 @@
 #endif
 #include "kernels.h"
 
-// level: 0 generic, 1 avx2, 2 avx2_vnni, 3 avx512, 4 avx512_vnni.
+#if defined(__aarch64__)
+static bool has_dot_products() {
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(__APPLE__)
+    int has = 0;
+    size_t size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has;
+#else
+    return false;
+#endif
+}
+#endif
+
+// level: 0 generic, 1 avx2, 2 avx2_vnni, 3 avx512, 4 avx512_vnni, 5 neon, 6 neon_dot.
 EXPORT int windlass_can_run(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -26,6 +45,9 @@ EXPORT int windlass_can_run(int level) {
     if (level == 2) return avx2 && __builtin_cpu_supports("avxvnni");
     if (level == 3) return avx512;
     if (level == 4) return avx512 && __builtin_cpu_supports("avx512vnni");
+#elif defined(__aarch64__)
+    if (level == 5) return true;
+    if (level == 6) return has_dot_products();
 #endif
     return level == 0;
 }

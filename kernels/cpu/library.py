@@ -19,10 +19,10 @@ from pathlib import Path
 import torch  # loads libgomp, which the library below then shares
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
-# Worst to best; the index is the level in windlass_can_run. One that ends in _VNNI has functions of its own where the
-# instructions serve; the others are those of the set without them.
-ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni")
-_VNNI = "_vnni"
+# Worst to best among those of one kind of processor; the index is the level in windlass_can_run.
+ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "neon", "neon_dot")
+# Sets that have functions of their own only where their instructions serve, and the set that the others come from.
+_EXTENDED = {"avx2_vnni": "avx2", "avx512_vnni": "avx512", "neon_dot": "neon"}
 
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
@@ -156,7 +156,7 @@ def bind(path: Path, isa: str) -> Library:
     addresses: dict[str, int] = {}
     for name, arguments in SIGNATURES.items():
         own = f"windlass_{name}_{isa}"
-        function = getattr(handle, own if hasattr(handle, own) else f"windlass_{name}_{isa.removesuffix(_VNNI)}")
+        function = getattr(handle, own if hasattr(handle, own) else f"windlass_{name}_{_EXTENDED.get(isa, isa)}")
         function.argtypes = arguments
         function.restype = ctypes.c_int
         functions[name] = function

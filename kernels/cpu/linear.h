@@ -7,7 +7,7 @@
 // the thread count and the tile: a row gives the same bits alone and in a batch.
 
 #if WINDLASS_REGISTERS >= 32
-constexpr int MAX_MT = 6, WIDE_NT = 4;
+constexpr int MAX_MT = W == 4 ? 4 : 6, WIDE_NT = 4;  // ARM: GCC loads both halves of a turn at once and spills at 6
 #else
 constexpr int MAX_MT = 4, WIDE_NT = 3;  // 12 accumulators, 3 weights, 1 activation
 #endif

@@ -11,23 +11,28 @@
 // Three forms of the product. Pairs: bytes widened to int16, two products a lane, exact for all values (vpmaddwd). Bytes:
 // vpmaddubsw, whose int16 sums saturate, only for weights of 4 bits: eight sums of two products of at most 15 * 127 reach
 // 30,480. Quads: vpdpbusd. The last two want an unsigned factor, so weights carry an offset there, and the offset times
-// the sum of x is taken off again. On processors with vpmaddwd alone 8 bits reach twice the float32 rate and no more:
+// the sum of x is taken off again. ARM multiplies signed bytes: quads by sdot, or by widening products of which two fit
+// int16, and weights of 8 bits stay as they are; with 4 bits widening products are collected in int16 like vpmaddubsw's. On processors with vpmaddwd alone 8 bits reach twice the float32 rate and no more:
 // any way to split the bytes for vpmaddubsw costs as many instructions.
 
 namespace packed {
 
-#if defined(WINDLASS_VNNI)
+#if defined(WINDLASS_VNNI) || defined(WINDLASS_NEON)
 #define WINDLASS_QUADS 1
 #else
 #define WINDLASS_QUADS 0
 #endif
+#if defined(WINDLASS_NEON) && !defined(WINDLASS_DOT)  // 4 bits only, 8 bits go by quads
+#define WINDLASS_BYTES 1
+#else
 #define WINDLASS_BYTES (!WINDLASS_QUADS && WINDLASS_LANES >= 8)
+#endif
 
 constexpr long PANEL = 16;            // rows of the weight side by side
 constexpr int V = PANEL / W;          // vectors per panel
 constexpr long GROUP = 32;            // elements of K under one scale, with 4 bits
 constexpr long QUAD_BYTES = 4 * PANEL;
-constexpr int PACKED_MT = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : 2;  // rows of x in a tile
+constexpr int PACKED_MT = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;  // rows of x in a tile
 constexpr long READY_QUADS = 128;     // of one panel, unpacked for many tiles: they stay in L1 beside a tile of x
 constexpr long SHARED_ROWS = 8;       // from here on threads share the rounding of x, at the price of a barrier
 constexpr long X_BYTES = 256 << 10;   // of rounded x per pass, if that leaves enough rows
@@ -76,9 +81,18 @@ INLINE vi add_pairs(vi acc, vs a, vs b) {
 #endif
 }
 
-#if WINDLASS_BYTES
+#if defined(WINDLASS_NEON)
+// As below: products of bytes 0 to 7 and of bytes 8 to 15, each on its own.
+struct BytesSum { int16x8_t low, high; };
+INLINE BytesSum add_bytes(BytesSum acc, vub a, vi b) {
+    const int8x16_t x = (int8x16_t)a, y = (int8x16_t)b;
+    return {vmlal_s8(acc.low, vget_low_s8(x), vget_low_s8(y)), vmlal_high_s8(acc.high, x, y)};
+}
+INLINE vi total_bytes(BytesSum x) { return (vi)vpaddlq_s16(vpaddq_s16(x.low, x.high)); }
+#elif WINDLASS_BYTES
 // acc plus sums of two products of a uint8 and an int8; the callers' values cannot saturate.
-INLINE vs add_bytes(vs acc, vub a, vi b) {
+typedef vs BytesSum;
+INLINE BytesSum add_bytes(BytesSum acc, vub a, vi b) {
 #if defined(WINDLASS_FMA)
     vs products;
     asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+v"(acc), "=&v"(products) : "v"(a), "v"(b));
@@ -89,12 +103,20 @@ INLINE vs add_bytes(vs acc, vub a, vi b) {
     return acc + (vs)(u & 0xff) * ((s << 8) >> 8) + (vs)(u >> 8) * (s >> 8);
 #endif
 }
+// The sums of the four bytes of every lane.
+INLINE vi total_bytes(BytesSum x) { return madd_pairs(x, vs{} + 1); }
 #endif
 
 #if WINDLASS_QUADS
-// acc plus the sum of four products of a uint8 and an int8, modulo 2^32.
+// acc plus the sum of four products, modulo 2^32, of a uint8 (int8 on ARM) and an int8. Two bytes of -128 in one lane of both
+// may not meet: their products overflow int16 where there is no sdot.
 INLINE vi add_quads(vi acc, vub a, vi b) {
-#if defined(WINDLASS_FMA) && WINDLASS_LANES == 8
+#if defined(WINDLASS_DOT)
+    return (vi)vdotq_s32((int32x4_t)acc, (int8x16_t)a, (int8x16_t)b);
+#elif defined(WINDLASS_NEON)
+    const int16x8_t low = vmull_s8(vget_low_s8((int8x16_t)a), vget_low_s8((int8x16_t)b));
+    return (vi)vpadalq_s16((int32x4_t)acc, vpaddq_s16(low, vmull_high_s8((int8x16_t)a, (int8x16_t)b)));
+#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 8
     return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)b);
 #elif defined(WINDLASS_FMA) && WINDLASS_LANES == 16
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, (__m512i)b);
@@ -106,12 +128,36 @@ INLINE vi add_quads(vi acc, vub a, vi b) {
 }
 #endif
 
+#if WINDLASS_QUADS
+// Adds the products of a quad of W rows of the weight and of MT rows of x, which lie side by side.
+template <int MT> INLINE void add_rows(vi (&acc)[MT], vub weight, const uint8_t *x) {
+#if defined(WINDLASS_DOT)
+    if constexpr (MT == 4) {  // sdot takes a quad from any lane
+        const int8x16_t w = (int8x16_t)weight, rows = vld1q_s8((const int8_t *)x);
+        acc[0] = (vi)vdotq_laneq_s32((int32x4_t)acc[0], w, rows, 0);
+        acc[1] = (vi)vdotq_laneq_s32((int32x4_t)acc[1], w, rows, 1);
+        acc[2] = (vi)vdotq_laneq_s32((int32x4_t)acc[2], w, rows, 2);
+        acc[3] = (vi)vdotq_laneq_s32((int32x4_t)acc[3], w, rows, 3);
+        return;
+    }
+#endif
+    for (int m = 0; m < MT; m++) acc[m] = add_quads(acc[m], weight, spread(x + 4 * m));
+}
+#endif
+
+// What a weight of 8 bits carries in the product of quads, whose factor on its side is unsigned on x86.
+#if defined(WINDLASS_NEON)
+constexpr int BIAS = 0;
+#else
+constexpr int BIAS = 128;
+#endif
+
 // What differs between the two widths. X: bytes per element of rounded x; pairs are kept as int16 in the order 0 2 1 3,
 // as they meet the even and the odd bytes of a quad. OFFSET: what the weight carries above its value in the product.
 template <int BITS> struct Packing;
 template <> struct Packing<8> {
     static constexpr bool PAIRS = !WINDLASS_QUADS;
-    static constexpr long X = PAIRS ? 2 : 1, OFFSET = PAIRS ? 0 : 128, READY_BYTES = QUAD_BYTES * (PAIRS ? 2 : 1);
+    static constexpr long X = PAIRS ? 2 : 1, OFFSET = PAIRS ? 0 : BIAS, READY_BYTES = QUAD_BYTES * (PAIRS ? 2 : 1);
     static constexpr long QUADS = 1, STORED_BYTES = QUAD_BYTES;  // the unit of K: quads, and their bytes in a panel
 };
 template <> struct Packing<4> {
@@ -238,7 +284,7 @@ template <int BITS> static void make_ready(const uint8_t *stored, long units, ui
                 *(vub_any *)(ready + 4 * W) = (vub)odd_bytes(w, true);
                 ready += 8 * W;
             } else {
-                *(vub_any *)ready = w ^ 0x80;
+                *(vub_any *)ready = w ^ BIAS;
                 ready += 4 * W;
             }
         }
@@ -271,8 +317,8 @@ template <bool READY, int MT> static NOINLINE void dot_eight(const uint8_t *w, c
         if (!READY) ask_ahead<(MT <= 2)>(w);
 #if WINDLASS_QUADS
         for (int v = 0; v < V; v++) {
-            const vub raw = load_bytes(w + v * 4 * W), weight = READY ? raw : raw ^ 0x80;
-            for (int m = 0; m < MT; m++) acc[v][m] = add_quads(acc[v][m], weight, spread(x + 4 * m));
+            const vub raw = load_bytes(w + v * 4 * W), weight = READY ? raw : raw ^ BIAS;
+            add_rows<MT>(acc[v], weight, x);
         }
         w += QUAD_BYTES, x += 4 * MT;
 #else
@@ -310,7 +356,7 @@ static NOINLINE void dot_four(const uint8_t *w, const bf16 *w_scale, const uint8
             const uint8_t *xg = x;
             asm("" : "+r"(xg));  // or the spread values are kept from one vector to the next, on the stack
 #if WINDLASS_BYTES
-            vs part[MT] = {};
+            BytesSum part[MT] = {};
 #else
             vi part[MT] = {};
 #endif
@@ -325,22 +371,24 @@ static NOINLINE void dot_four(const uint8_t *w, const bf16 *w_scale, const uint8
                     weight[0] = lower_halves(both), weight[1] = upper_halves(both);
                 }
                 for (int i = 0; i < 2; i++, xg += STEP_BYTES) {
+#if WINDLASS_QUADS && !WINDLASS_BYTES
+                    add_rows<MT>(part, weight[i], xg);
+#else
                     for (int m = 0; m < MT; m++) {
-#if WINDLASS_QUADS
-                        part[m] = add_quads(part[m], weight[i], spread(xg + 4 * m));
-#elif WINDLASS_BYTES
+#if WINDLASS_BYTES
                         part[m] = add_bytes(part[m], weight[i], spread(xg + 4 * m));
 #else
                         part[m] = add_pairs(part[m], even_bytes(weight[i], false), (vs)spread(xg + 8 * m));
                         part[m] = add_pairs(part[m], odd_bytes(weight[i], false), (vs)spread(xg + 8 * m + 4));
 #endif
                     }
+#endif
                 }
             }
             const vf scale = load(w_scale + v * W);
             for (int m = 0; m < MT; m++) {
 #if WINDLASS_BYTES
-                const vi products = madd_pairs(part[m], vs{} + 1);
+                const vi products = total_bytes(part[m]);
 #else
                 const vi products = part[m];
 #endif

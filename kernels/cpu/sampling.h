@@ -73,6 +73,8 @@ INLINE bool any(vi mask) {
     return _mm512_movepi32_mask((__m512i)mask);
 #elif defined(WINDLASS_FMA)
     return _mm256_movemask_ps((__m256)mask);
+#elif defined(WINDLASS_NEON)
+    return vmaxvq_u32((uint32x4_t)mask);
 #else
     int32_t all = 0;
     for (int i = 0; i < W; i++) all |= mask[i];
@@ -100,6 +102,13 @@ struct WideSum {
         _mm256_storeu_pd(lanes, _mm256_add_pd(a, b));
         return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
     }
+#elif defined(WINDLASS_NEON)
+    float64x2_t a, b;
+    INLINE_MEMBER void add(vf x) {
+        a = vaddq_f64(a, vcvt_f64_f32(vget_low_f32((float32x4_t)x)));
+        b = vaddq_f64(b, vcvt_high_f64_f32((float32x4_t)x));
+    }
+    INLINE_MEMBER double total() const { return vaddvq_f64(vaddq_f64(a, b)); }
 #else
     double lanes[W];
     INLINE_MEMBER void add(vf x) {

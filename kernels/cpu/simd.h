@@ -28,6 +28,9 @@ INLINE vf add_product(vf acc, vf a, vf b) {
 #if defined(WINDLASS_FMA)
     asm("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
     return acc;
+#elif defined(WINDLASS_NEON)
+    asm("fmla %0.4s, %1.4s, %2.4s" : "+w"(acc) : "w"(a), "w"(b));
+    return acc;
 #else
     return acc + a * b;
 #endif
@@ -37,6 +40,10 @@ INLINE vf add_product(vf acc, vf a, vf b) {
 INLINE void hide(vu &x) {
 #if defined(WINDLASS_FMA)
     asm("" : "+v"(x));
+#elif defined(__aarch64__) && WINDLASS_LANES == 4  // the portable form has fused instructions there, too
+    asm("" : "+w"(x));
+#elif defined(__aarch64__)
+    asm("" : "+m"(x));
 #else
     (void)x;
 #endif
@@ -87,6 +94,8 @@ INLINE vu load_halves(const void *p) {
     return (vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
     return (vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(WINDLASS_NEON)
+    return (vu)vmovl_u16((uint16x4_t)*(const vh_any *)p);
 #else
     return __builtin_convertvector(*(const vh_any *)p, vu);
 #endif
@@ -97,6 +106,8 @@ INLINE vf load(const f16 *p) {
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(WINDLASS_NEON)
+    return (vf)vcvt_f32_f16((float16x4_t)*(const vh_any *)p);
 #else
     const vu h = load_halves(p);
     const vu magnitude = h & 0x7fffu;
@@ -122,7 +133,11 @@ INLINE void store(bf16 *p, vf x) {
     *(vh_any *)p = __builtin_convertvector((nan & ((u >> 16) | 0x40u)) | (~nan & rounded), vh);
 }
 INLINE void store(f16 *p, vf x) {
+#if defined(WINDLASS_NEON)
+    *(vh_any *)p = (vh)vcvt_f16_f32((float32x4_t)x);
+#else
     for (int i = 0; i < W; i++) narrow(x[i], p[i]);
+#endif
 }
 
 // Calls f(pointer of the type) with the type that the code names: 0 float32, 1 bfloat16, 2 float16.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -16,9 +17,10 @@ import torch
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
 
-FORMS = ("generic", "avx2", "avx512", "16 lanes")
+ARM = platform.machine() in ("aarch64", "arm64")
+FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), "16 lanes")
 # Where products with quantized weights have code of their own.
-PACKED_FORMS = (*FORMS, "avx2_vnni", "avx512_vnni", "16 lanes vnni")
+PACKED_FORMS = (*FORMS, *(("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")), "16 lanes vnni")
 
 
 @functools.cache

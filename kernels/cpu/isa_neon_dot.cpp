@@ -1,0 +1,24 @@
+// Products with weights of 8 and 4 bits for 64-bit ARM with sdot (optional from ARMv8.2, so Neoverse N1, Apple M1 and later):
+// the rest is isa_neon.cpp's.
+
+#if defined(__aarch64__)
+#include <cstdint>
+#include <cstdlib>
+
+#include <omp.h>
+
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#include <arm_neon.h>
+#define WINDLASS_ISA neon_dot
+#define WINDLASS_LANES 4
+#define WINDLASS_REGISTERS 32
+#define WINDLASS_NEON
+#define WINDLASS_DOT
+#include "names.h"
+
+namespace {
+#include "simd.h"
+#include "tiles.h"
+#include "quantized.h"
+}  // namespace
+#endif
