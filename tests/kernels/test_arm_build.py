@@ -1,4 +1,4 @@
-"""The kernels for 64-bit ARM compile, where a cross compiler is installed. What they compute, CONTRIBUTING.md's emulation tests."""
+"""The kernels for 64-bit ARM compile, where a cross compiler is installed; CONTRIBUTING.md says how their results are tested."""
 
 from __future__ import annotations
 
