@@ -5,10 +5,8 @@ A contestant that lacks something says so with WorkerError when it starts; nothi
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -230,20 +228,19 @@ class VLLMContestant:
         return self._started().measure(measure.to_dict())
 
     def startup(self) -> tuple[float, int] | None:
-        from harness.machine import descendants, peak_memory
+        from harness.machine import peak_memory
 
         worker = self._launch()
         try:
             for request in (Measure("", "decode", streams=8), Measure("", "prefill", prompt=512)):
                 worker.measure(request.to_dict())
-            pid = worker.process.pid
-            return worker.ready_seconds, peak_memory([pid, *descendants(pid)])
+            return worker.ready_seconds, peak_memory([worker.process.pid])
         finally:
-            _end_with_children(worker)
+            worker.close()
 
     def close(self) -> None:
         if self._worker:
-            _end_with_children(self._worker)
+            self._worker.close()
             self._worker = None
 
     def _started(self) -> Worker:
@@ -259,7 +256,10 @@ class VLLMContestant:
         command = [str(python), str(script), str(self._places.model), json.dumps(self._options)]
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB, as much as OpenVINO gets
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{self._threads - 1}",  # by itself it leaves a core to its server
+            # All in one process: as several, those that wait spin, and on few cores take the time of those that compute.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": str(self._threads),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CACHE_ROOT": str(self._places.work / "peers" / "vllm-cache"),
             "HF_HUB_OFFLINE": "1",
@@ -283,17 +283,6 @@ def contestants_for(
         VLLMContestant(places, "fp32", threads, vocab),
     ]
     return [*ours, *openvino, *llama, *vllm]
-
-
-def _end_with_children(worker: Worker) -> None:
-    """End a worker whose own processes may outlive it, in the middle of a step."""
-    from harness.machine import descendants
-
-    children = descendants(worker.process.pid)
-    worker.close()
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _environment(threads: int) -> dict[str, str]:

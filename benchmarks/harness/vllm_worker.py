@@ -55,7 +55,7 @@ class VLLMHandler:
         return length / (time.perf_counter() - start)
 
     def decode(self, streams: int, prompt: int, steps: int) -> float:
-        """Tokens per second of all streams. The engine runs ahead by itself: steps are told by the tokens that come."""
+        """Tokens per second of all streams."""
         ids = [self._add(prompt, 4 * steps + 64) for _ in range(streams)]
         waiting = set(ids)
         while waiting:
