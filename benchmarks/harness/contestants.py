@@ -45,16 +45,21 @@ class Contestant(Protocol):
 
 
 class WindlassContestant:
-    """The engine in a worker process; `windlass serve` for the start-up."""
+    """The engine in a worker process; `windlass serve` for the start-up. dtype: what it computes in."""
 
     program = "Windlass"
     slow = False
 
-    def __init__(self, places: Places, quantization: str, threads: int, kv_dtype: str, kv_gb: float) -> None:
+    def __init__(
+        self, places: Places, quantization: str, threads: int, kv_dtype: str, kv_gb: float, dtype: str = "auto"
+    ) -> None:
         self.weights = quantization
         self.kv_dtype = kv_dtype
+        self.dtype = dtype
         label = "bf16" if quantization == "none" else quantization
         self.name = f"Windlass {label}" + (f", {kv_dtype} KV" if kv_dtype != "auto" else "")
+        if dtype != "auto":
+            self.name += f", computed in {dtype}"
         self._places, self._threads = places, threads
         self._options: dict[str, Any] = {"threads": threads, "kv_cache_memory": int(kv_gb * (1 << 30))}
         self._options["max_num_seqs"] = 8
@@ -62,6 +67,8 @@ class WindlassContestant:
             self._options["quantization"] = quantization
         if kv_dtype != "auto":
             self._options["kv_cache_dtype"] = kv_dtype
+        if dtype != "auto":
+            self._options["dtype"] = dtype
         self._worker: Worker | None = None
 
     def start(self) -> None:
@@ -85,6 +92,8 @@ class WindlassContestant:
             options += ["--quantization", self.weights]
         if self.kv_dtype != "auto":
             options += ["--kv-cache-dtype", self.kv_dtype]
+        if self.dtype != "auto":
+            options += ["--dtype", self.dtype]
         return time_to_ready(self._places.model, options, _log(self._places, self.name), _environment(self._threads))
 
     def close(self) -> None:
@@ -277,6 +286,7 @@ def contestants_for(
         ours: list[Contestant] = [WindlassContestant(places, "int8", threads, kv, kv_gb) for kv in kv_dtypes]
         return [*ours, openvino[0], llama[1]]
     ours = [WindlassContestant(places, w, threads, "auto", kv_gb) for w in ("none", "int8", "int4")]
+    ours.append(WindlassContestant(places, "none", threads, "auto", kv_gb, dtype="bfloat16"))
     vllm: list[Contestant] = [
         VLLMContestant(places, "bf16", threads, vocab),
         VLLMContestant(places, "bf16", threads, vocab, eager=True),

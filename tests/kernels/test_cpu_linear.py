@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import cpu
+from windlass.kernels import cpu, dispatch
 from windlass.kernels.cpu.library import TYPE_CODES, Library
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -170,6 +170,15 @@ def test_widened(x_type: torch.dtype, weight_type: torch.dtype, monkeypatch: pyt
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[x_type]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=2e-4)
     assert cpu.linear_widened(x[:0], weight).shape == (0, 200)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("rows", [1, 11, 12, 300])
+def test_bfloat16_rows_meet_bfloat16_weights(rows: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever product the processor's units choose, sums are float32 and rounded once."""
+    monkeypatch.setattr("windlass.kernels.dispatch._multiplies_bfloat16", lambda: native)
+    x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(200, 96).bfloat16()
+    assert_linear(x, weight, None, dispatch.linear(x, weight))
 
 
 def test_type_codes_cover_the_types_tested() -> None:
