@@ -17,7 +17,6 @@ from windlass.kernels import batched, cpu, quantized_reference, reference, rowwi
 from windlass.kernels.packed import PackedRows, PackedWeight
 from windlass.kernels.pages import KVPages
 
-
 # Rows of bfloat16 from which torch's product leads where the processor multiplies them natively (measured on Zen 4: as
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
 _FEWEST_NATIVE_ROWS = 12
