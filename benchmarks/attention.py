@@ -52,7 +52,7 @@ def random_pages(tokens: int, kind: torch.dtype) -> KVPages:
     if kind != torch.int8:
         return KVPages(*(torch.randn(shape).to(kind) for _ in range(2)))
     (key, key_scale), (value, value_scale) = (reference.quantize(torch.randn(shape)) for _ in range(2))
-    return KVPages(key, value, key_scale, value_scale)
+    return KVPages.of_codes(key, key_scale, value, value_scale)
 
 
 def size_of(pages: KVPages) -> int:

@@ -24,11 +24,10 @@ from windlass.kernels.dispatch import (
     soft_cap,
 )
 from windlass.kernels.packed import LAYOUT_VERSION, PackedRows, PackedWeight
-from windlass.kernels.pages import SCALE_BYTES, KVPages
+from windlass.kernels.pages import KVPages, plane_shapes
 
 __all__ = [
     "LAYOUT_VERSION",
-    "SCALE_BYTES",
     "KVPages",
     "PackedRows",
     "PackedWeight",
@@ -40,6 +39,7 @@ __all__ = [
     "move_cached_keys",
     "pack",
     "paged_attention",
+    "plane_shapes",
     "quantizer",
     "reads_narrow_weights",
     "rms_norm",

@@ -46,7 +46,7 @@ def paged_attention(
     decode, prefill = decode or decode_attention, prefill or prefill_attention
     if q.shape[0] == seq_lens.shape[0]:  # nothing but single-token rows
         return decode(q, pages, block_tables, seq_lens, score_scale, scale, window, soft_cap)
-    out = q.new_empty(q.shape[0], q.shape[1], pages.value.shape[-1])
+    out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     singles = [b for b in range(len(lengths)) if starts[b + 1] - starts[b] == 1]
     if singles:
@@ -83,7 +83,7 @@ def decode_attention(
     """One query per sequence. q: [B, Hq, D]; tables: [B, max_blocks]; score_scale: [B]. Returns [B, Hq, Dv] in q's dtype."""
     query = q.float() * (scale * score_scale)[:, None, None]
     batch, num_heads, _ = query.shape
-    num_kv_heads, block_size = pages.key.shape[2], pages.block_size
+    num_kv_heads, block_size = pages.num_kv_heads, pages.block_size
     if window is None:
         num_blocks = -(-int(seq_lens.max()) // block_size)
         tables, first_key = tables[:, :num_blocks], torch.zeros_like(seq_lens)
@@ -94,7 +94,7 @@ def decode_attention(
         tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1).to(torch.int64))
         first_key = first_block * block_size
     flat = tables.clamp(min=0).reshape(-1).long()
-    keys = pages.keys_of(flat).view(batch, num_blocks * block_size, num_kv_heads, -1)
+    keys = pages.keys_of(flat, q.shape[-1]).view(batch, num_blocks * block_size, num_kv_heads, -1)
     values = pages.values_of(flat).view(batch, num_blocks * block_size, num_kv_heads, -1)
     key_index = first_key[:, None] + torch.arange(num_blocks * block_size, device=query.device)  # [B, S]
     hidden = key_index >= seq_lens[:, None]
@@ -125,7 +125,7 @@ def prefill_attention(
     query = q.float() * (scale * score_scale)[:, None, None]
     num_queries, num_heads, _ = query.shape
     block_size, first_query = pages.block_size, length - num_queries
-    out = q.new_empty(num_queries, num_heads, pages.value.shape[-1])
+    out = q.new_empty(num_queries, num_heads, pages.value_dim)
     step = (
         _QUERY_BLOCK if soft_cap is None else max(16, min(_QUERY_BLOCK, _MAX_SCORE_BYTES // (4 * num_heads * length)))
     )
@@ -135,7 +135,7 @@ def prefill_attention(
         first_key = 0 if window is None else max(0, first_query + begin - window + 1) // block_size * block_size
         blocks = table[first_key // block_size : -(-last_key // block_size)].long()
         span = last_key - first_key
-        keys = pages.keys_of(blocks).flatten(0, 1)[:span].transpose(0, 1)  # [Hkv, S, D]
+        keys = pages.keys_of(blocks, q.shape[-1]).flatten(0, 1)[:span].transpose(0, 1)  # [Hkv, S, D]
         values = pages.values_of(blocks).flatten(0, 1)[:span].transpose(0, 1)
         query_index = torch.arange(first_query + begin, last_key, device=query.device)[:, None]
         key_index = torch.arange(first_key, last_key, device=query.device)[None]

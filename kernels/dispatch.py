@@ -173,7 +173,7 @@ def move_cached_keys(
         )
     else:
         slots = torch.stack((sources, targets))
-        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.key.shape[0] * pages.block_size:
+        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.num_slots:
             raise IndexError("move_cached_keys: a slot lies outside the pages")
         reference.move_cached_keys(pages, sources, targets, cos, sin, values=values)
 

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.kernels import int8_layout
 from windlass.kernels.pages import KVPages
 
 
@@ -38,15 +39,29 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(usable | scale.isnan(), scale, 0.0)
 
 
-def _store(pages: Tensor, scale: Tensor | None, slots: Tensor, x: Tensor) -> None:
-    """Write x [N, H, D] float32 to slots of the pages, rounded to their dtype."""
-    flat = pages.view(-1, *pages.shape[2:])
-    if scale is None:
-        flat.index_copy_(0, slots, x.to(pages.dtype))
+def _by_slot(pages: Tensor) -> Tensor:
+    """Pages of floats as [slots, Hkv, D]."""
+    return pages.view(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+
+
+def _store_keys(pages: KVPages, slots: Tensor, x: Tensor) -> None:
+    """Write x [N, Hkv, D] float32 to slots of the key pages, rounded to their dtype."""
+    if pages.key_scale is None:
+        _by_slot(pages.key).index_copy_(0, slots, x.to(pages.key.dtype))
     else:
         codes, scales = quantize(x)
-        flat.index_copy_(0, slots, codes)
-        scale.view(-1, scale.shape[-1]).index_copy_(0, slots, scales)
+        int8_layout.put_keys(pages.key, slots, codes)
+        int8_layout.put_scales(pages.key_scale, slots, scales)
+
+
+def _store_values(pages: KVPages, slots: Tensor, x: Tensor) -> None:
+    """Write x [N, Hkv, Dv] to slots of the value pages, rounded to their dtype."""
+    if pages.value_scale is None:
+        _by_slot(pages.value).index_copy_(0, slots, x.to(pages.value.dtype))
+    else:
+        codes, scales = quantize(x)
+        int8_layout.put_values(pages.value, slots, codes)
+        int8_layout.put_scales(pages.value_scale, slots, scales)
 
 
 def rotate_and_append(
@@ -62,8 +77,8 @@ def rotate_and_append(
     rotated = rotate_half_split(q, cos, sin)
     rotated[..., :rotary_dim] *= q_scale[:, None, None]
     q.copy_(rotated)
-    _store(pages.key, pages.key_scale, slots, rotate_half_split(k, cos, sin))
-    _store(pages.value, pages.value_scale, slots, v)
+    _store_keys(pages, slots, rotate_half_split(k, cos, sin))
+    _store_values(pages, slots, v)
 
 
 def move_cached_keys(
@@ -76,22 +91,22 @@ def move_cached_keys(
     the source. Rotation runs in float32, so a key is rounded to the cache's dtype once.
     Values, and keys that no pair turns, are copied bit by bit.
     """
-    keys = pages.key.view(-1, *pages.key.shape[2:])  # [slots, Hkv, D]
-    moved = keys[sources]
-    if pages.key_scale is None:
-        _store(pages.key, None, targets, rotate_half_split(moved, cos, sin))
+    if pages.key_scale is None or pages.value_scale is None:
+        keys, flat = _by_slot(pages.key), _by_slot(pages.value)
+        _store_keys(pages, targets, rotate_half_split(keys[sources], cos, sin))
+        if values:
+            flat.index_copy_(0, targets, flat[sources])
+        return
+    moved = int8_layout.take_keys(pages.key, sources)
+    scales = int8_layout.take_scales(pages.key_scale, sources)
+    if cos.shape[-1]:
+        _store_keys(pages, targets, rotate_half_split(moved.float() * scales[..., None], cos, sin))
     else:
-        scale = pages.key_scale.view(-1, pages.key_scale.shape[-1])
-        if cos.shape[-1]:
-            wide = moved.float() * scale[sources][..., None]
-            _store(pages.key, pages.key_scale, targets, rotate_half_split(wide, cos, sin))
-        else:
-            keys.index_copy_(0, targets, moved)
-            scale.index_copy_(0, targets, scale[sources])
-    for plane in (pages.value, pages.value_scale) if values else ():
-        if plane is not None:
-            stored = plane.view(-1, *plane.shape[2:])
-            stored.index_copy_(0, targets, stored[sources])
+        int8_layout.put_keys(pages.key, targets, moved)
+        int8_layout.put_scales(pages.key_scale, targets, scales)
+    if values:
+        int8_layout.put_values(pages.value, targets, int8_layout.take_values(pages.value, sources))
+        int8_layout.put_scales(pages.value_scale, targets, int8_layout.take_scales(pages.value_scale, sources))
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,8 +138,8 @@ def paged_attention(
     score_scale: [T] float32, multiplied onto `scale` (normally D ** -0.5). window: keys a query sees, itself included.
     soft_cap: c * tanh(score / c) before the softmax (Gemma 2). Returns [T, Hq, Dv] in q's dtype.
     """
-    num_heads, num_kv_heads, block_size = q.shape[1], pages.key.shape[2], pages.block_size
-    out = q.new_empty(q.shape[0], num_heads, pages.value.shape[-1])
+    num_heads, num_kv_heads, block_size = q.shape[1], pages.num_kv_heads, pages.block_size
+    out = q.new_empty(q.shape[0], num_heads, pages.value_dim)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     for b, length in enumerate(lengths):
         rows = slice(starts[b], starts[b + 1])
@@ -132,7 +147,7 @@ def paged_attention(
         first_query = length - num_queries
         first_key = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
         table = block_tables[b, first_key // block_size : -(-length // block_size)].long()
-        keys = pages.keys_of(table).flatten(0, 1)[: length - first_key]  # [S, Hkv, D]
+        keys = pages.keys_of(table, q.shape[-1]).flatten(0, 1)[: length - first_key]  # [S, Hkv, D]
         values = pages.values_of(table).flatten(0, 1)[: length - first_key]  # [S, Hkv, Dv]
         query = q[rows].float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, -1)
         scores = torch.einsum("qhgd,khd->hgqk", query, keys) * (scale * score_scale[rows][:, None])

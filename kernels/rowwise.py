@@ -70,7 +70,7 @@ def paged_attention(
     soft_cap: float | None = None,
 ) -> Tensor:
     """See `reference.paged_attention`. Every query is attended as the last token of a sequence of its own length."""
-    out = q.new_empty(q.shape[0], q.shape[1], pages.value.shape[-1])
+    out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
     rows, starts = _rows(q), query_start.tolist()
     for b, length in enumerate(seq_lens.tolist()):
         for t in range(starts[b], starts[b + 1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,13 +10,15 @@ import torch
 from windlass.engine.huge_pages import advise_huge_pages
 from windlass.engine.model.spec import KVGroupSpec
 from windlass.engine.schedule import BlockCopy
-from windlass.kernels import SCALE_BYTES, KVPages
+from windlass.kernels import KVPages, plane_shapes
+
+_BLOCK = 16  # tokens of the smallest block
 
 
 class KVStorage:
     """Pages of every KV group on one device.
 
-    groups and num_blocks run in parallel. dtype int8 adds a plane of scales beside the codes.
+    groups and num_blocks run in parallel. dtype int8 adds scales beside the codes.
     Memory is reserved, not touched, so unused pages cost nothing on a CPU.
     """
 
@@ -28,19 +31,15 @@ class KVStorage:
         device: torch.device,
     ) -> None:
         self._pages: dict[int, KVPages] = {}
-        self._groups: list[tuple[torch.Tensor, ...]] = []
+        self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
         for group, blocks in zip(groups, num_blocks, strict=True):
-            # [keys and values, layers of the group, num_blocks, P, Hkv, D]
-            shape = (2, len(group.layers), blocks, block_size, group.num_kv_heads, group.head_dim)
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            planes = [tensor]
-            if dtype == torch.int8:
-                planes.append(torch.empty(shape[:-1], dtype=torch.float32, device=device))
-            for plane in planes:
-                advise_huge_pages(plane)
+            planes = []
+            for shape, kind in plane_shapes(blocks, block_size, group.num_kv_heads, group.head_dim, dtype):
+                planes.append(torch.empty((len(group.layers), *shape), dtype=kind, device=device))
+                advise_huge_pages(planes[-1])
             self._groups.append(tuple(planes))
             for i, layer in enumerate(group.layers):
-                self._pages[layer] = KVPages(*(plane[part, i] for plane in planes for part in (0, 1)))
+                self._pages[layer] = KVPages(*(plane[i] for plane in planes))
 
     def pages(self, layer: int) -> KVPages:
         return self._pages[layer]
@@ -49,12 +48,13 @@ class KVStorage:
         """Apply whole-block copies in order, all layers of the group at once."""
         for copy in copies:
             for plane in self._groups[copy.group]:
-                plane[:, :, copy.target] = plane[:, :, copy.source]
+                plane[:, copy.target] = plane[:, copy.source]
 
 
 def bytes_per_token(group: KVGroupSpec, dtype: torch.dtype) -> int:
-    """What one token takes in a KV group's pages, scales included."""
-    return group.bytes_per_token(dtype.itemsize, SCALE_BYTES if dtype == torch.int8 else 0)
+    """What one token takes in a KV group's pages, padding and scales included."""
+    planes = plane_shapes(1, _BLOCK, group.num_kv_heads, group.head_dim, dtype)
+    return len(group.layers) * sum(math.prod(shape) * kind.itemsize for shape, kind in planes) // _BLOCK
 
 
 def plan_blocks(

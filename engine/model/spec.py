@@ -52,10 +52,6 @@ class KVGroupSpec:
     head_dim: int
     window: int | None
 
-    def bytes_per_token(self, element_size: int, scale_size: int = 0) -> int:
-        """scale_size: bytes beside every head of a key or value."""
-        return 2 * len(self.layers) * self.num_kv_heads * (self.head_dim * element_size + scale_size)
-
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:

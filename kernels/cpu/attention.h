@@ -46,6 +46,10 @@ struct Attention {
     INLINE_MEMBER long entry(long b, long at) const {
         return ((long)tables[b * table_row + at / block_size] * block_size + at % block_size) * kv_heads;
     }
+    INLINE_MEMBER CodePages codes() const {
+        return {(int8_t *)keys, (int8_t *)values, (float *)key_scales, (float *)value_scales, block_size, kv_heads,
+                ceil_div(dim, QUAD), value_dim};
+    }
     INLINE_MEMBER bool has(long b, long cut) const { return begin_of(b, cut) < end_of(b, cut); }
 };
 
@@ -109,7 +113,6 @@ template <class T> struct Chunk {
     const T *keys[CHUNK], *values[CHUNK];
     long count;
     Ahead<T> *ahead;
-    float key_scales[CHUNK], value_scales[CHUNK];  // of int8 pages; zeros after the last
 
     // The first n of the slots that `entries` name.
     void find(const Attention &p, const long *entries, long head, long n) {
@@ -118,19 +121,11 @@ template <class T> struct Chunk {
             keys[j] = (const T *)p.keys + (entries[j] + head) * p.dim;
             values[j] = (const T *)p.values + (entries[j] + head) * p.value_dim;
         }
-        find_scales(p, entries, head);
     }
     // The same slots' next head.
-    void go_on(const Attention &p, const long *entries, long head) {
+    void go_on(const Attention &p) {
         for (long j = 0; j < count; j++) keys[j] += p.dim;
         for (long j = 0; j < count; j++) values[j] += p.value_dim;
-        find_scales(p, entries, head);
-    }
-    void find_scales(const Attention &p, const long *entries, long head) {
-        if (!p.key_scales) return;
-        for (long j = 0; j < count; j++)
-            key_scales[j] = p.key_scales[entries[j] + head], value_scales[j] = p.value_scales[entries[j] + head];
-        for (long j = count; j < round_up(count, W); j++) key_scales[j] = value_scales[j] = 0.0f;
     }
 };
 
@@ -191,13 +186,10 @@ static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, c
 }
 
 // Scores, in base 2 but for a soft cap, become weights 2^(score - top), zeros after the last; acc and total are brought to the
-// new top. The scales of int8 keys and values are those of their scores and weights.
-static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count, const float *key_scales,
-                            const float *value_scales) {
+// new top.
+static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count) {
     float *scores = s.scores + i * CHUNK;
     const long padded = round_up(count, W);
-    if (key_scales)
-        for (long j = 0; j < padded; j += W) store(scores + j, load(scores + j) * load(key_scales + j));
     if (p.soft_cap != 0.0f)
         for (long j = 0; j < padded; j += W)
             store(scores + j, tanh_of(load(scores + j) / p.soft_cap) * (p.soft_cap * LOG2_E));
@@ -209,7 +201,7 @@ static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long c
     vf total = {};
     for (long j = 0; j < padded; j += W) {
         const vf weight = exp2_of(load(scores + j) - base);
-        store(scores + j, value_scales ? weight * load(value_scales + j) : weight);
+        store(scores + j, weight);
         total += weight;
     }
     for (long j = count; j < padded; j++) scores[j] = 0.0f;
@@ -260,36 +252,37 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
 // Queries [first, last) of the scratch against one chunk.
 template <class T>
 static void attend_chunk(const Attention &p, const Scratch &s, long first, long last, const Chunk<T> &chunk) {
-    const bool scaled = p.key_scales != nullptr;
     long i = first;
     for (; i + QUERIES <= last; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, chunk);
     for (; i + 2 <= last; i += 2) score_chunk<T, 2>(p, s, i, chunk);
     for (; i < last; i++) score_chunk<T, 1>(p, s, i, chunk);
-    for (i = first; i < last; i++)
-        soften(p, s, i, chunk.count, scaled ? chunk.key_scales : nullptr, scaled ? chunk.value_scales : nullptr);
+    for (i = first; i < last; i++) soften(p, s, i, chunk.count);
     for (i = first; i + QUERIES <= last; i += QUERIES) add_values<T, QUERIES>(p, s, i, chunk);
     for (; i + 2 <= last; i += 2) add_values<T, 2>(p, s, i, chunk);
     for (; i < last; i++) add_values<T, 1>(p, s, i, chunk);
 }
 
-// The queries of `rows` rows and one kv head, scaled for the softmax in base 2, with nothing seen yet.
-static void start_queries(const Attention &p, const Scratch &s, long b, long rows, long head) {
+// The queries of `rows` rows and one kv head, scaled for the softmax in base 2.
+static void load_queries(const Attention &p, const Scratch &s, long b, long rows, long head) {
     const long group = p.group();
     for (long r = 0; r < rows; r++) {
         const float scale = (p.soft_cap != 0.0f ? p.scale : p.scale * LOG2_E) * p.score_scale[b + r];
         for (long i = 0; i < group; i++) {
-            const long source = (b + r) * p.q_row + (head * group + i) * p.q_head, query = r * group + i;
-            float *target = s.query + query * s.query_row;
+            const long source = (b + r) * p.q_row + (head * group + i) * p.q_head;
+            float *target = s.query + (r * group + i) * s.query_row;
             with_type(p.q_type, [&](auto *type) {
                 const auto *q = (decltype(type))p.q + source;
                 for (long d = 0; d < p.dim; d++) target[d] = widen(q[d]) * scale;
             });
             for (long d = p.dim; d < s.query_row; d++) target[d] = 0.0f;
-            for (long d = 0; d < s.acc_row; d++) s.acc[query * s.acc_row + d] = 0.0f;
-            s.top[query] = -__builtin_inff();
-            s.total[query] = 0.0f;
         }
     }
+}
+
+// Nothing seen yet.
+static void clear_results(const Scratch &s, long queries) {
+    __builtin_memset(s.acc, 0, queries * s.acc_row * sizeof(float));
+    for (long i = 0; i < queries; i++) s.top[i] = -__builtin_inff(), s.total[i] = 0.0f;
 }
 
 // A query's state after a cut, for the merge.

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from windlass.kernels.cpu.checks import check, pages_refusal, scales_refusal, vector_ok
+from windlass.kernels.cpu.checks import check, page_sizes, pages_refusal, scales_refusal, vector_ok
 from windlass.kernels.cpu.library import PAGE_CODES, TYPE_CODES, Library, load, unavailable_reason
 
 
@@ -32,7 +32,9 @@ def attention_refusal(
         return reason
     if q.dtype not in TYPE_CODES or q.dim() != 3 or (q.shape[2] > 1 and q.stride(2) != 1) or not q.is_cpu:
         return f"q is {q.dtype} {tuple(q.shape)} on {q.device}, not a float tensor [B, Hq, D] with adjacent elements"
-    if q.shape[2] != key_pages.shape[3] or key_pages.shape[2] == 0 or q.shape[1] % key_pages.shape[2]:
+    sizes = page_sizes(key_pages, value_pages, key_scales)
+    fits = sizes.holds_keys(sizes.kv_heads, q.shape[2], key_scales is not None)
+    if not fits or sizes.kv_heads == 0 or q.shape[1] % sizes.kv_heads:
         return f"q {tuple(q.shape)} does not fit key pages {tuple(key_pages.shape)}"
     return None
 
@@ -56,19 +58,19 @@ def paged_attention_decode(
     """Attention of one new token per row over its cached keys (its own, the last, included).
 
     q: [B, Hq, D] rotated, any row and head strides. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv,
-    Dv], one float dtype, or int8 with key_scales and value_scales [num_blocks, P, Hkv] float32. block_table: [B,
-    max_blocks] int32; entries that no visible key needs are never looked at. seq_lens: [B] int32 or int64; 0 gives a row
-    of zeros. Scores are q.k * scale * score_scale[b], then soft_cap * tanh(score / soft_cap); window: keys seen, the last
-    ones; sink_logits: [Hq] float32, each an extra logit in the softmax's denominator only. Rows of one sequence may share
-    a table (`table.expand(B, -1)`); then they also share the loads of its keys. A row's bits depend on its own operands
-    only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible block that the table or the
-    pages lack.
+    Dv], one float dtype, or int8 codes in the order of `int8_layout` with key_scales and value_scales [num_blocks, Hkv, P]
+    float32. block_table: [B, max_blocks] int32; entries that no visible key needs are never looked at. seq_lens: [B] int32 or
+    int64; 0 gives a row of zeros. Scores are q.k * scale * score_scale[b], then soft_cap * tanh(score / soft_cap); window:
+    keys seen, the last ones; sink_logits: [Hq] float32, each an extra logit in the softmax's denominator only. Rows of one
+    sequence may share a table (`table.expand(B, -1)`); then they also share the loads of its keys. A row's bits depend on
+    its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible block that the
+    table or the pages lack.
     """
     if library is None:
         reason = attention_refusal(q, key_pages, value_pages, key_scales, value_scales)
         check(reason is None, f"paged_attention_decode: {reason}")
     batch, heads, dim = q.shape
-    num_blocks, block_size, kv_heads, value_dim = value_pages.shape
+    num_blocks, block_size, kv_heads, _, value_dim = page_sizes(key_pages, value_pages, key_scales)
     wide = seq_lens.dtype == torch.int64
     check(
         block_table.dtype == torch.int32
@@ -156,7 +158,7 @@ def paged_attention_prefill(
         reason = attention_refusal(q, key_pages, value_pages, key_scales, value_scales)
         check(reason is None, f"{name}: {reason}")
     tokens, heads, dim = q.shape
-    num_blocks, block_size, kv_heads, value_dim = value_pages.shape
+    num_blocks, block_size, kv_heads, _, value_dim = page_sizes(key_pages, value_pages, key_scales)
     batch = seq_lens.shape[0]
     check(
         block_tables.dtype == torch.int32

@@ -1,204 +1,131 @@
-// Queries against a chunk of int8 keys and values with vpdpbusd, where heads are whole vectors of 64 codes wide.
+// Decoding over int8 keys and values as they lie in the pages (int8_pages.h). See attention.h for cuts, chunks and merging.
 //
-// Queries, and later weights, are rounded to 16 bits and go as two planes of unsigned bytes against the signed codes. Sums
-// are exact integers, so what is lost is 2^-16 of the largest element of the query or weight of the chunk, far below what
-// the codes have lost. A query's element is 256 * high + low - 32768; the last part is taken off by the sum of the codes.
-//
-// Keys are turned so that a vector holds four dims of 16 keys, and values so that it holds 16 dims of four keys: no sum
-// crosses lanes, and all queries of a kv head share the turning.
-
-#if defined(WINDLASS_VNNI) && WINDLASS_LANES == 16
-#define WINDLASS_INT8_CHUNKS 1
+// A vector holds a quad of W tokens' keys or W dims of four tokens' values, so no sum crosses lanes: scores come out token by
+// token, results dim by dim. Chunks begin at absolute multiples of CHUNK whatever the window; what a row does not see of one is
+// left out by selection, since its codes and scales may be anything. Adding what is left out would add zeros, so a row's bits
+// are the same whichever rows it shares a chunk with.
 
 namespace codes {
 
-using packed::add_quads;
-using packed::load_bytes;
-using packed::splat_int;
-using packed::spread;
-using packed::vub;
+constexpr long PANELS = CHUNK / PANEL_TOKENS;
+constexpr int SOFTENED = 4;  // queries whose chains of operations overlap
 
-constexpr long PIECE = 64;      // codes in a vector
-constexpr long PANEL = 16;      // keys side by side
-constexpr long MOST_DIM = 256;  // sums stay below 2^31
+// The part [begin, end) of a chunk that any row sees, for one kv head: whole panels, as tokens of the chunk.
+struct Chunk {
+    const int8_t *keys[PANELS], *values[PANELS];
+    const float *key_scales[PANELS], *value_scales[PANELS];
+    long begin, end;
 
-struct Turned {
-    alignas(64) int8_t keys[CHUNK * MOST_DIM];    // [panel][dim / 4] vectors of [16 keys][4 dims]
-    alignas(64) int32_t key_sums[CHUNK];
-    alignas(64) int8_t values[CHUNK * MOST_DIM];  // [4 keys][piece][4] vectors of [4 quarters][4 dims][4 keys]
+    INLINE_MEMBER const int8_t *key_codes(long token) const { return keys[token / PANEL_TOKENS] + token % PANEL_TOKENS * QUAD; }
+    INLINE_MEMBER vf key_scale(long token) const { return load(key_scales[token / PANEL_TOKENS] + token % PANEL_TOKENS); }
+    INLINE_MEMBER vf value_scale(long token) const { return load(value_scales[token / PANEL_TOKENS] + token % PANEL_TOKENS); }
+
+    // Tokens first to last of row b's sequence, of the chunk that begins at `start`.
+    void find(const Attention &p, const CodePages &pages, long b, long head, long start, long first, long last) {
+        begin = (first - start) / PANEL_TOKENS * PANEL_TOKENS, end = round_up(last - start, PANEL_TOKENS);
+        for (long j = begin; j < end; j += PANEL_TOKENS) {
+            const long at = start + j, block = p.tables[b * p.table_row + at / p.block_size], token = at % p.block_size;
+            const long panel = j / PANEL_TOKENS;
+            keys[panel] = pages.key_panel(block, head, token), values[panel] = pages.value_quad(block, head, token);
+            key_scales[panel] = pages.key_scale(block, head, token), value_scales[panel] = pages.value_scale(block, head, token);
+        }
+    }
+    // The same tokens of the next head.
+    void go_on(const CodePages &pages) {
+        for (long i = begin / PANEL_TOKENS; i < end / PANEL_TOKENS; i++) {
+            keys[i] += pages.block_size * pages.quads * QUAD, values[i] += pages.block_size * pages.value_dim;
+            key_scales[i] += pages.block_size, value_scales[i] += pages.block_size;
+        }
+    }
 };
 
-INLINE bool fit(const Attention &p) {
-    return p.key_scales && p.dim % PIECE == 0 && p.value_dim % PIECE == 0 && p.dim <= MOST_DIM && p.value_dim <= MOST_DIM;
+// Of W tokens from j on, x where a row sees them, else `hidden`.
+INLINE vf only_seen(vf x, long j, long first, long last, float hidden) {
+    if (j >= first && j + W <= last) return x;
+    const vi lanes = lane_numbers() + int32_t(j);
+    return (lanes >= int32_t(first)) & (lanes < int32_t(last)) ? x : splat(hidden);
 }
 
-// Units of n bytes of a and b in turns, from the lower or the upper half of each 128 bits.
-typedef uint8_t bytes __attribute__((vector_size(64)));
-template <int n, bool upper> INLINE bytes interleave(bytes a, bytes b) {
-    bytes from = {};
-    for (int i = 0; i < 64; i++) {
-        const int unit = i % 16 / n;
-        from[i] = uint8_t(i / 16 * 16 + (upper ? 8 : 0) + unit / 2 * n + i % n + (unit % 2 ? 64 : 0));
+// The tokens [first, last) of a chunk that a query sees.
+struct Seen { long first, last; };
+
+// A query's scores, of which those it does not see become -inf, set its new top, to which its acc and total are brought.
+static NOINLINE void raise_top(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Seen seen) {
+    float *scores = s.scores + i * CHUNK;
+    vf most = splat(-__builtin_inff());
+    for (long j = chunk.begin; j < chunk.end; j += W) {
+        vf x = load(scores + j);
+        if (p.soft_cap != 0.0f) x = tanh_of(x / p.soft_cap) * (p.soft_cap * LOG2_E);
+        x = only_seen(x, j, seen.first, seen.last, -__builtin_inff());
+        most = larger(x, most);
+        store(scores + j, x);
     }
-    return __builtin_shuffle(a, b, from);
+    const float here = largest(most), old = s.top[i];
+    if (!(here > old)) return;
+    const float shrink = exp2_of(splat(old - here))[0];
+    s.top[i] = here;
+    s.total[i] *= shrink;
+    for (long d = 0; d < s.acc_row; d += W) store(s.acc + i * s.acc_row + d, load(s.acc + i * s.acc_row + d) * shrink);
 }
 
-static NOINLINE void turn_keys(const Attention &p, const Chunk<int8_t> &chunk, Turned &t) {
-    const vub ones = vub{} + 1;
-    for (long j = 0; j < chunk.count; j += PANEL) {
-        int8_t *target = t.keys + j * p.dim;
-        vi sums[4] = {};  // one would wait for itself
-        for (long d = 0; d < p.dim; d += PIECE) {
-            chunk.ahead->ask(PANEL / 2);
-            vf rows[W];
-            for (int n = 0; n < W; n++) rows[n] = (vf)load_bytes(chunk.keys[min_of(j + n, chunk.count - 1)] + d);
-            transpose(rows);
-            for (int n = 0; n < W; n++) {
-                sums[n % 4] = add_quads(sums[n % 4], ones, (vi)rows[n]);
-                store((float *)(target + (d / 4 + n) * PIECE), rows[n]);
-            }
-        }
-        *(packed::vi_any *)(t.key_sums + j) = sums[0] + sums[1] + sums[2] + sums[3];
+// Scores become weights times value scales, zeros where the query does not see. Returns the largest, NaN if any is.
+static NOINLINE float weigh(const Scratch &s, long i, const Chunk &chunk, Seen seen) {
+    float *scores = s.scores + i * CHUNK;
+    const float base = s.top[i] == -__builtin_inff() ? 0.0f : s.top[i];
+    vf total = {};
+    vu most = {};  // of what is never negative the bits rise with the number, and those of NaN are above all
+    for (long j = chunk.begin; j < chunk.end; j += W) {
+        const vf weight = exp2_of(load(scores + j) - base);
+        total += weight;
+        const vf scaled = only_seen(weight * chunk.value_scale(j), j, seen.first, seen.last, 0.0f);
+        most = (vu)scaled > most ? (vu)scaled : most;
+        store(scores + j, scaled);
     }
+    s.total[i] += sum(total);
+    return float_of(packed::most_of(most));
 }
 
-static NOINLINE void turn_values(const Attention &p, const Chunk<int8_t> &chunk, Turned &t) {
-    int8_t *target = t.values;
-    for (long j = 0; j < chunk.count; j += 4) {
-        for (long d = 0; d < p.value_dim; d += PIECE, target += 4 * PIECE) {
-            chunk.ahead->ask(2);
-            bytes v[4];
-            for (int n = 0; n < 4; n++) v[n] = (bytes)load_bytes(chunk.values[min_of(j + n, chunk.count - 1)] + d);
-            const bytes low = interleave<1, false>(v[0], v[1]), high = interleave<1, true>(v[0], v[1]);
-            const bytes low2 = interleave<1, false>(v[2], v[3]), high2 = interleave<1, true>(v[2], v[3]);
-            *(bytes *)target = interleave<2, false>(low, low2);
-            *(bytes *)(target + PIECE) = interleave<2, true>(low, low2);
-            *(bytes *)(target + 2 * PIECE) = interleave<2, false>(high, high2);
-            *(bytes *)(target + 3 * PIECE) = interleave<2, true>(high, high2);
-        }
-    }
-}
-
-// n elements as two planes of n bytes: codes = round(x * by) + offset. n is a multiple of W.
-INLINE void round_planes(const float *x, float by, int32_t offset, long n, uint8_t *planes) {
-    typedef uint8_t narrow_bytes __attribute__((vector_size(W)));
-    typedef narrow_bytes narrow_any __attribute__((aligned(1), may_alias));
-    const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest, even
-    for (long j = 0; j < n; j += W) {
-        const vi code = (vi)(load(x + j) * by + magic) - (vi)magic + offset;
-        *(narrow_any *)(planes + j) = __builtin_convertvector((code >> 8) & 255, narrow_bytes);
-        *(narrow_any *)(planes + n + j) = __builtin_convertvector(code & 255, narrow_bytes);
-    }
-}
-
-// The largest |x|, NaN if any is not finite. n is a multiple of W.
-INLINE float largest_of(const float *x, long n) {
-    vf most = {}, poison = {};
-    for (long j = 0; j < n; j += W) {
-        const vf value = load(x + j);
-        most = larger((vf)((vu)value & 0x7fffffffu), most);
-        poison += value * 0.0f;
-    }
-    return largest(most) + sum(poison);
-}
-INLINE float inverse(float most, float steps) { return most > 0x1p-100f && most < __builtin_inff() ? steps / most : 0.0f; }
-
-// A scaled query becomes, where it stands, two planes of dim bytes and the factor of their integers.
-static NOINLINE void round_query(const Attention &p, float *query) {
-    float x[MOST_DIM];
-    __builtin_memcpy(x, query, p.dim * sizeof(float));
-    const float most = largest_of(x, p.dim), factor = most / 32767.0f;
-    round_planes(x, inverse(most, 32767.0f), 32768, p.dim, (uint8_t *)query);
-    query[p.dim / 2] = factor;
-}
-
-template <int NQ> static NOINLINE void score(const Attention &p, const Scratch &s, long i, const Chunk<int8_t> &chunk, const Turned &t) {
-    const long quads = p.dim / 4;
-    const uint8_t *planes[NQ];
-    for (int n = 0; n < NQ; n++) planes[n] = (const uint8_t *)(s.query + (i + n) * s.query_row);
-    for (long j = 0; j < chunk.count; j += 2 * PANEL) {
-        if (i == 0) chunk.ahead->ask(PANEL * p.dim / PIECE);
-        const int8_t *first = t.keys + j * p.dim, *second = first + PANEL * p.dim;
-        vi acc[NQ][2][2] = {};
-        for (long q = 0; q < quads; q++) {
-            const vi key[2] = {(vi)load_bytes(first + q * PIECE), (vi)load_bytes(second + q * PIECE)};
-            for (int n = 0; n < NQ; n++)
-                for (int plane = 0; plane < 2; plane++) {
-                    const vub x = (vub)spread(planes[n] + plane * p.dim + 4 * q);
-                    for (int half = 0; half < 2; half++) acc[n][plane][half] = add_quads(acc[n][plane][half], x, key[half]);
-                }
-        }
-        for (int n = 0; n < NQ; n++)
-            for (int half = 0; half < 2; half++) {
-                const long at = j + half * PANEL;
-                const vi sums = *(const packed::vi_any *)(t.key_sums + at);
-                const vi whole = (vi)(((vu)acc[n][0][half] << 8) + (vu)acc[n][1][half] - ((vu)sums << 15));
-                const vf factor = load(chunk.key_scales + at) * s.query[(i + n) * s.query_row + p.dim / 2];
-                store(s.scores + (i + n) * CHUNK + at, __builtin_convertvector(whole, vf) * factor);
-            }
-    }
-}
-
-template <int NQ>
-static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, const Chunk<int8_t> &chunk, const Turned &t) {
-    alignas(64) uint8_t planes[NQ][2 * CHUNK];
-    const long padded = round_up(chunk.count, W);
-    float factor[NQ];
-    for (int n = 0; n < NQ; n++) {
-        const float *weights = s.scores + (i + n) * CHUNK, most = largest_of(weights, padded);
-        factor[n] = most / 65535.0f;
-        round_planes(weights, inverse(most, 65535.0f), 0, padded, planes[n]);
-    }
-    const long pieces = p.value_dim / PIECE;
-    for (long piece = 0; piece < pieces; piece++) {
-        vi acc[NQ][2][4] = {};
-        const int8_t *values = t.values + piece * 4 * PIECE;
-        for (long j = 0; j < chunk.count; j += 4, values += pieces * 4 * PIECE) {
-            if (i == 0) chunk.ahead->ask(1);
-            vi value[4];
-            for (int m = 0; m < 4; m++) value[m] = (vi)load_bytes(values + m * PIECE);
-            for (int n = 0; n < NQ; n++)
-                for (int plane = 0; plane < 2; plane++) {
-                    const vub x = (vub)spread(planes[n] + plane * padded + j);
-                    for (int m = 0; m < 4; m++) acc[n][plane][m] = add_quads(acc[n][plane][m], x, value[m]);
-                }
-        }
-        for (int n = 0; n < NQ; n++) {
-            vf x[4];
-            for (int m = 0; m < 4; m++) x[m] = __builtin_convertvector((acc[n][0][m] << 8) + acc[n][1][m], vf) * factor[n];
-            // x[m] holds dims 4m to 4m + 3 of every quarter of 16 dims.
-            const vi lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, upper = lower + 8;
-            const vi even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, odd = even + 4;
-            const vf a = __builtin_shuffle(x[0], x[1], lower), b = __builtin_shuffle(x[2], x[3], lower);
-            const vf c = __builtin_shuffle(x[0], x[1], upper), d = __builtin_shuffle(x[2], x[3], upper);
-            float *target = s.acc + (i + n) * s.acc_row + piece * PIECE;
-            store(target, load(target) + __builtin_shuffle(a, b, even));
-            store(target + W, load(target + W) + __builtin_shuffle(a, b, odd));
-            store(target + 2 * W, load(target + 2 * W) + __builtin_shuffle(c, d, even));
-            store(target + 3 * W, load(target + 3 * W) + __builtin_shuffle(c, d, odd));
-        }
-    }
-}
-
-// All queries of the scratch, `group` of each row, against one chunk of which row r sees counts[r] keys from the first on.
-static void attend_chunk(const Attention &p, const Scratch &s, long rows, const long *counts, const Chunk<int8_t> &chunk, Turned &t) {
+// One cut of `rows` rows from row b on, which share a table, for `heads` kv heads from `head` on: fills acc, top and total of
+// their queries, [head][row][query of the group]. What the rows see of the cut has no gap. Products: Floats or Quads. loaded:
+// the queries are there from the cut before.
+template <class Products>
+static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, bool loaded) {
     const long group = p.group(), queries = rows * group;
-    turn_keys(p, chunk, t);
-    long i = 0;
-    for (; i + QUERIES <= queries; i += QUERIES) score<QUERIES>(p, s, i, chunk, t);
-    for (; i < queries; i++) score<1>(p, s, i, chunk, t);
-    for (i = 0; i < queries; i++) {
-        const long seen = counts[i / group];
-        if (seen > 0) soften(p, s, i, seen, nullptr, chunk.value_scales);
-        for (long j = max_of(0, round_up(seen, W)); j < round_up(chunk.count, W); j++) s.scores[i * CHUNK + j] = 0.0f;
+    const CodePages pages = p.codes();
+    for (long h = 0; h < heads; h++) {
+        const Scratch s = all.from(h * queries);
+        if (!loaded) {
+            load_queries(p, s, b, rows, head + h);
+            for (long i = 0; i < queries; i++) Products::prepare(p, s.query + i * s.query_row);
+        }
+        clear_results(s, queries);
     }
-    turn_values(p, chunk, t);
-    for (i = 0; i + 2 <= queries; i += 2) add_values<2>(p, s, i, chunk, t);
-    for (; i < queries; i++) add_values<1>(p, s, i, chunk, t);
-    chunk.ahead->ask(CHUNK);
+    long first = p.begin_of(b, cut), last = p.end_of(b, cut);
+    for (long r = 1; r < rows; r++) first = min_of(first, p.begin_of(b + r, cut)), last = max_of(last, p.end_of(b + r, cut));
+    Chunk chunk, next;
+    next.find(p, pages, b, head, first / CHUNK * CHUNK, first, min_of(first / CHUNK * CHUNK + CHUNK, last));
+    for (long start = first / CHUNK * CHUNK; start < last; start += CHUNK) {
+        for (long h = 0; h < heads; h++) {
+            chunk = next;
+            if (h + 1 < heads) next.go_on(pages);
+            else if (start + CHUNK < last) next.find(p, pages, b, head, start + CHUNK, start + CHUNK, min_of(start + 2 * CHUNK, last));
+            const Scratch s = all.from(h * queries);
+            Products::score(p, s, queries, chunk, next);
+            for (long i = 0; i < queries; i += SOFTENED) {
+                const long count = min_of(SOFTENED, queries - i);
+                Seen seen[SOFTENED];
+                float most[SOFTENED];
+                for (long n = 0; n < count; n++) {
+                    const long row = b + (i + n) / group;
+                    seen[n] = {p.begin_of(row, cut) - start, p.end_of(row, cut) - start};
+                }
+                for (long n = 0; n < count; n++) raise_top(p, s, i + n, chunk, seen[n]);
+                for (long n = 0; n < count; n++) most[n] = weigh(s, i + n, chunk, seen[n]);
+                for (long n = 0; n < count; n++) Products::finish_weights(s.scores + (i + n) * CHUNK, chunk, most[n]);
+            }
+            Products::add(p, s, queries, chunk, next);
+        }
+    }
 }
 
 }  // namespace codes
-#else
-#define WINDLASS_INT8_CHUNKS 0
-#endif

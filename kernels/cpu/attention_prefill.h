@@ -31,6 +31,10 @@ struct Prefill {
     void *out; long heads;
 
     INLINE_MEMBER long group() const { return heads / kv_heads; }
+    INLINE_MEMBER CodePages codes() const {
+        return {(int8_t *)keys, (int8_t *)values, (float *)key_scales, (float *)value_scales, block_size, kv_heads,
+                ceil_div(dim, QUAD), value_dim};
+    }
 };
 
 // Queries [token, token + count) of sequence b for one kv head, the first of them at this position in the cache.
@@ -90,47 +94,109 @@ static NOINLINE void multiply_panel(const float *a, const float *b, long depth, 
     for (int i = 0; i < TILE_ROWS; i++) store(c + i * c_row, sums[i][0]), store(c + i * c_row + W, sums[i][1]);
 }
 
-// packed[panel][d][key of the panel] of keys [begin, end) of a block; the other keys of their panels are zeros.
-template <class T>
-static NOINLINE void pack_keys(const T *const *keys, const float *scales, long begin, long end, long dim, float *packed) {
-    for (long j = begin / W * W; j < end; j += W) {
-        float *target = packed + j / PANEL * PANEL * dim + j % PANEL;
-        long d = 0;
-        if (j >= begin && j + W <= end)
-            for (; d + W <= dim; d += W) {
-                vf rows[W];
-                for (int i = 0; i < W; i++) rows[i] = load(keys[j + i] + d);
-                if (scales)
-                    for (int i = 0; i < W; i++) rows[i] *= scales[j + i];
-                transpose(rows);
-                for (int i = 0; i < W; i++) store(target + (d + i) * PANEL, rows[i]);
-            }
-        for (; d < dim; d++)
-            for (long i = 0; i < W; i++) {
-                const bool there = j + i >= begin && j + i < end;
-                target[d * PANEL + i] = there ? widen(keys[j + i][d]) * (scales ? scales[j + i] : 1.0f) : 0.0f;
-            }
+// Where the keys and values of a block's tokens lie.
+template <class T> struct Block {
+    const T *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
+
+    // Tokens [skip, there) of the block that begins at key `start`.
+    void find(const Prefill &p, const int32_t *table, long head, long start, long skip, long there) {
+        for (long j = skip; j < there; j++) {
+            const long at = start + j, slot = (long)table[at / p.block_size] * p.block_size + at % p.block_size;
+            keys[j] = (const T *)p.keys + (slot * p.kv_heads + head) * p.dim;
+            values[j] = (const T *)p.values + (slot * p.kv_heads + head) * p.value_dim;
+        }
     }
+};
+// Of codes: panels of PANEL_TOKENS tokens, and their scales.
+template <> struct Block<int8_t> {
+    const int8_t *keys[BLOCK_KEYS / PANEL_TOKENS], *values[BLOCK_KEYS / PANEL_TOKENS];
+    const float *key_scales[BLOCK_KEYS / PANEL_TOKENS], *value_scales[BLOCK_KEYS / PANEL_TOKENS];
+
+    void find(const Prefill &p, const int32_t *table, long head, long start, long skip, long there) {
+        const CodePages pages = p.codes();
+        for (long i = skip / PANEL_TOKENS; i < ceil_div(there, PANEL_TOKENS); i++) {
+            const long at = start + i * PANEL_TOKENS, block = table[at / p.block_size], token = at % p.block_size;
+            keys[i] = pages.key_panel(block, head, token), values[i] = pages.value_quad(block, head, token);
+            key_scales[i] = pages.key_scale(block, head, token), value_scales[i] = pages.value_scale(block, head, token);
+        }
+    }
+};
+
+// Zeros where the panels of keys [begin, end) hold whole vectors before or after those that pack_keys fills.
+static NOINLINE void clear_edges(long begin, long end, long dim, float *packed) {
     if (end % PANEL && end % PANEL <= W)  // the last panel's second half
         for (long d = 0; d < dim; d++) store(packed + end / PANEL * PANEL * dim + d * PANEL + W, vf{});
     if (begin % PANEL >= W)  // the first panel's first half
         for (long d = 0; d < dim; d++) store(packed + begin / PANEL * PANEL * dim + d * PANEL, vf{});
 }
 
+// packed[panel][d][key of the panel] of keys [begin, end) of a block; the other keys of their panels are zeros.
+template <class T>
+static NOINLINE void pack_keys(const Block<T> &block, long begin, long end, long dim, float *packed) {
+    for (long j = begin / W * W; j < end; j += W) {
+        float *target = packed + j / PANEL * PANEL * dim + j % PANEL;
+        long d = 0;
+        if (j >= begin && j + W <= end)
+            for (; d + W <= dim; d += W) {
+                vf rows[W];
+                for (int i = 0; i < W; i++) rows[i] = load(block.keys[j + i] + d);
+                transpose(rows);
+                for (int i = 0; i < W; i++) store(target + (d + i) * PANEL, rows[i]);
+            }
+        for (; d < dim; d++)
+            for (long i = 0; i < W; i++) {
+                const bool there = j + i >= begin && j + i < end;
+                target[d * PANEL + i] = there ? widen(block.keys[j + i][d]) : 0.0f;
+            }
+    }
+    clear_edges(begin, end, dim, packed);
+}
+static NOINLINE void pack_keys(const Block<int8_t> &block, long begin, long end, long dim, float *packed) {
+    for (long j = begin / W * W; j < end; j += W) {
+        float *target = packed + j / PANEL * PANEL * dim + j % PANEL;
+        const int8_t *codes = block.keys[j / PANEL_TOKENS] + j % PANEL_TOKENS * QUAD;
+        vf scale = load(block.key_scales[j / PANEL_TOKENS] + j % PANEL_TOKENS);  // of tokens outside anything, NaN too
+        const vi lanes = lane_numbers() + int32_t(j);
+        scale = (lanes >= int32_t(begin)) & (lanes < int32_t(end)) ? scale : vf{};
+        for (long d = 0; d < dim; d += QUAD, codes += PIECE) {
+            const vi quads = load_quads(codes);
+            for (int e = 0; e < QUAD && d + e < dim; e++) store(target + (d + e) * PANEL, quad_element(quads, e) * scale);
+        }
+    }
+    clear_edges(begin, end, dim, packed);
+}
+
 // packed[panel][key][dim of the panel] of keys [begin, end) of a block and zeros for the other keys of their panels.
 template <class T>
-static NOINLINE void pack_values(const T *const *values, const float *scales, long begin, long end, long dim, float *packed) {
+static NOINLINE void pack_values(const Block<T> &block, long begin, long end, long dim, float *packed) {
     const long first = begin / PANEL * PANEL, last = round_up(end, PANEL);
     for (long j = first; j < last; j++) {
         float *target = packed + j * PANEL;
         const bool there = j >= begin && j < end;
-        const vf scale = splat(there && scales ? scales[j] : 1.0f);
         for (long d = 0; d < dim; d += PANEL, target += BLOCK_KEYS * PANEL)
             for (long half = 0; half < PANEL; half += W) {
                 const long rest = dim - d - half;
-                const vf x = !there || rest <= 0 ? vf{} : rest >= W ? load(values[j] + d + half)
-                                                                    : load_some(values[j] + d + half, rest);
-                store(target + half, x * scale);
+                store(target + half, !there || rest <= 0 ? vf{} : rest >= W ? load(block.values[j] + d + half)
+                                                                            : load_some(block.values[j] + d + half, rest));
+            }
+    }
+}
+static NOINLINE void pack_values(const Block<int8_t> &block, long begin, long end, long dim, float *packed) {
+    const long first = begin / PANEL * PANEL, last = round_up(end, PANEL);
+    for (long j = first; j < last; j += QUAD) {
+        const bool any = j + QUAD > begin && j < end;
+        const int8_t *codes = any ? block.values[j / PANEL_TOKENS] + j % PANEL_TOKENS * dim : nullptr;
+        vf scale[QUAD];
+        for (int e = 0; e < QUAD; e++)
+            scale[e] = j + e >= begin && j + e < end
+                           ? splat(block.value_scales[j / PANEL_TOKENS][(j + e) % PANEL_TOKENS]) : vf{};
+        float *target = packed + j * PANEL;
+        for (long d = 0; d < dim; d += PANEL, target += BLOCK_KEYS * PANEL)
+            for (long half = 0; half < PANEL; half += W) {
+                const long at = d + half, rest = dim - at;
+                const vi quads = !any || rest <= 0 ? vi{} : rest >= W ? load_quads(codes + at * QUAD)
+                                                                      : load_some_quads(codes + at * QUAD, rest);
+                for (int e = 0; e < QUAD; e++) store(target + e * PANEL + half, quad_element(quads, e) * scale[e]);
             }
     }
 }
@@ -242,17 +308,10 @@ template <class T> static void run_unit(const Prefill &p, const Workspace &w, co
     const long first_key = p.window ? max_of(0, unit.position - p.window + 1) : 0, end_key = unit.position + unit.count;
     for (long start = first_key / BLOCK_KEYS * BLOCK_KEYS; start < end_key; start += BLOCK_KEYS) {
         const long skip = max_of(0, first_key - start), there = min_of(BLOCK_KEYS, end_key - start);
-        const T *keys[BLOCK_KEYS], *values[BLOCK_KEYS];
-        float key_scales[BLOCK_KEYS], value_scales[BLOCK_KEYS];
-        for (long j = skip; j < there; j++) {
-            const long at = start + j, slot = (long)table[at / p.block_size] * p.block_size + at % p.block_size;
-            const long entry = slot * p.kv_heads + head;
-            keys[j] = (const T *)p.keys + entry * p.dim;
-            values[j] = (const T *)p.values + entry * p.value_dim;
-            if (p.key_scales) key_scales[j] = p.key_scales[entry], value_scales[j] = p.value_scales[entry];
-        }
-        pack_keys(keys, p.key_scales ? key_scales : nullptr, skip, there, p.dim, w.keys);
-        pack_values(values, p.key_scales ? value_scales : nullptr, skip, there, p.value_dim, w.values);
+        Block<T> block;
+        block.find(p, table, head, start, skip, there);
+        pack_keys(block, skip, there, p.dim, w.keys);
+        pack_values(block, skip, there, p.value_dim, w.values);
         pass_block(p, w, unit, start, skip, there);
     }
     with_type(p.q_type, [&](auto *type) { finish_unit(p, w, unit, head, (decltype(type))p.out); });

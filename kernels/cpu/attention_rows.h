@@ -2,9 +2,10 @@
 
 // One cut of `rows` rows from row b on, which share a table and see this cut from the same key on, for `heads` kv heads from
 // `head` on: fills acc, top and total of their queries, [head][row][query of the group]. ask_until: keys before it may be
-// asked for ahead.
+// asked for ahead. loaded: the queries are there from the cut before.
 template <class T>
-static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, long ask_until) {
+static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
+                       long ask_until, bool loaded) {
     const long group = p.group(), begin = p.begin_of(b, cut);
     long shortest = SPLIT, longest = 0;
     for (long r = 0; r < rows; r++) {
@@ -13,14 +14,11 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     }
     long entries[SPLIT];
     for (long j = 0; j < longest; j++) entries[j] = p.entry(b, begin + j);
-    for (long h = 0; h < heads; h++) start_queries(p, all.from(h * rows * group), b, rows, head + h);
-#if WINDLASS_INT8_CHUNKS
-    constexpr bool HAS_CODES = sizeof(T) == 1;
-    const bool with_codes = HAS_CODES && codes::fit(p);
-    codes::Turned turned;
-    if (with_codes)
-        for (long i = 0; i < heads * rows * group; i++) codes::round_query(p, all.query + i * all.query_row);
-#endif
+    for (long h = 0; h < heads; h++) {
+        const Scratch s = all.from(h * rows * group);
+        if (!loaded) load_queries(p, s, b, rows, head + h);
+        clear_results(s, rows * group);
+    }
     Chunk<T> chunk;
     for (long j = 0; j < longest; j += CHUNK) {
         const long next = begin + j + CHUNK, coming = max_of(0, min_of(CHUNK, ask_until - next));
@@ -30,16 +28,7 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
             const Scratch s = all.from(h * rows * group);
             const long there = min_of(CHUNK, longest - j);
             if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
-            else chunk.go_on(p, entries + j, head + h);
-#if WINDLASS_INT8_CHUNKS
-            if constexpr (HAS_CODES)
-                if (with_codes) {
-                    long counts[PACK];
-                    for (long r = 0; r < rows; r++) counts[r] = min_of(CHUNK, p.end_of(b + r, cut) - begin - j);
-                    codes::attend_chunk(p, s, rows, counts, chunk, turned);
-                    continue;
-                }
-#endif
+            else chunk.go_on(p);
             if (shortest >= min_of(j + CHUNK, longest)) {
                 attend_chunk<T>(p, s, 0, rows * group, chunk);
                 continue;
@@ -50,6 +39,21 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
             }
         }
     }
+}
+
+template <>
+void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, long, bool loaded) {
+#if defined(WINDLASS_VNNI)
+    if (codes::quads_fit(p)) return codes::attend_cut<codes::Quads>(p, all, b, rows, head, heads, cut, loaded);
+#endif
+    codes::attend_cut<codes::Floats>(p, all, b, rows, head, heads, cut, loaded);
+}
+
+// Whether row b may share the pass over a cut with rows before it that see it from `begin` to `end`.
+template <class T> INLINE bool may_join(const Attention &p, long b, long cut, long begin, long end) {
+    if (!p.has(b, cut)) return false;
+    const long own = p.begin_of(b, cut);
+    return sizeof(T) == 1 ? own >= begin && own <= end : own == begin;
 }
 
 // Rows of tables of their own: units are (row, cut, some heads), so one long row spreads over the threads.
@@ -93,11 +97,11 @@ template <class T> static int attend_alone(const Attention &p) {
                     const long b = owner[at], cut = p.first_cut(b) + at - first[b], here = min_of(heads, p.kv_heads - head);
                     const long begin = p.begin_of(b, cut), end = p.end_of(b, cut);
                     const bool goes_on = unit + 1 < stop && at + 1 < first[b + 1] && pieces == 1;
-                    if (unit == r * run || at == first[b]) {
+                    if (sizeof(T) > 1 && (unit == r * run || at == first[b])) {
                         Ahead<T> ahead(p, b, head, here, begin, min_of(begin + CHUNK, end));
                         ahead.ask(1 << 20);
                     }
-                    attend_cut<T>(p, s, b, 1, head, here, cut, goes_on ? p.length(b) : end);
+                    attend_cut<T>(p, s, b, 1, head, here, cut, goes_on ? p.length(b) : end, unit > r * run && at > first[b] && pieces == 1);
                     for (long i = 0; i < here * group; i++)
                         keep_part(p, s, i, parts + (at * p.heads + head * group + i) * part_row);
                 }
@@ -155,8 +159,10 @@ template <class T> static int attend_packed(const Attention &p) {
                     run = 1;
                     if (!p.has(b0 + r, cut)) continue;
                     const long begin = p.begin_of(b0 + r, cut);
-                    while (r + run < count && p.has(b0 + r + run, cut) && p.begin_of(b0 + r + run, cut) == begin) run++;
-                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, p.length(b0 + r));
+                    long end = p.end_of(b0 + r, cut);
+                    for (; r + run < count && may_join<T>(p, b0 + r + run, cut, begin, end); run++)
+                        end = max_of(end, p.end_of(b0 + r + run, cut));
+                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, p.length(b0 + r), false);
                     float *part = parts + ((cut - first) * rows + r) * group * part_row;
                     for (long i = 0; i < run * group; i++) keep_part(p, s, i, part + i * part_row);
                 }

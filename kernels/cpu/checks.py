@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.library import PAGE_CODES
+from windlass.kernels.int8_layout import PANEL_TOKENS, QUAD, padded_dim
 
 
 def check(condition: bool, message: str) -> None:
@@ -14,11 +17,48 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+class PageSizes(NamedTuple):
+    """What the shapes of pages tell. dim: of a key; of int8 keys the next multiple of 4."""
+
+    num_blocks: int
+    block_size: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+
+    def holds_keys(self, kv_heads: int, dim: int, codes: bool) -> bool:
+        """Whether such keys fit. codes: the pages are int8."""
+        return self.kv_heads == kv_heads and self.dim == (padded_dim(dim) if codes else dim)
+
+
+def page_sizes(key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None) -> PageSizes:
+    """Of pages that neither function below refuses."""
+    if key_scales is None:
+        num_blocks, block_size, kv_heads, dim = key_pages.shape
+        return PageSizes(num_blocks, block_size, kv_heads, dim, value_pages.shape[3])
+    num_blocks, kv_heads, block_size = key_scales.shape
+    return PageSizes(num_blocks, block_size, kv_heads, QUAD * key_pages.shape[3], value_pages.shape[3])
+
+
 def pages_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
     """Why these are not pages that the kernels take, or None when they are."""
     if key_pages.dtype not in PAGE_CODES or key_pages.dtype != value_pages.dtype:
         return f"pages are {key_pages.dtype} and {value_pages.dtype}, not one of float32, bfloat16, float16, int8"
-    if key_pages.dim() != 4 or key_pages.shape[:3] != value_pages.shape[:3]:
+    if key_pages.dtype == torch.int8:
+        shapes = tuple(key_pages.shape), tuple(value_pages.shape)
+        if key_pages.dim() != 6 or value_pages.dim() != 5:
+            return f"int8 pages {shapes} are not codes laid out for the kernels (see int8_layout)"
+        num_blocks, kv_heads, panels, _, tokens, quad = key_pages.shape
+        value_dim = value_pages.shape[3]
+        if (tokens, quad) != (PANEL_TOKENS, QUAD) or value_pages.shape != (
+            num_blocks,
+            kv_heads,
+            panels * PANEL_TOKENS // QUAD,
+            value_dim,
+            QUAD,
+        ):
+            return f"int8 pages {shapes} are not the keys and values of the same tokens"
+    elif key_pages.dim() != 4 or key_pages.shape[:3] != value_pages.shape[:3]:
         return f"pages {tuple(key_pages.shape)} and {tuple(value_pages.shape)} differ before their last dimension"
     if not (key_pages.is_cpu and key_pages.is_contiguous() and value_pages.is_cpu and value_pages.is_contiguous()):
         return "the pages are not contiguous CPU tensors"
@@ -26,19 +66,15 @@ def pages_refusal(key_pages: Tensor, value_pages: Tensor) -> str | None:
 
 
 def scales_refusal(key_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None) -> str | None:
-    """Why these are not the scales of such pages, or None when they are."""
+    """Why these are not the scales of such pages, which `pages_refusal` takes, or None when they are."""
     for scales in (key_scales, value_scales):
         if (scales is not None) != (key_pages.dtype == torch.int8):
             return "int8 pages need scales for keys and values, pages of floats have none"
-        if scales is not None and not (
-            scales.dtype == torch.float32
-            and scales.shape == key_pages.shape[:3]
-            and scales.is_cpu
-            and scales.is_contiguous()
-        ):
-            return (
-                f"scales are {scales.dtype} {tuple(scales.shape)}, not float32 {tuple(key_pages.shape[:3])}, contiguous"
-            )
+        if scales is None:
+            continue
+        shape = (key_pages.shape[0], key_pages.shape[1], key_pages.shape[2] * PANEL_TOKENS)
+        if not (scales.dtype == torch.float32 and scales.shape == shape and scales.is_cpu and scales.is_contiguous()):
+            return f"scales are {scales.dtype} {tuple(scales.shape)}, not float32 {shape}, contiguous"
     return None
 
 

@@ -23,8 +23,11 @@ namespace {
 #include "simd.h"
 #include "tiles.h"
 #include "quantized.h"
+#include "int8_pages.h"
 #include "attention.h"
 #include "attention_int8.h"
+#include "attention_int8_floats.h"
+#include "attention_int8_quads.h"
 #include "attention_rows.h"
 }  // namespace
 #endif

@@ -49,11 +49,12 @@ SIGNATURES: dict[str, list[type]] = {
     "rotate_and_append_int8": [
         *(*_TENSOR3, *_TENSOR3, *_TENSOR3, _INT),  # q, k, v
         *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER),  # pages, their scales, slots
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER),  # pages, their scales, block size, slots
         *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # tokens, heads, kv heads, dim, value dim, half
     ],
     "move_cached_keys_int8": [
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG),  # pages, scales, sources, targets
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # pages, their scales, block size
+        *(_LONG, _POINTER, _POINTER, _LONG),  # slots, sources, targets
         *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
         *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
     ],

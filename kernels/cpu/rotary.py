@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from windlass.kernels.cpu.checks import check, pages_refusal, scales_refusal, table_ok, vector_ok
+from windlass.kernels.cpu.checks import check, page_sizes, pages_refusal, scales_refusal, table_ok, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load, unavailable_reason
 
 _CACHE_SIZE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # Linux
@@ -37,7 +37,9 @@ def rotate_refusal(
             return f"{name} is {tensor.dtype} on {tensor.device}: q, k and v share one float type on the CPU"
         if tensor.dim() != 3 or tensor.shape[0] != q.shape[0] or (tensor.shape[2] > 1 and tensor.stride(2) != 1):
             return f"{name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements"
-    if k.shape[1:] != key_pages.shape[2:] or v.shape[1:] != value_pages.shape[2:] or q.shape[2] != k.shape[2]:
+    sizes = page_sizes(key_pages, value_pages, key_scales)
+    fits = sizes.holds_keys(k.shape[1], k.shape[2], key_scales is not None)
+    if not fits or v.shape[1:] != (sizes.kv_heads, sizes.value_dim) or q.shape[2] != k.shape[2]:
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
     return None
 
@@ -78,7 +80,8 @@ def rotate_and_append(
     q: [T, Hq, D], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv]: left unchanged. The three share
     a dtype (float32, bfloat16, float16) and may be views with any token and head strides. cos, sin: [T, d/2] float32,
     d <= D. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
-    dtype, contiguous; or int8, and key_scales, value_scales [num_blocks, P, Hkv] float32 (see `reference.quantize`).
+    dtype, contiguous; or int8 codes in the order of `int8_layout`, and key_scales, value_scales [num_blocks, Hkv, P]
+    float32 (see `reference.quantize`).
     slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing.
     Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
     """
@@ -96,7 +99,7 @@ def rotate_and_append(
         vector_ok(q_scale, torch.float32, tokens) and vector_ok(slots, torch.int64, tokens),
         f"rotate_and_append: q_scale must be float32 and slots int64, contiguous [{tokens}]",
     )
-    library = library or load()
+    library, pages = library or load(), page_sizes(key_pages, value_pages, key_scales)
     # fmt: off
     rows = (
         q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0),
@@ -104,11 +107,12 @@ def rotate_and_append(
         q_scale.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(),
     )
     sizes = (
-        key_pages.shape[0] * key_pages.shape[1], slots.data_ptr(), tokens, q_heads, k.shape[1], dim, v.shape[2], half,
+        pages.num_blocks * pages.block_size, slots.data_ptr(), tokens, q_heads, k.shape[1], dim, v.shape[2], half,
     )
     # fmt: on
     if key_scales is not None and value_scales is not None:
-        code = library.rotate_and_append_int8(*rows, key_scales.data_ptr(), value_scales.data_ptr(), *sizes)
+        scales = key_scales.data_ptr(), value_scales.data_ptr(), pages.block_size
+        code = library.rotate_and_append_int8(*rows, *scales, *sizes)
     else:
         past_caches = _outgrows_caches(key_pages, value_pages, tokens)
         code = library.rotate_and_append(*rows, TYPE_CODES[key_pages.dtype], *sizes, int(past_caches))
@@ -147,15 +151,15 @@ def move_cached_keys(
     key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous. sources,
     targets: [N] int64 slots; an entry may name one slot twice, to turn in place, but no slot may be the source of one
     entry and the target of another. cos, sin: [N, d/2] float32, d <= D. Arithmetic is float32; dims past d and values
-    are copied bit by bit. int8 pages come with key_scales and value_scales [num_blocks, P, Hkv] float32; a turned key is
-    rounded once, as a whole; without pairs it is copied. Raises ValueError, and IndexError for a slot outside the pages
-    (nothing is written then).
+    are copied bit by bit. int8 pages, in the order of `int8_layout`, come with key_scales and value_scales [num_blocks, Hkv,
+    P] float32; a turned key is rounded once, as a whole; without pairs it is copied. Raises ValueError, and IndexError for a
+    slot outside the pages (nothing is written then).
     """
     if library is None:
         reason = move_refusal(key_pages, value_pages, key_scales, value_scales)
         check(reason is None, f"move_cached_keys: {reason}")
     count, half = sources.shape[0], cos.shape[-1]
-    num_blocks, block_size, kv_heads, dim = key_pages.shape
+    num_blocks, block_size, kv_heads, dim, value_dim = page_sizes(key_pages, value_pages, key_scales)
     check(2 * half <= dim, f"move_cached_keys: {2 * half} rotary dims in heads of {dim}")
     check(
         table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
@@ -169,12 +173,13 @@ def move_cached_keys(
     # fmt: off
     entries = (
         num_blocks * block_size, sources.data_ptr(), targets.data_ptr(), count, cos.data_ptr(), cos.stride(0),
-        sin.data_ptr(), sin.stride(0), kv_heads, dim, value_pages.shape[3] if values else 0, half,
+        sin.data_ptr(), sin.stride(0), kv_heads, dim, value_dim if values else 0, half,
     )
     # fmt: on
     addresses = key_pages.data_ptr(), value_pages.data_ptr()
     if key_scales is not None and value_scales is not None:
-        code = library.move_cached_keys_int8(*addresses, key_scales.data_ptr(), value_scales.data_ptr(), *entries)
+        scales = key_scales.data_ptr(), value_scales.data_ptr(), block_size
+        code = library.move_cached_keys_int8(*addresses, *scales, *entries)
     else:
         code = library.move_cached_keys(*addresses, TYPE_CODES[key_pages.dtype], *entries)
     if code == 1:

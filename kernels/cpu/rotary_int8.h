@@ -28,36 +28,48 @@ INLINE float quantize(const float *x, long n, int8_t *codes) {
     return scale;
 }
 
+// Heads on their way to or from the pages: floats, and their codes with room for the padding of a last quad.
+struct HeadMemory {
+    float *head;
+    int8_t *codes;
+    static long bytes(long dim) { return dim * long(sizeof(float)) + round_up(dim, 64); }
+    HeadMemory(char *memory, long dim) : head((float *)memory), codes((int8_t *)(head + dim)) {}
+};
+
 // As rotate_and_append, into codes. Returns 1 when out of memory, 2 for a slot past num_slots, with nothing touched.
 EXPORT int WINDLASS_NAME(rotate_and_append_int8)(
     void *q, long q_row, long q_head, const void *k, long k_row, long k_head, const void *v, long v_row, long v_head,
     int type, const float *cos, long cos_row, const float *sin, long sin_row, const float *q_scale, int8_t *key_pages,
-    int8_t *value_pages, float *key_scales, float *value_scales, long num_slots, const int64_t *slots, long tokens,
-    long q_heads, long kv_heads, long dim, long value_dim, long half) {
+    int8_t *value_pages, float *key_scales, float *value_scales, long block_size, long num_slots, const int64_t *slots,
+    long tokens, long q_heads, long kv_heads, long dim, long value_dim, long half) {
     for (long t = 0; t < tokens; t++)
         if (slots[t] >= num_slots) return 2;
-    const long threads = threads_for(tokens * (q_heads + 2 * kv_heads) * dim, tokens), widest = max_of(dim, value_dim);
-    float *memory = (float *)malloc(max_of(1, threads * widest) * sizeof(float));
+    const CodePages pages = {key_pages, value_pages, key_scales, value_scales, block_size, kv_heads, ceil_div(dim, QUAD), value_dim};
+    const long threads = threads_for(tokens * (q_heads + 2 * kv_heads) * dim, tokens), widest = round_up(max_of(dim, value_dim), QUAD);
+    char *memory = (char *)malloc(max_of(1, threads * HeadMemory::bytes(widest)));
     if (!memory) return 1;
     with_type(type, [&](auto *element_type) {
         typedef __typeof__(*element_type) T;
 #pragma omp parallel num_threads(threads)
         {
-            float *head = memory + omp_get_thread_num() * widest;
+            const HeadMemory own(memory + omp_get_thread_num() * HeadMemory::bytes(widest), widest);
 #pragma omp for schedule(static) nowait
             for (long t = 0; t < tokens; t++) {
                 const float *c = cos + t * cos_row, *s = sin + t * sin_row;
                 for (long h = 0; h < q_heads; h++) {
-                    T *own = (T *)q + t * q_row + h * q_head;
-                    rotate_head<false>(own, own, dim, half, c, s, q_scale[t]);
+                    T *head = (T *)q + t * q_row + h * q_head;
+                    rotate_head<false>(head, head, dim, half, c, s, q_scale[t]);
                 }
                 if (slots[t] < 0) continue;
+                const long block = slots[t] / block_size, token = slots[t] % block_size;
                 for (long h = 0; h < kv_heads; h++) {
-                    const long at = slots[t] * kv_heads + h;
-                    rotate_head<false>((const T *)k + t * k_row + h * k_head, head, dim, half, c, s, 1.0f);
-                    key_scales[at] = quantize(head, dim, key_pages + at * dim);
-                    copy_row<false>((const T *)v + t * v_row + h * v_head, head, value_dim);
-                    value_scales[at] = quantize(head, value_dim, value_pages + at * value_dim);
+                    rotate_head<false>((const T *)k + t * k_row + h * k_head, own.head, dim, half, c, s, 1.0f);
+                    *pages.key_scale(block, h, token) = quantize(own.head, dim, own.codes);
+                    for (long d = dim; d < pages.quads * QUAD; d++) own.codes[d] = 0;
+                    pages.put_key(block, h, token, own.codes);
+                    copy_row<false>((const T *)v + t * v_row + h * v_head, own.head, value_dim);
+                    *pages.value_scale(block, h, token) = quantize(own.head, value_dim, own.codes);
+                    pages.put_value(block, h, token, own.codes);
                 }
             }
         }
@@ -67,37 +79,43 @@ EXPORT int WINDLASS_NAME(rotate_and_append_int8)(
 }
 
 // As move_cached_keys, on codes: a key is widened, turned and rounded once; values, and keys that no pair turns, are
-// copied. Returns 1 when out of memory, 2 for a slot outside the pages, with nothing touched.
+// copied. dim: of a key with its padding. value_dim: 0 where values stay. Returns 1 when out of memory, 2 for a slot
+// outside the pages, with nothing touched.
 EXPORT int WINDLASS_NAME(move_cached_keys_int8)(
-    int8_t *key_pages, int8_t *value_pages, float *key_scales, float *value_scales, long num_slots, const int64_t *sources,
-    const int64_t *targets, long count, const float *cos, long cos_row, const float *sin, long sin_row, long kv_heads,
-    long dim, long value_dim, long half) {
+    int8_t *key_pages, int8_t *value_pages, float *key_scales, float *value_scales, long block_size, long num_slots,
+    const int64_t *sources, const int64_t *targets, long count, const float *cos, long cos_row, const float *sin,
+    long sin_row, long kv_heads, long dim, long value_dim, long half) {
     for (long n = 0; n < count; n++)
         if (sources[n] < 0 || sources[n] >= num_slots || targets[n] < 0 || targets[n] >= num_slots) return 2;
-    const long threads = threads_for(count * kv_heads * (dim + value_dim), count);
-    float *memory = (float *)malloc(max_of(1, threads * dim) * sizeof(float));
+    const CodePages pages = {key_pages, value_pages, key_scales, value_scales, block_size, kv_heads, ceil_div(dim, QUAD), value_dim};
+    const long threads = threads_for(count * kv_heads * (dim + value_dim), count), widest = round_up(max_of(dim, value_dim), QUAD);
+    char *memory = (char *)malloc(max_of(1, threads * HeadMemory::bytes(widest)));
     if (!memory) return 1;
 #pragma omp parallel num_threads(threads)
     {
-        float *head = memory + omp_get_thread_num() * dim;
+        const HeadMemory own(memory + omp_get_thread_num() * HeadMemory::bytes(widest), widest);
 #pragma omp for schedule(static) nowait
         for (long n = 0; n < count; n++) {
+            const long from = sources[n] / block_size, old = sources[n] % block_size;
+            const long to = targets[n] / block_size, place = targets[n] % block_size;
             const bool moves = sources[n] != targets[n];
-            for (long h = 0; half && h < kv_heads; h++) {
-                const long from = sources[n] * kv_heads + h, to = targets[n] * kv_heads + h;
-                for (long d = 0; d < dim; d++) head[d] = widen(key_pages[from * dim + d]) * key_scales[from];
-                rotate_head<false>(head, head, dim, half, cos + n * cos_row, sin + n * sin_row, 1.0f);
-                key_scales[to] = quantize(head, dim, key_pages + to * dim);
+            for (long h = 0; h < kv_heads; h++) {
+                if (!half && !moves) continue;
+                float scale = *pages.key_scale(from, h, old);
+                pages.take_key(from, h, old, own.codes);
+                if (half) {
+                    for (long d = 0; d < dim; d++) own.head[d] = widen(own.codes[d]) * scale;
+                    rotate_head<false>(own.head, own.head, dim, half, cos + n * cos_row, sin + n * sin_row, 1.0f);
+                    scale = quantize(own.head, dim, own.codes);
+                }
+                pages.put_key(to, h, place, own.codes);
+                *pages.key_scale(to, h, place) = scale;
             }
-            if (!moves) continue;
-            const long from = sources[n] * kv_heads, to = targets[n] * kv_heads;
-            if (!half) {
-                __builtin_memcpy(key_pages + to * dim, key_pages + from * dim, kv_heads * dim);
-                __builtin_memcpy(key_scales + to, key_scales + from, kv_heads * sizeof(float));
+            for (long h = 0; moves && value_dim && h < kv_heads; h++) {
+                pages.take_value(from, h, old, own.codes);
+                pages.put_value(to, h, place, own.codes);
+                *pages.value_scale(to, h, place) = *pages.value_scale(from, h, old);
             }
-            if (!value_dim) continue;  // values stay where they are
-            __builtin_memcpy(value_pages + to * value_dim, value_pages + from * value_dim, kv_heads * value_dim);
-            __builtin_memcpy(value_scales + to, value_scales + from, kv_heads * sizeof(float));
         }
     }
     free(memory);

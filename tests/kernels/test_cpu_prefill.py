@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import cpu
+from windlass.kernels import KVPages, cpu
 from windlass.kernels.cpu.library import Library
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -49,10 +49,11 @@ class Case:
         if page_type == torch.int8:
             # Codes and scales at random; the scales of what no query may see stay NaN.
             seen = self.wide[0].isfinite().all(-1)
-            self.pages = [torch.randint(-127, 128, part.shape).to(torch.int8) for part in self.wide]
+            codes = [torch.randint(-127, 128, part.shape).to(torch.int8) for part in self.wide]
             scales = [torch.where(seen, torch.rand(seen.shape) / 60, torch.nan) for _ in range(2)]
-            self.scales = {"key_scales": scales[0], "value_scales": scales[1]}
-            self.wide = [p.float() * s[..., None] for p, s in zip(self.pages, scales, strict=True)]
+            pages = KVPages.of_codes(codes[0], scales[0], codes[1], scales[1])
+            self.pages, self.scales = [pages.key, pages.value], pages.scales
+            self.wide = [p.float() * s[..., None] for p, s in zip(codes, scales, strict=True)]
         else:
             self.pages = [part.to(page_type) for part in self.wide]
             self.wide = [part.float() for part in self.pages]
@@ -124,14 +125,19 @@ def test_groups(form: Library, heads: int, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 5, 17, 64, 130])
-@pytest.mark.parametrize("page_type", [torch.float32, torch.int8])
-def test_windows_never_touch_what_they_hide(form: Library, window: int, page_type: torch.dtype) -> None:
-    Case([(0, 30), (150, 20), (301, 70)], window=window, dim=16, block_size=8, page_type=page_type).check(form)
+@pytest.mark.parametrize(("page_type", "block_size"), [(torch.float32, 8), (torch.int8, 16)])
+def test_windows_never_touch_what_they_hide(
+    form: Library, window: int, page_type: torch.dtype, block_size: int
+) -> None:
+    shapes = [(0, 30), (150, 20), (301, 70)]
+    Case(shapes, window=window, dim=16, block_size=block_size, page_type=page_type).check(form)
 
 
-@pytest.mark.parametrize("block_size", [1, 48])
-def test_block_sizes(form: Library, block_size: int) -> None:
-    Case([(60, 50)], block_size=block_size, dim=16).check(form)
+@pytest.mark.parametrize(
+    ("page_type", "block_size"), [(torch.float32, 1), (torch.float32, 48), (torch.int8, 32), (torch.int8, 48)]
+)
+def test_block_sizes(form: Library, page_type: torch.dtype, block_size: int) -> None:
+    Case([(60, 50)], block_size=block_size, dim=16, page_type=page_type).check(form)
 
 
 def test_sinks_and_soft_cap(form: Library) -> None:

@@ -1,0 +1,170 @@
+// The products of attention_int8.h by vpdpbusd, which adds up four products of bytes, on codes as they lie.
+//
+// Queries, and later weights, are rounded to 16 bits and go as two planes of bytes. Sums are exact integers, so what is lost is
+// 2^-16 of the largest element of the query, or weight of the chunk, far below what the codes have lost. One factor of the
+// instruction is unsigned. For scores that is the code plus 128, and sums begin at -128 times the sum of the query's plane; for
+// results it is the weight, which is never negative.
+
+namespace codes {
+
+using packed::add_quads;
+using packed::spread;
+using packed::total_of;
+using packed::vub;
+
+constexpr long MOST_DIM = 512;  // 127 * 32639 * 512 is below 2^31
+constexpr float QUERY_STEPS = 32639.0f, WEIGHT_STEPS = 65535.0f;  // 127 * 256 + 127: both planes of a query are signed
+constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, even on a tie, in the low bits
+#if WINDLASS_REGISTERS >= 32
+constexpr int SCORED = 4, RESULT_VECTORS = 4;  // queries scored together; vectors of results of two queries: 16 accumulators
+#else
+constexpr int SCORED = 2, RESULT_VECTORS = 2;
+#endif
+
+typedef int8_t narrow_bytes __attribute__((vector_size(W)));
+typedef narrow_bytes narrow_any __attribute__((aligned(1), may_alias));
+
+INLINE bool quads_fit(const Attention &p) { return p.value_dim % W == 0 && p.dim <= MOST_DIM; }
+
+INLINE float inverse(float most, float steps) { return most > 0x1p-100f && most < __builtin_inff() ? steps / most : 0.0f; }
+
+// What a scaled query becomes where it stands: quads of its upper and its lower plane in turns, and this after them.
+struct QueryEnd {
+    float factor;      // of the integers
+    int32_t start[2];  // of the planes' sums
+};
+INLINE QueryEnd *end_of(float *query, long quads) { return (QueryEnd *)(query + 2 * quads); }
+
+static NOINLINE void round_query(const Attention &p, float *query) {
+    const long quads = ceil_div(p.dim, QUAD), padded = round_up(p.dim, W);
+    float x[MOST_DIM];
+    __builtin_memcpy(x, query, padded * sizeof(float));
+    vf most = {}, poison = {};
+    for (long d = 0; d < padded; d += W) {
+        most = larger((vf)((vu)load(x + d) & 0x7fffffffu), most);
+        poison += load(x + d) * 0.0f;
+    }
+    QueryEnd end;
+    end.factor = (largest(most) + sum(poison)) / QUERY_STEPS;
+    const float by = inverse(largest(most) + sum(poison), QUERY_STEPS);
+    vi sums[2] = {};
+    int32_t *planes = (int32_t *)query;
+    for (long d = 0; d < padded; d += W) {
+        const vi code = (vi)(load(x + d) * by + MAGIC) - (vi)splat(MAGIC), low = (code << 24) >> 24, high = (code - low) >> 8;
+        sums[0] += high, sums[1] += low;
+        const narrow_bytes halves[2] = {__builtin_convertvector(high, narrow_bytes), __builtin_convertvector(low, narrow_bytes)};
+        for (long q = 0; q < W / QUAD && d / QUAD + q < quads; q++)
+            for (int plane = 0; plane < 2; plane++)
+                __builtin_memcpy(planes + (d / QUAD + q) * 2 + plane, (const char *)&halves[plane] + q * QUAD, QUAD);
+    }
+    for (int plane = 0; plane < 2; plane++) end.start[plane] = -128 * total_of(sums[plane]);
+    *end_of(query, quads) = end;
+}
+
+// Scores of NQ queries, key scales included; V vectors of tokens at once.
+template <int NQ, int V> static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Chunk &next) {
+    const long quads = ceil_div(p.dim, QUAD);
+    const int32_t *planes[NQ];
+    for (int n = 0; n < NQ; n++) planes[n] = (const int32_t *)(s.query + (i + n) * s.query_row);
+    for (long j = chunk.begin; j < chunk.end; j += V * W) {
+        const int8_t *key[V], *coming[V];
+        long at[V];
+        for (int v = 0; v < V; v++) {
+            at[v] = min_of(j + v * W, chunk.end - W);
+            key[v] = chunk.key_codes(at[v]), coming[v] = next.key_codes(at[v]);
+        }
+        vi acc[NQ][2][V];
+        for (int n = 0; n < NQ; n++)
+            for (int plane = 0; plane < 2; plane++)
+                for (int v = 0; v < V; v++) acc[n][plane][v] = packed::splat_int(planes[n][2 * quads + 1 + plane]);
+        for (long q = 0; q < quads; q++) {
+            vub code[V];
+            for (int v = 0; v < V; v++) {
+                code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(0x80);
+                if (W * QUAD == PIECE || v % 2 == 0) __builtin_prefetch(coming[v] + q * PIECE, 0, 2);
+            }
+            for (int n = 0; n < NQ; n++)
+                for (int plane = 0; plane < 2; plane++) {
+                    const vi x = spread(planes[n] + 2 * q + plane);
+                    for (int v = 0; v < V; v++) acc[n][plane][v] = add_quads(acc[n][plane][v], code[v], x);
+                }
+        }
+        for (int v = 0; v < V; v++) {
+            const vf scale = chunk.key_scale(at[v]);
+            for (int n = 0; n < NQ; n++) {
+                const float factor = ((const float *)planes[n])[2 * quads];
+                const vi whole = (vi)(((vu)acc[n][0][v] << 8) + (vu)acc[n][1][v]);
+                store(s.scores + (i + n) * CHUNK + at[v], __builtin_convertvector(whole, vf) * (scale * factor));
+            }
+        }
+    }
+}
+
+// Weights, of which `most` is the largest, become two planes of bytes where they stand, W of each in turns, and at the end of
+// them the factor of their integers.
+INLINE void round_weights(float *weights, const Chunk &chunk, float most) {
+    const vf by = splat(inverse(most, WEIGHT_STEPS)), magic = splat(8388608.0f);  // 2^23: integers stand in the low bits
+    for (long j = chunk.begin; j < chunk.end; j += W) {
+        const vi code = (vi)(load(weights + j) * by + magic);
+        int8_t *planes = (int8_t *)weights + 2 * j;
+        const narrow_bytes high = __builtin_convertvector(code >> 8, narrow_bytes), low = __builtin_convertvector(code, narrow_bytes);
+        *(narrow_any *)planes = high, *(narrow_any *)(planes + W) = low;
+    }
+    weights[CHUNK - 1] = most / WEIGHT_STEPS;
+}
+
+// acc[n][d: d + V * W] += weighted values.
+template <int NQ, int V>
+INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, const Chunk &next, long value_dim, long d) {
+    vi acc[NQ][2][V] = {};
+    const char *planes[NQ];
+    for (int n = 0; n < NQ; n++) planes[n] = (const char *)(s.scores + (i + n) * CHUNK);
+    for (long j = chunk.begin; j < chunk.end; j += PANEL_TOKENS) {
+        const int8_t *value = chunk.values[j / PANEL_TOKENS] + d * QUAD, *coming = next.values[j / PANEL_TOKENS] + d * QUAD;
+        for (long t = 0; t < PANEL_TOKENS; t += QUAD, value += QUAD * value_dim, coming += QUAD * value_dim) {
+            vi code[V];
+            for (int v = 0; v < V; v++) {
+                code[v] = load_quads(value + v * W * QUAD);
+                if (i == 0 && (W * QUAD == PIECE || v % 2 == 0)) __builtin_prefetch(coming + v * W * QUAD, 0, 2);
+            }
+            for (int n = 0; n < NQ; n++)
+                for (int plane = 0; plane < 2; plane++) {
+                    const vub x = (vub)spread(planes[n] + 2 * j + t / W * 2 * W + plane * W + t % W);
+                    for (int v = 0; v < V; v++) acc[n][plane][v] = add_quads(acc[n][plane][v], x, code[v]);
+                }
+        }
+    }
+    for (int n = 0; n < NQ; n++) {
+        float *target = s.acc + (i + n) * s.acc_row + d;
+        const vf factor = splat(s.scores[(i + n) * CHUNK + CHUNK - 1]);
+        for (int v = 0; v < V; v++) {
+            const vi whole = (acc[n][0][v] << 8) + acc[n][1][v];
+            store(target + v * W, load(target + v * W) + __builtin_convertvector(whole, vf) * factor);
+        }
+    }
+}
+template <int NQ> static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Chunk &next) {
+    long d = 0;
+    for (; d + RESULT_VECTORS * W <= p.value_dim; d += RESULT_VECTORS * W)
+        add_dims_of_quads<NQ, RESULT_VECTORS>(s, i, chunk, next, p.value_dim, d);
+    for (; d < p.value_dim; d += W) add_dims_of_quads<NQ, 1>(s, i, chunk, next, p.value_dim, d);
+}
+
+struct Quads {
+    static void prepare(const Attention &p, float *query) { round_query(p, query); }
+    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, const Chunk &next) {
+        long i = 0;
+        for (; i + SCORED <= queries; i += SCORED) score_quads<SCORED, 2>(p, s, i, chunk, next);
+        if (SCORED > 3 && i + 3 <= queries) score_quads<3, 2>(p, s, i, chunk, next), i += 3;
+        if (SCORED > 2 && i + 2 <= queries) score_quads<2, 2>(p, s, i, chunk, next), i += 2;
+        if (i < queries) score_quads<1, 2>(p, s, i, chunk, next);
+    }
+    static void finish_weights(float *weights, const Chunk &chunk, float most) { round_weights(weights, chunk, most); }
+    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, const Chunk &next) {
+        long i = 0;
+        for (; i + 2 <= queries; i += 2) add_values_of_quads<2>(p, s, i, chunk, next);
+        if (i < queries) add_values_of_quads<1>(p, s, i, chunk, next);
+    }
+};
+
+}  // namespace codes
