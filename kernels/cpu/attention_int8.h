@@ -39,6 +39,54 @@ struct Chunk {
     }
 };
 
+// Walks what some heads hold of the tokens [at, end) of a row in the order in which it lies in memory and asks for it, a few
+// lines at a time between the arithmetic: many at once would only wait for each other, and one head at a time would be runs
+// too short for the hardware to follow (measured: half the bandwidth).
+struct Ahead {
+    const Attention *p;
+    CodePages pages;
+    long b, head, heads, at, end;
+    long count = 0;             // tokens of the block that `at` lies in, up to the end
+    long part = 0, number = 0;  // keys, values, their scales; the head
+    const char *line = nullptr;
+    long left = 0;              // lines of the run
+
+    Ahead(const Attention &p, const CodePages &pages, long b, long head, long heads, long at, long end)
+        : p(&p), pages(pages), b(b), head(head), heads(heads), at(at), end(end) {
+        count = min_of(end - at, p.block_size - at % p.block_size);
+    }
+    NOINLINE bool next_run() {
+        if (number == heads) number = 0, part++;
+        if (part == 4) {
+            part = 0, at += count;
+            count = min_of(end - at, p->block_size);
+        }
+        if (at >= end) return false;
+        const long block = p->tables[b * p->table_row + at / p->block_size], token = at % p->block_size, h = head + number;
+        const long bytes = part == 0 ? pages.quads * QUAD : part == 1 ? pages.value_dim : long(sizeof(float));
+        const void *first = part == 0   ? (const void *)pages.key_panel(block, h, token)
+                            : part == 1 ? (const void *)pages.value_quad(block, h, token)
+                            : part == 2 ? (const void *)pages.key_scale(block, h, token)
+                                        : (const void *)pages.value_scale(block, h, token);
+        // The heads of a whole block are one run.
+        const long together = count == p->block_size ? heads : 1;
+        line = (const char *)first;
+        left = ceil_div(together * count * bytes, 64);
+        number += together;
+        return true;
+    }
+    INLINE_MEMBER void ask(long lines) {
+        for (; lines > 0; lines--, left--, line += 64) {
+            if (left == 0 && !next_run()) return;
+            __builtin_prefetch(line, 0, 2);
+        }
+    }
+    // Lines of one head in `tokens` tokens.
+    static long lines_of(const CodePages &pages, long tokens) {
+        return ceil_div(tokens * (pages.quads * QUAD + pages.value_dim + 2 * long(sizeof(float))), 64);
+    }
+};
+
 // Of W tokens from j on, x where a row sees them, else `hidden`.
 INLINE vf only_seen(vf x, long j, long first, long last, float hidden) {
     if (j >= first && j + W <= last) return x;
@@ -86,10 +134,11 @@ static NOINLINE float weigh(const Scratch &s, long i, const Chunk &chunk, Seen s
 }
 
 // One cut of `rows` rows from row b on, which share a table, for `heads` kv heads from `head` on: fills acc, top and total of
-// their queries, [head][row][query of the group]. What the rows see of the cut has no gap. Products: Floats or Quads. loaded:
-// the queries are there from the cut before.
+// their queries, [head][row][query of the group]. What the rows see of the cut has no gap. Products: Floats or Quads. ask_until:
+// tokens before it may be asked for ahead. loaded: the queries are there from the cut before.
 template <class Products>
-static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, bool loaded) {
+static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
+                       long ask_until, bool loaded) {
     const long group = p.group(), queries = rows * group;
     const CodePages pages = p.codes();
     for (long h = 0; h < heads; h++) {
@@ -102,15 +151,14 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     }
     long first = p.begin_of(b, cut), last = p.end_of(b, cut);
     for (long r = 1; r < rows; r++) first = min_of(first, p.begin_of(b + r, cut)), last = max_of(last, p.end_of(b + r, cut));
-    Chunk chunk, next;
-    next.find(p, pages, b, head, first / CHUNK * CHUNK, first, min_of(first / CHUNK * CHUNK + CHUNK, last));
+    Chunk chunk;
     for (long start = first / CHUNK * CHUNK; start < last; start += CHUNK) {
+        Ahead ahead(p, pages, b, head, heads, start + CHUNK, min_of(start + 2 * CHUNK, ask_until));
         for (long h = 0; h < heads; h++) {
-            chunk = next;
-            if (h + 1 < heads) next.go_on(pages);
-            else if (start + CHUNK < last) next.find(p, pages, b, head, start + CHUNK, start + CHUNK, min_of(start + 2 * CHUNK, last));
+            if (h == 0) chunk.find(p, pages, b, head, start, max_of(start, first), min_of(start + CHUNK, last));
+            else chunk.go_on(pages);
             const Scratch s = all.from(h * queries);
-            Products::score(p, s, queries, chunk, next);
+            Products::score(p, s, queries, chunk, ahead);
             for (long i = 0; i < queries; i += SOFTENED) {
                 const long count = min_of(SOFTENED, queries - i);
                 Seen seen[SOFTENED];
@@ -123,7 +171,8 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
                 for (long n = 0; n < count; n++) most[n] = weigh(s, i + n, chunk, seen[n]);
                 for (long n = 0; n < count; n++) Products::finish_weights(s.scores + (i + n) * CHUNK, chunk, most[n]);
             }
-            Products::add(p, s, queries, chunk, next);
+            Products::add(p, s, queries, chunk, ahead);
+            ahead.ask(24);
         }
     }
 }

@@ -24,6 +24,15 @@ constexpr int SCORED = 2, RESULT_VECTORS = 2;
 typedef int8_t narrow_bytes __attribute__((vector_size(W)));
 typedef narrow_bytes narrow_any __attribute__((aligned(1), may_alias));
 
+// The low bytes of W integers.
+INLINE narrow_bytes low_bytes(vi x) {
+#if defined(WINDLASS_FMA) && WINDLASS_LANES == 16  // GCC 12 takes some of these conversions apart, element by element
+    return (narrow_bytes)_mm512_cvtepi32_epi8((__m512i)x);
+#else
+    return __builtin_convertvector(x & 255, narrow_bytes);
+#endif
+}
+
 INLINE bool quads_fit(const Attention &p) { return p.value_dim % W == 0 && p.dim <= MOST_DIM; }
 
 INLINE float inverse(float most, float steps) { return most > 0x1p-100f && most < __builtin_inff() ? steps / most : 0.0f; }
@@ -52,7 +61,7 @@ static NOINLINE void round_query(const Attention &p, float *query) {
     for (long d = 0; d < padded; d += W) {
         const vi code = (vi)(load(x + d) * by + MAGIC) - (vi)splat(MAGIC), low = (code << 24) >> 24, high = (code - low) >> 8;
         sums[0] += high, sums[1] += low;
-        const narrow_bytes halves[2] = {__builtin_convertvector(high, narrow_bytes), __builtin_convertvector(low, narrow_bytes)};
+        const narrow_bytes halves[2] = {low_bytes(high), low_bytes(low)};
         for (long q = 0; q < W / QUAD && d / QUAD + q < quads; q++)
             for (int plane = 0; plane < 2; plane++)
                 __builtin_memcpy(planes + (d / QUAD + q) * 2 + plane, (const char *)&halves[plane] + q * QUAD, QUAD);
@@ -62,27 +71,25 @@ static NOINLINE void round_query(const Attention &p, float *query) {
 }
 
 // Scores of NQ queries, key scales included; V vectors of tokens at once.
-template <int NQ, int V> static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Chunk &next) {
+template <int NQ, int V> static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead) {
     const long quads = ceil_div(p.dim, QUAD);
     const int32_t *planes[NQ];
     for (int n = 0; n < NQ; n++) planes[n] = (const int32_t *)(s.query + (i + n) * s.query_row);
     for (long j = chunk.begin; j < chunk.end; j += V * W) {
-        const int8_t *key[V], *coming[V];
+        const int8_t *key[V];
         long at[V];
         for (int v = 0; v < V; v++) {
             at[v] = min_of(j + v * W, chunk.end - W);
-            key[v] = chunk.key_codes(at[v]), coming[v] = next.key_codes(at[v]);
+            key[v] = chunk.key_codes(at[v]);
         }
         vi acc[NQ][2][V];
         for (int n = 0; n < NQ; n++)
             for (int plane = 0; plane < 2; plane++)
                 for (int v = 0; v < V; v++) acc[n][plane][v] = packed::splat_int(planes[n][2 * quads + 1 + plane]);
         for (long q = 0; q < quads; q++) {
+            if (i == 0) ahead.ask(V * W / PANEL_TOKENS);
             vub code[V];
-            for (int v = 0; v < V; v++) {
-                code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(0x80);
-                if (W * QUAD == PIECE || v % 2 == 0) __builtin_prefetch(coming[v] + q * PIECE, 0, 2);
-            }
+            for (int v = 0; v < V; v++) code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(0x80);
             for (int n = 0; n < NQ; n++)
                 for (int plane = 0; plane < 2; plane++) {
                     const vi x = spread(planes[n] + 2 * q + plane);
@@ -107,26 +114,23 @@ INLINE void round_weights(float *weights, const Chunk &chunk, float most) {
     for (long j = chunk.begin; j < chunk.end; j += W) {
         const vi code = (vi)(load(weights + j) * by + magic);
         int8_t *planes = (int8_t *)weights + 2 * j;
-        const narrow_bytes high = __builtin_convertvector(code >> 8, narrow_bytes), low = __builtin_convertvector(code, narrow_bytes);
-        *(narrow_any *)planes = high, *(narrow_any *)(planes + W) = low;
+        *(narrow_any *)planes = low_bytes(code >> 8), *(narrow_any *)(planes + W) = low_bytes(code);
     }
     weights[CHUNK - 1] = most / WEIGHT_STEPS;
 }
 
 // acc[n][d: d + V * W] += weighted values.
 template <int NQ, int V>
-INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, const Chunk &next, long value_dim, long d) {
+INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, Ahead &ahead, long value_dim, long d) {
     vi acc[NQ][2][V] = {};
     const char *planes[NQ];
     for (int n = 0; n < NQ; n++) planes[n] = (const char *)(s.scores + (i + n) * CHUNK);
     for (long j = chunk.begin; j < chunk.end; j += PANEL_TOKENS) {
-        const int8_t *value = chunk.values[j / PANEL_TOKENS] + d * QUAD, *coming = next.values[j / PANEL_TOKENS] + d * QUAD;
-        for (long t = 0; t < PANEL_TOKENS; t += QUAD, value += QUAD * value_dim, coming += QUAD * value_dim) {
+        const int8_t *value = chunk.values[j / PANEL_TOKENS] + d * QUAD;
+        for (long t = 0; t < PANEL_TOKENS; t += QUAD, value += QUAD * value_dim) {
             vi code[V];
-            for (int v = 0; v < V; v++) {
-                code[v] = load_quads(value + v * W * QUAD);
-                if (i == 0 && (W * QUAD == PIECE || v % 2 == 0)) __builtin_prefetch(coming + v * W * QUAD, 0, 2);
-            }
+            for (int v = 0; v < V; v++) code[v] = load_quads(value + v * W * QUAD);
+            if (i == 0) ahead.ask(V * W / PANEL_TOKENS);
             for (int n = 0; n < NQ; n++)
                 for (int plane = 0; plane < 2; plane++) {
                     const vub x = (vub)spread(planes[n] + 2 * j + t / W * 2 * W + plane * W + t % W);
@@ -143,27 +147,27 @@ INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, cons
         }
     }
 }
-template <int NQ> static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Chunk &next) {
+template <int NQ> static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead) {
     long d = 0;
     for (; d + RESULT_VECTORS * W <= p.value_dim; d += RESULT_VECTORS * W)
-        add_dims_of_quads<NQ, RESULT_VECTORS>(s, i, chunk, next, p.value_dim, d);
-    for (; d < p.value_dim; d += W) add_dims_of_quads<NQ, 1>(s, i, chunk, next, p.value_dim, d);
+        add_dims_of_quads<NQ, RESULT_VECTORS>(s, i, chunk, ahead, p.value_dim, d);
+    for (; d < p.value_dim; d += W) add_dims_of_quads<NQ, 1>(s, i, chunk, ahead, p.value_dim, d);
 }
 
 struct Quads {
     static void prepare(const Attention &p, float *query) { round_query(p, query); }
-    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, const Chunk &next) {
+    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
         long i = 0;
-        for (; i + SCORED <= queries; i += SCORED) score_quads<SCORED, 2>(p, s, i, chunk, next);
-        if (SCORED > 3 && i + 3 <= queries) score_quads<3, 2>(p, s, i, chunk, next), i += 3;
-        if (SCORED > 2 && i + 2 <= queries) score_quads<2, 2>(p, s, i, chunk, next), i += 2;
-        if (i < queries) score_quads<1, 2>(p, s, i, chunk, next);
+        for (; i + SCORED <= queries; i += SCORED) score_quads<SCORED, 2>(p, s, i, chunk, ahead);
+        if (SCORED > 3 && i + 3 <= queries) score_quads<3, 2>(p, s, i, chunk, ahead), i += 3;
+        if (SCORED > 2 && i + 2 <= queries) score_quads<2, 2>(p, s, i, chunk, ahead), i += 2;
+        if (i < queries) score_quads<1, 2>(p, s, i, chunk, ahead);
     }
     static void finish_weights(float *weights, const Chunk &chunk, float most) { round_weights(weights, chunk, most); }
-    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, const Chunk &next) {
+    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
         long i = 0;
-        for (; i + 2 <= queries; i += 2) add_values_of_quads<2>(p, s, i, chunk, next);
-        if (i < queries) add_values_of_quads<1>(p, s, i, chunk, next);
+        for (; i + 2 <= queries; i += 2) add_values_of_quads<2>(p, s, i, chunk, ahead);
+        if (i < queries) add_values_of_quads<1>(p, s, i, chunk, ahead);
     }
 };
 

@@ -42,11 +42,12 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
 }
 
 template <>
-void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, long, bool loaded) {
+void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, long ask_until,
+                        bool loaded) {
 #if defined(WINDLASS_VNNI)
-    if (codes::quads_fit(p)) return codes::attend_cut<codes::Quads>(p, all, b, rows, head, heads, cut, loaded);
+    if (codes::quads_fit(p)) return codes::attend_cut<codes::Quads>(p, all, b, rows, head, heads, cut, ask_until, loaded);
 #endif
-    codes::attend_cut<codes::Floats>(p, all, b, rows, head, heads, cut, loaded);
+    codes::attend_cut<codes::Floats>(p, all, b, rows, head, heads, cut, ask_until, loaded);
 }
 
 // Whether row b may share the pass over a cut with rows before it that see it from `begin` to `end`.
@@ -97,9 +98,12 @@ template <class T> static int attend_alone(const Attention &p) {
                     const long b = owner[at], cut = p.first_cut(b) + at - first[b], here = min_of(heads, p.kv_heads - head);
                     const long begin = p.begin_of(b, cut), end = p.end_of(b, cut);
                     const bool goes_on = unit + 1 < stop && at + 1 < first[b + 1] && pieces == 1;
-                    if (sizeof(T) > 1 && (unit == r * run || at == first[b])) {
-                        Ahead<T> ahead(p, b, head, here, begin, min_of(begin + CHUNK, end));
-                        ahead.ask(1 << 20);
+                    if (unit == r * run || at == first[b]) {
+                        if constexpr (sizeof(T) == 1) {
+                            codes::Ahead(p, p.codes(), b, head, here, begin / PANEL_TOKENS * PANEL_TOKENS, min_of(begin / CHUNK * CHUNK + CHUNK, end)).ask(1 << 20);
+                        } else {
+                            Ahead<T>(p, b, head, here, begin, min_of(begin + CHUNK, end)).ask(1 << 20);
+                        }
                     }
                     attend_cut<T>(p, s, b, 1, head, here, cut, goes_on ? p.length(b) : end, unit > r * run && at > first[b] && pieces == 1);
                     for (long i = 0; i < here * group; i++)
