@@ -8,7 +8,6 @@
 namespace codes {
 
 constexpr long PANELS = CHUNK / PANEL_TOKENS;
-constexpr int SOFTENED = 4;  // queries whose chains of operations overlap
 
 // The part [begin, end) of a chunk that any row sees, for one kv head: whole panels, as tokens of the chunk.
 struct Chunk {
@@ -95,42 +94,66 @@ INLINE vf only_seen(vf x, long j, long first, long last, float hidden) {
 }
 
 // The tokens [first, last) of a chunk that a query sees.
-struct Seen { long first, last; };
+struct Seen {
+    long first, last;
+    INLINE_MEMBER bool all(const Chunk &chunk) const { return first <= chunk.begin && last >= chunk.end; }
+};
 
-// A query's scores, of which those it does not see become -inf, set its new top, to which its acc and total are brought.
-static NOINLINE void raise_top(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Seen seen) {
-    float *scores = s.scores + i * CHUNK;
-    vf most = splat(-__builtin_inff());
-    for (long j = chunk.begin; j < chunk.end; j += W) {
-        vf x = load(scores + j);
-        if (p.soft_cap != 0.0f) x = tanh_of(x / p.soft_cap) * (p.soft_cap * LOG2_E);
-        x = only_seen(x, j, seen.first, seen.last, -__builtin_inff());
-        most = larger(x, most);
-        store(scores + j, x);
-    }
-    const float here = largest(most), old = s.top[i];
-    if (!(here > old)) return;
-    const float shrink = exp2_of(splat(old - here))[0];
-    s.top[i] = here;
-    s.total[i] *= shrink;
-    for (long d = 0; d < s.acc_row; d += W) store(s.acc + i * s.acc_row + d, load(s.acc + i * s.acc_row + d) * shrink);
+// Scores of W tokens from j on as they go into the softmax.
+INLINE vf capped(const Attention &p, vf x) {
+    return p.soft_cap == 0.0f ? x : tanh_of(x / p.soft_cap) * (p.soft_cap * LOG2_E);
 }
 
-// Scores become weights times value scales, zeros where the query does not see. Returns the largest, NaN if any is.
-static NOINLINE float weigh(const Scratch &s, long i, const Chunk &chunk, Seen seen) {
+// Scores of NQ queries become weights times value scales, zeros where a query does not see, and their largest goes to `most`,
+// NaN if any is; top, total and acc go on. The queries go together so that their chains of operations overlap.
+template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Seen *seen,
+                                             float *most, Ahead &ahead) {
     float *scores = s.scores + i * CHUNK;
-    const float base = s.top[i] == -__builtin_inff() ? 0.0f : s.top[i];
-    vf total = {};
-    vu most = {};  // of what is never negative the bits rise with the number, and those of NaN are above all
+    bool all = p.soft_cap == 0.0f;
+    for (int n = 0; n < NQ; n++) all &= seen[n].all(chunk);
+    if (!all)
+        for (int n = 0; n < NQ; n++)
+            for (long j = chunk.begin; j < chunk.end; j += W) {
+                float *at = scores + n * CHUNK + j;
+                store(at, only_seen(capped(p, load(at)), j, seen[n].first, seen[n].last, -__builtin_inff()));
+            }
+    vf highest[NQ];
+    for (int n = 0; n < NQ; n++) highest[n] = splat(-__builtin_inff());
     for (long j = chunk.begin; j < chunk.end; j += W) {
-        const vf weight = exp2_of(load(scores + j) - base);
-        total += weight;
-        const vf scaled = only_seen(weight * chunk.value_scale(j), j, seen.first, seen.last, 0.0f);
-        most = (vu)scaled > most ? (vu)scaled : most;
-        store(scores + j, scaled);
+        ahead.ask(1);
+        for (int n = 0; n < NQ; n++) highest[n] = larger(load(scores + n * CHUNK + j), highest[n]);
     }
-    s.total[i] += sum(total);
-    return float_of(packed::most_of(most));
+    vf base[NQ], total[NQ];
+    vu bits[NQ];  // of what is never negative they rise with the number, and those of NaN are above all
+    for (int n = 0; n < NQ; n++) {
+        const float here = largest(highest[n]), old = s.top[i + n];
+        if (here > old) {
+            const float shrink = exp2_of(splat(old - here))[0];
+            float *acc = s.acc + (i + n) * s.acc_row;
+            s.top[i + n] = here;
+            s.total[i + n] *= shrink;
+            for (long d = 0; d < s.acc_row; d += W) store(acc + d, load(acc + d) * shrink);
+        }
+        base[n] = splat(s.top[i + n] == -__builtin_inff() ? 0.0f : s.top[i + n]);
+        total[n] = vf{}, bits[n] = vu{};
+    }
+    for (long j = chunk.begin; j < chunk.end; j += W) {
+        const vf scale = chunk.value_scale(j);
+        ahead.ask(1);
+        for (int n = 0; n < NQ; n++) {
+            float *at = scores + n * CHUNK + j;
+            const vf weight = exp2_of(load(at) - base[n]);
+            total[n] += weight;
+            vf scaled = weight * scale;
+            if (!all) scaled = only_seen(scaled, j, seen[n].first, seen[n].last, 0.0f);
+            bits[n] = (vu)scaled > bits[n] ? (vu)scaled : bits[n];
+            store(at, scaled);
+        }
+    }
+    for (int n = 0; n < NQ; n++) {
+        s.total[i + n] += sum(total[n]);
+        most[n] = float_of(packed::most_of(bits[n]));
+    }
 }
 
 // One cut of `rows` rows from row b on, which share a table, for `heads` kv heads from `head` on: fills acc, top and total of
@@ -159,20 +182,19 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
             else chunk.go_on(pages);
             const Scratch s = all.from(h * queries);
             Products::score(p, s, queries, chunk, ahead);
-            for (long i = 0; i < queries; i += SOFTENED) {
-                const long count = min_of(SOFTENED, queries - i);
-                Seen seen[SOFTENED];
-                float most[SOFTENED];
+            for (long i = 0, count; i < queries; i += count) {
+                count = queries - i >= QUERIES ? QUERIES : 1;
+                Seen seen[QUERIES];
+                float most[QUERIES];
                 for (long n = 0; n < count; n++) {
                     const long row = b + (i + n) / group;
                     seen[n] = {p.begin_of(row, cut) - start, p.end_of(row, cut) - start};
                 }
-                for (long n = 0; n < count; n++) raise_top(p, s, i + n, chunk, seen[n]);
-                for (long n = 0; n < count; n++) most[n] = weigh(s, i + n, chunk, seen[n]);
+                if (count == QUERIES) soften<QUERIES>(p, s, i, chunk, seen, most, ahead);
+                else soften<1>(p, s, i, chunk, seen, most, ahead);
                 for (long n = 0; n < count; n++) Products::finish_weights(s.scores + (i + n) * CHUNK, chunk, most[n]);
             }
             Products::add(p, s, queries, chunk, ahead);
-            ahead.ask(24);
         }
     }
 }

@@ -70,8 +70,9 @@ static NOINLINE void round_query(const Attention &p, float *query) {
     *end_of(query, quads) = end;
 }
 
-// Scores of NQ queries, key scales included; V vectors of tokens at once.
-template <int NQ, int V> static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead) {
+// Scores of NQ queries, key scales included; V vectors of tokens at once. lines: asked for ahead with every quad.
+template <int NQ, int V>
+static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead, long lines) {
     const long quads = ceil_div(p.dim, QUAD);
     const int32_t *planes[NQ];
     for (int n = 0; n < NQ; n++) planes[n] = (const int32_t *)(s.query + (i + n) * s.query_row);
@@ -87,7 +88,7 @@ template <int NQ, int V> static NOINLINE void score_quads(const Attention &p, co
             for (int plane = 0; plane < 2; plane++)
                 for (int v = 0; v < V; v++) acc[n][plane][v] = packed::splat_int(planes[n][2 * quads + 1 + plane]);
         for (long q = 0; q < quads; q++) {
-            if (i == 0) ahead.ask(V * W / PANEL_TOKENS);
+            ahead.ask(lines);
             vub code[V];
             for (int v = 0; v < V; v++) code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(0x80);
             for (int n = 0; n < NQ; n++)
@@ -119,9 +120,9 @@ INLINE void round_weights(float *weights, const Chunk &chunk, float most) {
     weights[CHUNK - 1] = most / WEIGHT_STEPS;
 }
 
-// acc[n][d: d + V * W] += weighted values.
+// acc[n][d: d + V * W] += weighted values. lines: asked for ahead with every quad.
 template <int NQ, int V>
-INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, Ahead &ahead, long value_dim, long d) {
+INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, long value_dim, long d, Ahead &ahead, long lines) {
     vi acc[NQ][2][V] = {};
     const char *planes[NQ];
     for (int n = 0; n < NQ; n++) planes[n] = (const char *)(s.scores + (i + n) * CHUNK);
@@ -130,7 +131,7 @@ INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, Ahea
         for (long t = 0; t < PANEL_TOKENS; t += QUAD, value += QUAD * value_dim) {
             vi code[V];
             for (int v = 0; v < V; v++) code[v] = load_quads(value + v * W * QUAD);
-            if (i == 0) ahead.ask(V * W / PANEL_TOKENS);
+            ahead.ask(lines);
             for (int n = 0; n < NQ; n++)
                 for (int plane = 0; plane < 2; plane++) {
                     const vub x = (vub)spread(planes[n] + 2 * j + t / W * 2 * W + plane * W + t % W);
@@ -147,27 +148,37 @@ INLINE void add_dims_of_quads(const Scratch &s, long i, const Chunk &chunk, Ahea
         }
     }
 }
-template <int NQ> static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead) {
+template <int NQ>
+static NOINLINE void add_values_of_quads(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead, long lines) {
     long d = 0;
     for (; d + RESULT_VECTORS * W <= p.value_dim; d += RESULT_VECTORS * W)
-        add_dims_of_quads<NQ, RESULT_VECTORS>(s, i, chunk, ahead, p.value_dim, d);
-    for (; d < p.value_dim; d += W) add_dims_of_quads<NQ, 1>(s, i, chunk, ahead, p.value_dim, d);
+        add_dims_of_quads<NQ, RESULT_VECTORS>(s, i, chunk, p.value_dim, d, ahead, lines);
+    for (; d < p.value_dim; d += W) add_dims_of_quads<NQ, 1>(s, i, chunk, p.value_dim, d, ahead, lines / RESULT_VECTORS);
 }
+
+// What of `all` lines pass number `pass` of `passes` over the same codes asks for: evenly, since the processor drops what it is
+// asked for in a burst.
+INLINE long share_of(long all, long passes, long pass) { return all * (pass + 1) / passes - all * pass / passes; }
 
 struct Quads {
     static void prepare(const Attention &p, float *query) { round_query(p, query); }
     static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
+        constexpr int V = 2;
+        const long all = V * W / PANEL_TOKENS, passes = ceil_div(queries, SCORED);
+        const auto lines = [&](long i) { return share_of(all, passes, i / SCORED); };
         long i = 0;
-        for (; i + SCORED <= queries; i += SCORED) score_quads<SCORED, 2>(p, s, i, chunk, ahead);
-        if (SCORED > 3 && i + 3 <= queries) score_quads<3, 2>(p, s, i, chunk, ahead), i += 3;
-        if (SCORED > 2 && i + 2 <= queries) score_quads<2, 2>(p, s, i, chunk, ahead), i += 2;
-        if (i < queries) score_quads<1, 2>(p, s, i, chunk, ahead);
+        for (; i + SCORED <= queries; i += SCORED) score_quads<SCORED, V>(p, s, i, chunk, ahead, lines(i));
+        const long rest = queries - i;
+        if (rest == 3) score_quads<SCORED < 3 ? 1 : 3, V>(p, s, i, chunk, ahead, lines(i));
+        else if (rest == 2) score_quads<SCORED < 2 ? 1 : 2, V>(p, s, i, chunk, ahead, lines(i));
+        else if (rest == 1) score_quads<1, V>(p, s, i, chunk, ahead, lines(i));
     }
     static void finish_weights(float *weights, const Chunk &chunk, float most) { round_weights(weights, chunk, most); }
     static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
+        const long all = RESULT_VECTORS * W / PANEL_TOKENS, passes = ceil_div(queries, 2);
         long i = 0;
-        for (; i + 2 <= queries; i += 2) add_values_of_quads<2>(p, s, i, chunk, ahead);
-        if (i < queries) add_values_of_quads<1>(p, s, i, chunk, ahead);
+        for (; i + 2 <= queries; i += 2) add_values_of_quads<2>(p, s, i, chunk, ahead, share_of(all, passes, i / 2));
+        if (i < queries) add_values_of_quads<1>(p, s, i, chunk, ahead, share_of(all, passes, i / 2));
     }
 };
 

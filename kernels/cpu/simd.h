@@ -206,7 +206,15 @@ INLINE float sum(vf x) {
     sum_four(x, x, x, x, sums);
     return sums[0];
 }
-INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+INLINE vf larger(vf a, vf b) {
+#if defined(WINDLASS_F16C) && WINDLASS_LANES == 16  // GCC 12 compares and blends
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 template <int by = W / 2> INLINE float largest(vf x) {
     vi from = {};
     for (int i = 0; i < W; i++) from[i] = (i + by) % W;
@@ -274,7 +282,7 @@ INLINE float exp_of(float x) { return exp_of(splat(x))[0]; }
 INLINE vf exp2_of(vf x) {
     const vf low = splat(-127.0f);
     const vf magic = splat(12582912.0f + 127.0f);  // 1.5 * 2^23 and the exponent's bias
-    const vf clamped = x < low ? low : x;
+    const vf clamped = larger(low, x);  // NaN stays
     const vf shifted = clamped + magic;
     const vf f = clamped - (shifted - magic);
     vf p = splat(1.326472731e-3f);
