@@ -4,8 +4,11 @@ namespace codes {
 
 constexpr int VECTORS = 2;  // of tokens or of dims, handled together
 
+// Asks for as much as step number `step` reads.
+INLINE void ask_for_step(Ahead &ahead, long step) { ahead.ask(VECTORS * W >= PANEL_TOKENS ? VECTORS * W / PANEL_TOKENS : step & 1); }
+
 // Scores of NQ queries, key scales included.
-template <int NQ> static NOINLINE void score_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk) {
+template <int NQ> static NOINLINE void score_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead) {
     const long quads = ceil_div(p.dim, QUAD);
     for (long j = chunk.begin; j < chunk.end; j += VECTORS * W) {
         const int8_t *key[VECTORS];
@@ -14,6 +17,7 @@ template <int NQ> static NOINLINE void score_floats(const Attention &p, const Sc
         vf acc[NQ][VECTORS] = {};
         const float *query = s.query + i * s.query_row;
         for (long q = 0; q < quads; q++, query += QUAD) {
+            if (i == 0) ask_for_step(ahead, q);
             vi quad[VECTORS];
             for (int v = 0; v < VECTORS; v++) quad[v] = load_quads(key[v] + q * PIECE);
             for (int e = 0; e < QUAD; e++) {
@@ -34,13 +38,14 @@ template <int NQ> static NOINLINE void score_floats(const Attention &p, const Sc
 
 // acc[n][:] += weighted values, V vectors of dims from d on, of which the last has `rest` dims.
 template <int NQ, int V>
-INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, long value_dim, long d, long rest) {
+INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, Ahead &ahead, long value_dim, long d, long rest) {
     vf sums[NQ][V];
     for (int n = 0; n < NQ; n++)
         for (int v = 0; v < V; v++) sums[n][v] = load(s.acc + (i + n) * s.acc_row + d + v * W);
     const float *weights = s.scores + i * CHUNK;
     for (long j = chunk.begin; j < chunk.end; j += QUAD) {
         const int8_t *value = chunk.values[j / PANEL_TOKENS] + j % PANEL_TOKENS * value_dim + d * QUAD;
+        if (i == 0 && V == VECTORS) ask_for_step(ahead, j / QUAD);
         vi quad[V];
         for (int v = 0; v < V; v++)
             quad[v] = v + 1 < V || rest == W ? load_quads(value + v * W * QUAD) : load_some_quads(value + v * W * QUAD, rest);
@@ -56,26 +61,26 @@ INLINE void add_dims_of_floats(const Scratch &s, long i, const Chunk &chunk, lon
     for (int n = 0; n < NQ; n++)
         for (int v = 0; v < V; v++) store(s.acc + (i + n) * s.acc_row + d + v * W, sums[n][v]);
 }
-template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk) {
+template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scratch &s, long i, const Chunk &chunk, Ahead &ahead) {
     long d = 0;
-    for (; d + VECTORS * W <= p.value_dim; d += VECTORS * W) add_dims_of_floats<NQ, VECTORS>(s, i, chunk, p.value_dim, d, W);
-    for (; d < p.value_dim; d += W) add_dims_of_floats<NQ, 1>(s, i, chunk, p.value_dim, d, min_of(W, p.value_dim - d));
+    for (; d + VECTORS * W <= p.value_dim; d += VECTORS * W) add_dims_of_floats<NQ, VECTORS>(s, i, chunk, ahead, p.value_dim, d, W);
+    for (; d < p.value_dim; d += W) add_dims_of_floats<NQ, 1>(s, i, chunk, ahead, p.value_dim, d, min_of(W, p.value_dim - d));
 }
 
 struct Floats {
     static void prepare(const Attention &, float *) {}
-    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &) {
+    static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
         long i = 0;
-        for (; i + QUERIES <= queries; i += QUERIES) score_floats<QUERIES>(p, s, i, chunk);
-        for (; i + 2 <= queries; i += 2) score_floats<2>(p, s, i, chunk);
-        for (; i < queries; i++) score_floats<1>(p, s, i, chunk);
+        for (; i + QUERIES <= queries; i += QUERIES) score_floats<QUERIES>(p, s, i, chunk, ahead);
+        for (; i + 2 <= queries; i += 2) score_floats<2>(p, s, i, chunk, ahead);
+        for (; i < queries; i++) score_floats<1>(p, s, i, chunk, ahead);
     }
     static void finish_weights(float *, const Chunk &, float) {}
-    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &) {
+    static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
         long i = 0;
-        for (; i + QUERIES <= queries; i += QUERIES) add_floats<QUERIES>(p, s, i, chunk);
-        for (; i + 2 <= queries; i += 2) add_floats<2>(p, s, i, chunk);
-        for (; i < queries; i++) add_floats<1>(p, s, i, chunk);
+        for (; i + QUERIES <= queries; i += QUERIES) add_floats<QUERIES>(p, s, i, chunk, ahead);
+        for (; i + 2 <= queries; i += 2) add_floats<2>(p, s, i, chunk, ahead);
+        for (; i < queries; i++) add_floats<1>(p, s, i, chunk, ahead);
     }
 };
 

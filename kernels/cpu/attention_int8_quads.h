@@ -27,7 +27,12 @@ typedef narrow_bytes narrow_any __attribute__((aligned(1), may_alias));
 // The low bytes of W integers.
 INLINE narrow_bytes low_bytes(vi x) {
 #if defined(WINDLASS_FMA) && WINDLASS_LANES == 16  // GCC 12 takes some of these conversions apart, element by element
-    return (narrow_bytes)_mm512_cvtepi32_epi8((__m512i)x);
+    __m128i bytes = _mm512_cvtepi32_epi8((__m512i)x);
+    asm("" : "+v"(bytes));  // or it goes to memory at once, which is slower
+    return (narrow_bytes)bytes;
+#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 8
+    const __m256i first = _mm256_set1_epi32(0x0c080400), quarters = _mm256_shuffle_epi8((__m256i)x, first);
+    return (narrow_bytes)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(quarters), _mm256_extracti128_si256(quarters, 1)));
 #else
     return __builtin_convertvector(x & 255, narrow_bytes);
 #endif

@@ -1,4 +1,5 @@
-// Products with weights of 8 and 4 bits for x86-64 with AVX-VNNI (Alder Lake and later): the rest is isa_avx2.cpp's.
+// Products with weights of 8 and 4 bits, and decoding over int8 keys and values, for x86-64 with AVX-VNNI (Alder Lake and
+// later): the rest is isa_avx2.cpp's.
 
 #if defined(__x86_64__)
 #include <cstdint>
@@ -20,5 +21,11 @@ namespace {
 #include "simd.h"
 #include "tiles.h"
 #include "quantized.h"
+#include "int8_pages.h"
+#include "attention.h"
+#include "attention_int8.h"
+#include "attention_int8_floats.h"
+#include "attention_int8_quads.h"
+#include "attention_rows.h"
 }  // namespace
 #endif

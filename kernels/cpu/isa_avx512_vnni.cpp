@@ -1,4 +1,5 @@
-// Products with weights of 8 and 4 bits, and decoding over int8 keys and values, for x86-64 with AVX-512 VNNI (Cascade Lake, Zen 4 and later): the rest is isa_avx512.cpp's.
+// Products with weights of 8 and 4 bits, and decoding over int8 keys and values, for x86-64 with AVX-512 VNNI (Cascade Lake,
+// Zen 4 and later): the rest is isa_avx512.cpp's.
 // WINDLASS_PORTABLE builds the same code without the instructions, so that any processor can test it.
 
 #if defined(__x86_64__) || defined(WINDLASS_PORTABLE)
