@@ -18,6 +18,7 @@ constexpr long BLOCK_KEYS = 128;      // a multiple of PANEL
 constexpr long PASS_ROWS = 24;        // rows whose scores are held; a multiple of TILE_ROWS
 constexpr long UNIT_FLOATS = 80 << 10;  // queries and results of the rows that share the packing of a block: most of an L2
 constexpr long FEWEST_ROWS = 48;      // smaller units would pack more than they multiply
+constexpr long UNITS_PER_THREAD = 4;  // about
 
 struct Prefill {
     const void *q; long q_row, q_head; int q_type;
@@ -228,15 +229,21 @@ INLINE float soften_row(float *scores, long first, long last, long begin, long e
     return shrink;
 }
 
+// The query of a token and head, scaled for scores in base 2 but for a soft cap; element d goes to x[d * step].
+INLINE void load_query(const Prefill &p, long token, long head, float *x, long step) {
+    const float scale = (p.soft_cap != 0.0f ? p.scale : p.scale * LOG2_E) * p.score_scale[token];
+    with_type(p.q_type, [&](auto *type) {
+        const auto *q = (decltype(type))p.q + token * p.q_row + head * p.q_head;
+        for (long d = 0; d < p.dim; d++) x[d * step] = widen(q[d]) * scale;
+    });
+}
+
 static NOINLINE void start_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
     const long group = p.group(), rows = unit.count * group, padded = round_up(rows, TILE_ROWS);
-    const float unit_scale = p.soft_cap != 0.0f ? p.scale : p.scale * LOG2_E;
     for (long r = 0; r < padded; r++) {
         float *target = w.query + r / TILE_ROWS * TILE_ROWS * p.dim + r % TILE_ROWS;
-        const long token = unit.token + r / group;
-        const long source = token * p.q_row + (head * group + r % group) * p.q_head;
-        const float scale = r < rows ? unit_scale * p.score_scale[token] : 0.0f;
-        for (long d = 0; d < p.dim; d++) target[d * TILE_ROWS] = r < rows ? element(p.q, p.q_type, source + d) * scale : 0.0f;
+        if (r < rows) load_query(p, unit.token + r / group, head * group + r % group, target, TILE_ROWS);
+        else for (long d = 0; d < p.dim; d++) target[d * TILE_ROWS] = 0.0f;
         w.top[r] = -__builtin_inff();
         w.total[r] = 0.0f;
     }
@@ -282,23 +289,26 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
     }
 }
 
-template <class TO> static void finish_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head, TO *out) {
+// Results of a unit's rows from their weighted values acc[row * acc_row], largest scores and sums of weights.
+static void finish_unit(const Prefill &p, const Unit &unit, long head, const float *acc, long acc_row, const float *tops,
+                        const float *totals) {
     const long group = p.group();
-    for (long r = 0; r < unit.count * group; r++) {
-        const long h = head * group + r % group;
-        const float *acc = w.acc + r * w.padded_values;
-        float total = w.total[r], shrink = 1.0f;
+    for (long r = 0; r < unit.count * group; r++, acc += acc_row) {
+        const long h = head * group + r % group, at = ((unit.token + r / group) * p.heads + h) * p.value_dim;
+        float total = totals[r], shrink = 1.0f;
         if (p.sinks) {
-            const float sink = p.sinks[h] * LOG2_E, top = sink > w.top[r] ? sink : w.top[r];
-            shrink = exp2_of(splat(w.top[r] - top))[0];
+            const float sink = p.sinks[h] * LOG2_E, top = sink > tops[r] ? sink : tops[r];
+            shrink = exp2_of(splat(tops[r] - top))[0];
             total = total * shrink + exp2_of(splat(sink - top))[0];
         }
-        TO *target = out + ((unit.token + r / group) * p.heads + h) * p.value_dim;
-        for (long d = 0; d < p.value_dim; d += W) {
-            const vf x = load(acc + d) * shrink / total;
-            if (d + W <= p.value_dim) store(target + d, x);
-            else store_some(target + d, x, p.value_dim - d);
-        }
+        with_type(p.q_type, [&](auto *type) {
+            auto *target = (decltype(type))p.out + at;
+            for (long d = 0; d < p.value_dim; d += W) {
+                const vf x = load(acc + d) * shrink / total;
+                if (d + W <= p.value_dim) store(target + d, x);
+                else store_some(target + d, x, p.value_dim - d);
+            }
+        });
     }
 }
 
@@ -314,80 +324,5 @@ template <class T> static void run_unit(const Prefill &p, const Workspace &w, co
         pack_values(block, skip, there, p.value_dim, w.values);
         pass_block(p, w, unit, start, skip, there);
     }
-    with_type(p.q_type, [&](auto *type) { finish_unit(p, w, unit, head, (decltype(type))p.out); });
-}
-
-// The units of every sequence with at least `fewest` queries. Returns their number; units may be null, to count only.
-static long cut_units(const Prefill &p, long batch, long fewest, long most_tokens, Unit *units) {
-    long count = 0;
-    for (long b = 0; b < batch; b++) {
-        const long queries = p.query_start[b + 1] - p.query_start[b], pieces = ceil_div(queries, most_tokens);
-        if (queries < fewest) continue;
-        for (long i = pieces - 1; i >= 0; i--, count++) {  // the last sees most keys: it goes first
-            const long begin = queries * i / pieces, end = queries * (i + 1) / pieces;
-            if (units) units[count] = {b, p.query_start[b] + begin, end - begin, p.lengths[b] - queries + begin};
-        }
-    }
-    return count;
-}
-
-template <class T> static int prefill_all(const Prefill &p, long batch, long fewest) {
-    const long group = p.group(), all_threads = max_of(1, omp_get_max_threads());
-    long queries = 0, elements = 0;
-    for (long b = 0; b < batch; b++) {
-        const long own = p.query_start[b + 1] - p.query_start[b];
-        if (own < fewest) continue;
-        queries += own;
-        elements += own * (p.lengths[b] - own / 2) * p.heads;
-    }
-    if (!queries) return 0;
-    // About four units per thread, so that none is left alone with the last, but no smaller than pays for the packing.
-    const long fair = ceil_div(queries * p.kv_heads, 4 * all_threads);
-    const long fitting = max_of(1, UNIT_FLOATS / (p.dim + p.value_dim) / group);
-    const long most = max_of(ceil_div(FEWEST_ROWS, group), min_of(fair, fitting));
-    const long count = cut_units(p, batch, fewest, most, nullptr), rows = round_up(most * group, PASS_ROWS);
-    Unit *units = (Unit *)malloc(count * sizeof(Unit));
-    if (!units) return 1;
-    cut_units(p, batch, fewest, most, units);
-    const long threads = elements * p.dim < SERIAL_ELEMENTS ? 1 : min_of(count * p.kv_heads, all_threads);
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        void *memory = nullptr;
-        failed |= posix_memalign(&memory, 64, Workspace::floats(p, rows) * sizeof(float)) != 0;
-        Workspace w;
-        if (!failed) w.place(p, rows, (float *)memory);
-#pragma omp for schedule(dynamic, 1) nowait
-        for (long i = 0; i < count * p.kv_heads; i++)
-            if (!failed) run_unit<T>(p, w, units[i / p.kv_heads], i % p.kv_heads);
-        free(memory);
-    }
-    free(units);
-    return failed;
-}
-
-// Shapes as in attention.py. Sequences with fewer than `fewest` queries are passed over, their rows of out untouched.
-// Returns 1 when out of memory, 2 for a block that a query sees and the tables or the pages lack.
-EXPORT int WINDLASS_NAME(paged_attention_prefill)(
-    const void *q, long q_row, long q_head, int q_type, const void *keys, const void *values, const float *key_scales,
-    const float *value_scales, int page_type, long num_blocks, long block_size, long kv_heads, long dim, long value_dim,
-    const int32_t *tables, long table_row, long table_columns, const int64_t *query_start, const int64_t *lengths,
-    long window, float scale, float soft_cap, const float *score_scale, const float *sinks, void *out, long batch, long heads,
-    long fewest) {
-    const Prefill p = {q, q_row, q_head, q_type, keys, values, key_scales, value_scales, block_size, kv_heads, dim,
-                       value_dim, tables, table_row, query_start, lengths, window, scale, soft_cap, score_scale, sinks,
-                       out, heads};
-    for (long b = 0; b < batch; b++) {
-        const long queries = query_start[b + 1] - query_start[b];
-        if (queries < fewest || queries < 1) continue;
-        const long last = ceil_div(lengths[b], block_size);
-        const long first = window ? max_of(0, lengths[b] - queries - window + 1) / block_size : 0;
-        if (lengths[b] < queries || last > table_columns) return 2;
-        for (long i = first; i < last; i++)
-            if (tables[b * table_row + i] < 0 || tables[b * table_row + i] >= num_blocks) return 2;
-    }
-    if (page_type == 0) return prefill_all<float>(p, batch, max_of(1, fewest));
-    if (page_type == 1) return prefill_all<bf16>(p, batch, max_of(1, fewest));
-    if (page_type == 2) return prefill_all<f16>(p, batch, max_of(1, fewest));
-    return prefill_all<int8_t>(p, batch, max_of(1, fewest));
+    finish_unit(p, unit, head, w.acc, w.padded_values, w.top, w.total);
 }

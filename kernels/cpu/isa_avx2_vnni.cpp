@@ -1,16 +1,19 @@
-// Products with weights of 8 and 4 bits, and decoding over int8 keys and values, for x86-64 with AVX-VNNI (Alder Lake and
+// Products with weights of 8 and 4 bits, and attention over int8 keys and values, for x86-64 with AVX-VNNI (Alder Lake and
 // later): the rest is isa_avx2.cpp's.
+// WINDLASS_PORTABLE builds the same code without the instructions, so that any processor can test it.
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) || defined(WINDLASS_PORTABLE)
 #include <cstdint>
 #include <cstdlib>
 
 #include <omp.h>
 
+#if !defined(WINDLASS_PORTABLE)
 #include <immintrin.h>
 #pragma GCC target("avx2,fma,f16c,avxvnni")
 #define WINDLASS_F16C
 #define WINDLASS_FMA
+#endif
 #define WINDLASS_ISA avx2_vnni
 #define WINDLASS_LANES 8
 #define WINDLASS_REGISTERS 16
@@ -27,5 +30,8 @@ namespace {
 #include "attention_int8_floats.h"
 #include "attention_int8_quads.h"
 #include "attention_rows.h"
+#include "attention_prefill.h"
+#include "attention_prefill_int8.h"
+#include "attention_prefill_rows.h"
 }  // namespace
 #endif

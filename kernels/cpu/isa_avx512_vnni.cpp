@@ -30,5 +30,8 @@ namespace {
 #include "attention_int8_floats.h"
 #include "attention_int8_quads.h"
 #include "attention_rows.h"
+#include "attention_prefill.h"
+#include "attention_prefill_int8.h"
+#include "attention_prefill_rows.h"
 }  // namespace
 #endif

@@ -19,5 +19,7 @@ namespace {
 #include "attention_int8_floats.h"
 #include "attention_rows.h"
 #include "attention_prefill.h"
+#include "attention_prefill_int8.h"
+#include "attention_prefill_rows.h"
 #include "repeat.h"
 }  // namespace

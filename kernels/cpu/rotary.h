@@ -77,7 +77,7 @@ EXPORT int WINDLASS_NAME(rotary_angles)(const double *inv_freq, long groups, lon
 INLINE void stream(float *p, vf x) {
 #if defined(__x86_64__) && WINDLASS_LANES == 16 && !defined(WINDLASS_PORTABLE)
     _mm512_stream_ps(p, (__m512)x);
-#elif defined(__x86_64__) && WINDLASS_LANES == 8
+#elif defined(__x86_64__) && WINDLASS_LANES == 8 && !defined(WINDLASS_PORTABLE)
     _mm256_stream_ps(p, (__m256)x);
 #else
     store(p, x);
@@ -85,7 +85,7 @@ INLINE void stream(float *p, vf x) {
 }
 template <class T> INLINE void stream(T *p, vf x) { store(p, x); }
 INLINE void finish_streams() {
-#if defined(__x86_64__) && (WINDLASS_LANES == 8 || (WINDLASS_LANES == 16 && !defined(WINDLASS_PORTABLE)))
+#if defined(__x86_64__) && WINDLASS_LANES >= 8 && !defined(WINDLASS_PORTABLE)
     _mm_sfence();
 #endif
 }

@@ -19,18 +19,20 @@ from windlass.kernels.cpu.library import Library
 
 ARM = platform.machine() in ("aarch64", "arm64")
 FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), "16 lanes")
-# Where products with quantized weights have code of their own.
-PACKED_FORMS = (*FORMS, *(("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")), "16 lanes vnni")
+# Where products with quantized weights and with quantized keys and values have code of their own.
+PACKED_FORMS = (*FORMS, *(("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")), "8 lanes vnni", "16 lanes vnni")
+
+_FAMILIES = {"8": "avx2", "16": "avx512"}  # of the portable forms
 
 
 @functools.cache
-def _portable() -> Path:
-    """The 16-lane code of the AVX-512 files, compiled without their instructions so that any processor runs it."""
+def _portable(family: str) -> Path:
+    """The code of the AVX2 or AVX-512 files, compiled without their instructions so that any processor runs it."""
     compiler = shutil.which("g++")
     if compiler is None:
-        pytest.skip("no g++ to build the 16-lane kernels with")
+        pytest.skip("no g++ to build the portable kernels with")
     target = Path(tempfile.mkdtemp()) / "portable.so"
-    sources = [str(Path(library.__file__).parent / f"isa_{name}.cpp") for name in ("avx512", "avx512_vnni")]
+    sources = [str(Path(library.__file__).parent / f"isa_{name}.cpp") for name in (family, f"{family}_vnni")]
     flags = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
     subprocess.run([compiler, *flags, *sources, "-o", str(target)], check=True, timeout=120)
     return target
@@ -43,8 +45,9 @@ def kernels(form: str) -> Library:
     if path is None:
         assert shutil.which("g++") is None, "g++ is here, yet the CPU kernels were not compiled: reinstall windlass"
         pytest.skip("the CPU kernels were not compiled, there is no g++")
-    if form.startswith("16 lanes"):
-        return library.bind(_portable(), "avx512_vnni" if form.endswith("vnni") else "avx512")
+    lanes, _, rest = form.partition(" lanes")
+    if lanes in _FAMILIES:
+        return library.bind(_portable(_FAMILIES[lanes]), _FAMILIES[lanes] + rest.replace(" ", "_"))
     if form not in library.runnable(path):
         pytest.skip(f"this processor has no {form}")
     return library.bind(path, form)
