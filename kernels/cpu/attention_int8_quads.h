@@ -1,9 +1,9 @@
-// The products of attention_int8.h by vpdpbusd, which adds up four products of bytes, on codes as they lie.
+// The products of attention_int8.h by vpdpbusd, or sdot, which add up four products of bytes, on codes as they lie.
 //
 // Queries, and later weights, are rounded to 16 bits and go as two planes of bytes. Sums are exact integers, so what is lost is
-// 2^-16 of the largest element of the query, or weight of the chunk, far below what the codes have lost. One factor of the
-// instruction is unsigned. For scores that is the code plus 128, and sums begin at -128 times the sum of the query's plane; for
-// results it is the weight, which is never negative.
+// 2^-16 of the largest element of the query, or weight of the chunk, far below what the codes have lost. One factor of
+// vpdpbusd is unsigned. For scores that is the code plus 128, and sums begin at -128 times the sum of the query's plane; for
+// results it is the weight, which is never negative. sdot takes signed bytes: codes as they are, and weights of 15 bits.
 
 namespace codes {
 
@@ -13,7 +13,9 @@ using packed::total_of;
 using packed::vub;
 
 constexpr long MOST_DIM = 512;  // 127 * 32639 * 512 is below 2^31
-constexpr float QUERY_STEPS = 32639.0f, WEIGHT_STEPS = 65535.0f;  // 127 * 256 + 127: both planes of a query are signed
+constexpr float QUERY_STEPS = 32639.0f;  // 127 * 256 + 127: both planes of a query are signed
+constexpr float WEIGHT_STEPS = packed::BIAS ? 65535.0f : 32639.0f;
+constexpr int32_t UPPER_ROUNDING = packed::BIAS ? 0 : 128;  // a signed lower plane takes what it lacks from the upper one
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, even on a tie, in the low bits
 #if WINDLASS_REGISTERS >= 32
 constexpr int SCORED = 4, RESULT_VECTORS = 4;  // queries scored together; vectors of results of two queries: 16 accumulators
@@ -71,7 +73,7 @@ static NOINLINE void round_query(const Attention &p, float *query) {
             for (int plane = 0; plane < 2; plane++)
                 __builtin_memcpy(planes + (d / QUAD + q) * 2 + plane, (const char *)&halves[plane] + q * QUAD, QUAD);
     }
-    for (int plane = 0; plane < 2; plane++) end.start[plane] = -128 * total_of(sums[plane]);
+    for (int plane = 0; plane < 2; plane++) end.start[plane] = -packed::BIAS * total_of(sums[plane]);
     *end_of(query, quads) = end;
 }
 
@@ -95,7 +97,7 @@ static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, c
         for (long q = 0; q < quads; q++) {
             ahead.ask(lines);
             vub code[V];
-            for (int v = 0; v < V; v++) code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(0x80);
+            for (int v = 0; v < V; v++) code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(packed::BIAS);
             for (int n = 0; n < NQ; n++)
                 for (int plane = 0; plane < 2; plane++) {
                     const vi x = spread(planes[n] + 2 * q + plane);
@@ -120,7 +122,7 @@ INLINE void round_weights(float *weights, const Chunk &chunk, float most) {
     for (long j = chunk.begin; j < chunk.end; j += W) {
         const vi code = (vi)(load(weights + j) * by + magic);
         int8_t *planes = (int8_t *)weights + 2 * j;
-        *(narrow_any *)planes = low_bytes(code >> 8), *(narrow_any *)(planes + W) = low_bytes(code);
+        *(narrow_any *)planes = low_bytes((code + UPPER_ROUNDING) >> 8), *(narrow_any *)(planes + W) = low_bytes(code);
     }
     weights[CHUNK - 1] = most / WEIGHT_STEPS;
 }

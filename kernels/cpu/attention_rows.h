@@ -44,7 +44,7 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
 template <>
 void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, long ask_until,
                         bool loaded) {
-#if defined(WINDLASS_VNNI)
+#if defined(WINDLASS_VNNI) || defined(WINDLASS_DOT)
     if (codes::quads_fit(p)) return codes::attend_cut<codes::Quads>(p, all, b, rows, head, heads, cut, ask_until, loaded);
 #endif
     codes::attend_cut<codes::Floats>(p, all, b, rows, head, heads, cut, ask_until, loaded);

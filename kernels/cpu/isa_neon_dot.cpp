@@ -1,5 +1,5 @@
-// Products with weights of 8 and 4 bits for 64-bit ARM with sdot (optional from ARMv8.2, so Neoverse N1, Apple M1 and later):
-// the rest is isa_neon.cpp's.
+// Products with weights of 8 and 4 bits, and decoding over int8 keys and values, for 64-bit ARM with sdot (optional from
+// ARMv8.2, so Neoverse N1, Apple M1 and later): the rest is isa_neon.cpp's.
 
 #if defined(__aarch64__)
 #include <cstdint>
@@ -20,5 +20,11 @@ namespace {
 #include "simd.h"
 #include "tiles.h"
 #include "quantized.h"
+#include "int8_pages.h"
+#include "attention.h"
+#include "attention_int8.h"
+#include "attention_int8_floats.h"
+#include "attention_int8_quads.h"
+#include "attention_rows.h"
 }  // namespace
 #endif
