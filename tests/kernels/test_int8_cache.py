@@ -305,6 +305,50 @@ def test_rows_of_one_prompt_have_the_bits_they_have_alone(name: str) -> None:
             assert torch.equal(alone[0], packed[b])
 
 
+@pytest.mark.parametrize("name", PACKED_FORMS)
+def test_poison_shows_where_it_is_seen_and_nowhere_else(name: str) -> None:
+    form = kernels(name)
+    pages = int8_pages(2, 16, 32, blocks=20)
+    table, lengths = torch.randperm(20)[None].int().expand(3, -1), torch.tensor([150, 200, 310])
+    q = torch.randn(3, 6, 16)
+
+    def got(window: int | None = None) -> torch.Tensor:
+        rest = (table, lengths, 0.25, torch.ones(3), window)
+        return cpu.paged_attention_decode(q, pages.key, pages.value, *rest, library=form, **pages.scales)
+
+    clean = got()
+    for scale in (pages.key_scale, pages.value_scale):
+        assert scale is not None
+        spot = scale[int(table[0, 10])][1, 3:4]  # token 163 of the second head
+        kept = spot.clone()
+        spot.fill_(torch.nan)
+        poisoned = got()
+        assert poisoned[1:, 3:].isnan().all()
+        assert torch.equal(poisoned[0], clean[0])
+        assert torch.equal(poisoned[:, :3], clean[:, :3])
+        assert torch.isfinite(got(window=36)).all()  # tokens 164 and on, for the second row
+        spot.copy_(kept)
+    q[1, 2, 5] = torch.nan
+    poisoned = got()
+    assert poisoned[1, 2].isnan().all()
+    clean[1, 2] = 0.0
+    assert torch.equal(poisoned.nan_to_num(0.0), clean)
+
+
+@pytest.mark.parametrize("name", PACKED_FORMS)
+def test_threads_do_not_change_the_bits_of_decoding(name: str) -> None:
+    form, before, found = kernels(name), torch.get_num_threads(), []
+    pages = int8_pages(4, 64, 64, blocks=70)
+    q, lengths = torch.randn(2, 16, 64), torch.tensor([1030, 70])
+    table = torch.randperm(70)[None].int().repeat(2, 1)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        rest = (table, lengths, 0.125, torch.ones(2))
+        found.append(cpu.paged_attention_decode(q, pages.key, pages.value, *rest, library=form, **pages.scales))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_dispatch_of_mixed_batches(compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
