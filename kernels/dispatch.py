@@ -56,16 +56,11 @@ def linear(
 
 
 def pack(target: PackedRows, source: Tensor) -> None:
-    """Quantize source [rows, columns], any float type on the CPU, into rows of a packed weight."""
+    """Quantize source [rows, columns], any float type on the CPU, into rows of a packed weight: the same bytes everywhere."""
     if cpu.unavailable_reason() is None:
         cpu.pack_rows(target, source)
     else:
         quantized_reference.pack(target, source)
-
-
-def quantizer() -> str:
-    """What `pack` quantizes with here; where this differs, so may the last choice of a rounding."""
-    return "torch" if cpu.unavailable_reason() is not None else cpu.load().isa
 
 
 @functools.cache

@@ -49,11 +49,8 @@ class WeightCache:
     """
 
     def __init__(self, where: str, directory: Path, decoder: Decoder) -> None:
-        kind = (
-            decoder.quantization,
-            *(str(dtype).removeprefix("torch.") for dtype in (decoder.dtype, decoder.weight_dtype)),
-            kernels.quantizer(),
-        )
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (decoder.dtype, decoder.weight_dtype))
+        kind = (decoder.quantization, *dtypes)
         self._directory = directory
         self._made_into = "-".join(str(part) for part in kind)
         self.path = _folder(where, directory) / f"{_model_prefix(where, directory)}{self._made_into}.safetensors"
