@@ -5,6 +5,7 @@ A contestant that lacks something says so with WorkerError when it starts; nothi
 
 from __future__ import annotations
 
+import abc
 import json
 import os
 import subprocess
@@ -44,93 +45,24 @@ class Contestant(Protocol):
     def close(self) -> None: ...
 
 
-class WindlassContestant:
-    """The engine in a worker process; `windlass serve` for the start-up. dtype: what it computes in."""
+class _InWorker(abc.ABC):
+    """A contestant that answers in a worker process of its own."""
 
-    program = "Windlass"
-    slow = False
-
-    def __init__(
-        self, places: Places, quantization: str, threads: int, kv_dtype: str, kv_gb: float, dtype: str = "auto"
-    ) -> None:
-        self.weights = quantization
-        self.kv_dtype = kv_dtype
-        self.dtype = dtype
-        label = "bf16" if quantization == "none" else quantization
-        self.name = f"Windlass {label}" + (f", {kv_dtype} KV" if kv_dtype != "auto" else "")
-        if dtype != "auto":
-            self.name += f", computed in {dtype}"
-        self._places, self._threads = places, threads
-        self._options: dict[str, Any] = {"threads": threads, "kv_cache_memory": int(kv_gb * (1 << 30))}
-        self._options["max_num_seqs"] = 8
-        if quantization != "none":
-            self._options["quantization"] = quantization
-        if kv_dtype != "auto":
-            self._options["kv_cache_dtype"] = kv_dtype
-        if dtype != "auto":
-            self._options["dtype"] = dtype
+    def __init__(self) -> None:
         self._worker: Worker | None = None
 
-    def start(self) -> None:
-        command = [sys.executable, "-m", "harness.windlass_worker", str(self._places.model), json.dumps(self._options)]
-        self._worker = Worker(command, log=_log(self._places, self.name), environment=_environment(self._threads))
-
-    def info(self) -> dict[str, Any]:
-        """What the engine says about itself, byte counts among it."""
-        return self._started().info
-
-    def version(self) -> str:
-        info = self.info()
-        return f"{info['version']} with torch {info['torch']}"
-
-    def measure(self, measure: Measure, repeats: int) -> list[float]:
-        return self._started().measure(measure.to_dict())
-
-    def startup(self) -> tuple[float, int] | None:
-        options = ["--kv-cache-memory", str(STARTUP_KV_BYTES), "--threads", str(self._threads)]
-        if self.weights != "none":
-            options += ["--quantization", self.weights]
-        if self.kv_dtype != "auto":
-            options += ["--kv-cache-dtype", self.kv_dtype]
-        if self.dtype != "auto":
-            options += ["--dtype", self.dtype]
-        return time_to_ready(self._places.model, options, _log(self._places, self.name), _environment(self._threads))
-
-    def close(self) -> None:
-        if self._worker:
-            self._worker.close()
-            self._worker = None
-
-    def _started(self) -> Worker:
-        if self._worker is None:
-            raise WorkerError("not started")
-        return self._worker
-
-
-class OpenVINOContestant:
-    """OpenVINO GenAI's continuous batching pipeline; its KV cache is u8 on a CPU unless told otherwise."""
-
-    program = "OpenVINO"
-    slow = False
-    kv_dtype = "u8"
-
-    def __init__(self, places: Places, weights: str, threads: int, vocab: int) -> None:
-        self.name, self.weights = f"OpenVINO {weights}", weights
-        self._places, self._options = places, {"threads": threads, "vocab": vocab}
-        self._worker: Worker | None = None
+    @abc.abstractmethod
+    def _launch(self) -> Worker:
+        """A worker that has loaded the model. Raises WorkerError where it cannot be had."""
 
     def start(self) -> None:
         self._worker = self._launch()
 
     def version(self) -> str:
-        if self._worker is None:
-            raise WorkerError("not started")
-        return str(self._worker.info["version"])
+        return str(self._started().info["version"])
 
     def measure(self, measure: Measure, repeats: int) -> list[float]:
-        if self._worker is None:
-            raise WorkerError("not started")
-        return self._worker.measure(measure.to_dict())
+        return self._started().measure(measure.to_dict())
 
     def startup(self) -> tuple[float, int] | None:
         from harness.machine import peak_memory
@@ -147,6 +79,74 @@ class OpenVINOContestant:
         if self._worker:
             self._worker.close()
             self._worker = None
+
+    def _started(self) -> Worker:
+        if self._worker is None:
+            raise WorkerError("not started")
+        return self._worker
+
+
+class WindlassContestant(_InWorker):
+    """The engine in a worker process; `windlass serve` for the start-up. dtype: what it computes in."""
+
+    program = "Windlass"
+    slow = False
+
+    def __init__(
+        self, places: Places, quantization: str, threads: int, kv_dtype: str, kv_gb: float, dtype: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.weights = quantization
+        self.kv_dtype = kv_dtype
+        self.dtype = dtype
+        label = "bf16" if quantization == "none" else quantization
+        self.name = f"Windlass {label}" + (f", {kv_dtype} KV" if kv_dtype != "auto" else "")
+        if dtype != "auto":
+            self.name += f", computed in {dtype}"
+        self._places, self._threads = places, threads
+        self._options: dict[str, Any] = {"threads": threads, "kv_cache_memory": int(kv_gb * (1 << 30))}
+        self._options["max_num_seqs"] = 8
+        if quantization != "none":
+            self._options["quantization"] = quantization
+        if kv_dtype != "auto":
+            self._options["kv_cache_dtype"] = kv_dtype
+        if dtype != "auto":
+            self._options["dtype"] = dtype
+
+    def _launch(self) -> Worker:
+        command = [sys.executable, "-m", "harness.windlass_worker", str(self._places.model), json.dumps(self._options)]
+        return Worker(command, log=_log(self._places, self.name), environment=_environment(self._threads))
+
+    def info(self) -> dict[str, Any]:
+        """What the engine says about itself, byte counts among it."""
+        return self._started().info
+
+    def version(self) -> str:
+        info = self.info()
+        return f"{info['version']} with torch {info['torch']}"
+
+    def startup(self) -> tuple[float, int] | None:
+        options = ["--kv-cache-memory", str(STARTUP_KV_BYTES), "--threads", str(self._threads)]
+        if self.weights != "none":
+            options += ["--quantization", self.weights]
+        if self.kv_dtype != "auto":
+            options += ["--kv-cache-dtype", self.kv_dtype]
+        if self.dtype != "auto":
+            options += ["--dtype", self.dtype]
+        return time_to_ready(self._places.model, options, _log(self._places, self.name), _environment(self._threads))
+
+
+class OpenVINOContestant(_InWorker):
+    """OpenVINO GenAI's continuous batching pipeline; its KV cache is u8 on a CPU unless told otherwise."""
+
+    program = "OpenVINO"
+    slow = False
+    kv_dtype = "u8"
+
+    def __init__(self, places: Places, weights: str, threads: int, vocab: int) -> None:
+        super().__init__()
+        self.name, self.weights = f"OpenVINO {weights}", weights
+        self._places, self._options = places, {"threads": threads, "vocab": vocab}
 
     def _launch(self) -> Worker:
         python, model = self._places.openvino_python, self._places.openvino_model(self.weights)
@@ -213,7 +213,7 @@ class LlamaCppContestant:
         return done.stdout
 
 
-class VLLMContestant:
+class VLLMContestant(_InWorker):
     """vLLM's offline engine for CPUs; compiled as by default, or `eager`, which starts sooner."""
 
     program = "vLLM"
@@ -221,41 +221,11 @@ class VLLMContestant:
 
     def __init__(self, places: Places, weights: str, threads: int, vocab: int, *, eager: bool = False) -> None:
         """weights: bf16 or fp32, in which the cache is too."""
+        super().__init__()
         self.name, self.weights = f"vLLM {weights}" + (", eager" if eager else ""), weights
         self.kv_dtype = {"bf16": "bfloat16", "fp32": "float32"}[weights]
         self._places, self._threads = places, threads
         self._options = {"dtype": self.kv_dtype, "eager": eager, "max_model_len": 8192, "vocab": vocab}
-        self._worker: Worker | None = None
-
-    def start(self) -> None:
-        self._worker = self._launch()
-
-    def version(self) -> str:
-        return str(self._started().info["version"])
-
-    def measure(self, measure: Measure, repeats: int) -> list[float]:
-        return self._started().measure(measure.to_dict())
-
-    def startup(self) -> tuple[float, int] | None:
-        from harness.machine import peak_memory
-
-        worker = self._launch()
-        try:
-            for request in (Measure("", "decode", streams=8), Measure("", "prefill", prompt=512)):
-                worker.measure(request.to_dict())
-            return worker.ready_seconds, peak_memory([worker.process.pid])
-        finally:
-            worker.close()
-
-    def close(self) -> None:
-        if self._worker:
-            self._worker.close()
-            self._worker = None
-
-    def _started(self) -> Worker:
-        if self._worker is None:
-            raise WorkerError("not started")
-        return self._worker
 
     def _launch(self) -> Worker:
         python = self._places.vllm_python
