@@ -165,8 +165,9 @@ def test_bits_do_not_depend_on_company(model: str, directory_of: Callable[[str],
         assert differing(way(directory, sent, **options), want) == [], name
     plain = alone(directory, sent, deterministic=False, **options)
     for name, row in want.items():  # the mode gives the model's logits, to rounding
-        # Over int8 keys the two modes round queries and weights to 16 bits at different places, where there is vpdpbusd.
-        tolerance = 2e-2 if options.get("dtype") == "bfloat16" else 1e-4 if "kv_cache_dtype" in options else 1e-5
+        # With int8 keys a last digit can decide which code a key is rounded to, in every layer that follows: most requests
+        # differ by 1e-6 to 1e-4, some by as much as one code is worth (2.5e-4 with float32 sums, 6e-4 between processors).
+        tolerance = 2e-2 if options.get("dtype") == "bfloat16" else 1e-3 if "kv_cache_dtype" in options else 1e-5
         assert (row[0] - plain[name][0]).abs().max() <= tolerance * plain[name][0].abs().max()
 
 
