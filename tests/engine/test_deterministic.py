@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,11 +165,13 @@ def test_bits_do_not_depend_on_company(model: str, directory_of: Callable[[str],
     for name, way in WAYS.items():
         assert differing(way(directory, sent, **options), want) == [], name
     plain = alone(directory, sent, deterministic=False, **options)
-    for name, row in want.items():  # the mode gives the model's logits, to rounding
-        # With int8 keys a last digit can decide which code a key is rounded to, in every layer that follows: most requests
-        # differ by 1e-6 to 1e-4, some by as much as one code is worth (2.5e-4 with float32 sums, 6e-4 between processors).
-        tolerance = 2e-2 if options.get("dtype") == "bfloat16" else 1e-3 if "kv_cache_dtype" in options else 1e-5
-        assert (row[0] - plain[name][0]).abs().max() <= tolerance * plain[name][0].abs().max()
+    errors = [float((row[0] - plain[name][0]).abs().max() / plain[name][0].abs().max()) for name, row in want.items()]
+    rounding = 2e-2 if options.get("dtype") == "bfloat16" else 1e-5  # the mode gives the model's logits, to this
+    if "kv_cache_dtype" not in options:
+        assert max(errors) <= rounding
+    else:  # a last digit can decide which code a key is rounded to; few requests meet that, and one code is worth little
+        assert statistics.median(errors) <= rounding
+        assert max(errors) <= 1e-3
 
 
 @pytest.mark.parametrize("model", ["llama_bias", "gemma3", "qwen3", "demo"])
