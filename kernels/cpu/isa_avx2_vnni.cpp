@@ -23,6 +23,8 @@
 namespace {
 #include "simd.h"
 #include "tiles.h"
+#include "byte_products.h"
+#include "rounding.h"
 #include "quantized.h"
 #include "int8_pages.h"
 #include "attention.h"
@@ -31,6 +33,7 @@ namespace {
 #include "attention_int8_quads.h"
 #include "attention_rows.h"
 #include "attention_prefill.h"
+#include "attention_prefill_int8_tiles.h"
 #include "attention_prefill_int8.h"
 #include "attention_prefill_rows.h"
 }  // namespace

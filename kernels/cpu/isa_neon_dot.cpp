@@ -19,6 +19,8 @@
 namespace {
 #include "simd.h"
 #include "tiles.h"
+#include "byte_products.h"
+#include "rounding.h"
 #include "quantized.h"
 #include "int8_pages.h"
 #include "attention.h"
