@@ -11,11 +11,12 @@
 namespace packed {
 
 constexpr int PACKED_MT = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;  // rows of x in a tile
-constexpr long READY_QUADS = 128;     // of one panel, unpacked for many tiles: they stay in L1 beside a tile of x
+constexpr long READY_QUADS = 128;     // of one panel, taken through all tiles: they stay in L1 beside a tile of x
+constexpr bool UNPACKS = !WINDLASS_QUADS;  // once for many tiles: quads are quicker as they lie (measured: by half for 24 rows)
 constexpr long SHARED_ROWS = 8;       // from here on threads share the rounding of x, at the price of a barrier
 constexpr long X_BYTES = 256 << 10;   // of rounded x per pass, if that leaves enough rows
-constexpr long LEAST_PASS = 48, MOST_PASS = 192;
-constexpr long AHEAD = 3072;          // bytes of weight asked for in advance: left to the hardware, one row of x reads a third slower
+constexpr long LEAST_PASS = 128, MOST_PASS = 192;
+constexpr long AHEAD = 3072;          // bytes of weight asked for in advance
 
 // ---- unpacking weights ----
 
@@ -29,14 +30,9 @@ template <int BITS> static void make_ready(const uint8_t *stored, long units, ui
     if constexpr (BITS == 8) {
         for (long q = 0; q < units * V; q++, stored += 4 * W) {
             const vub w = load_bytes(stored);
-            if constexpr (Packing<8>::PAIRS) {
-                *(vub_any *)ready = (vub)even_bytes(w, true);
-                *(vub_any *)(ready + 4 * W) = (vub)odd_bytes(w, true);
-                ready += 8 * W;
-            } else {
-                *(vub_any *)ready = w ^ BIAS;
-                ready += 4 * W;
-            }
+            *(vub_any *)ready = (vub)even_bytes(w, true);
+            *(vub_any *)(ready + 4 * W) = (vub)odd_bytes(w, true);
+            ready += 8 * W;
         }
     } else {
         for (long pair = 0; pair < units * GROUP / 8; pair++, ready += QUAD_BYTES) {
@@ -51,11 +47,11 @@ template <int BITS> static void make_ready(const uint8_t *stored, long units, ui
 
 // ---- products of one panel and one tile; sums is [MT][16] ----
 
-// Asks for weights ahead. Into L2 where there is so little to do with a line that as many as possible must be under way
-// (measured on Zen 4: a tenth more for one or two rows of 8 bits, less for anything else), else into L1.
-template <bool FAR> INLINE void ask_ahead(const uint8_t *w) {
-    if constexpr (FAR) __builtin_prefetch(w + AHEAD, 0, 2);
-    else __builtin_prefetch(w + AHEAD);
+// Asks for weights ahead, where there is so much to do with a line that the processor does not come far enough by itself.
+// With one or two rows of 8 bits it does, and what is asked for would be in its way (measured on Zen 4 over huge pages: a
+// quarter less).
+template <bool NEEDED> INLINE void ask_ahead(const uint8_t *w) {
+    if constexpr (NEEDED) __builtin_prefetch(w + AHEAD);
 }
 
 template <bool READY, int MT> static NOINLINE void dot_eight(const uint8_t *w, const uint8_t *x, long quads, int32_t *sums,
@@ -64,10 +60,10 @@ template <bool READY, int MT> static NOINLINE void dot_eight(const uint8_t *w, c
     for (int v = 0; v < V; v++)
         for (int m = 0; m < MT; m++) acc[v][m] = fresh ? vi{} : *(const vi_any *)(sums + m * PANEL + v * W);
     for (long q = 0; q < quads; q++) {
-        if (!READY) ask_ahead<(MT <= 2)>(w);
+        ask_ahead<!READY && (MT > 2)>(w);
 #if WINDLASS_QUADS
         for (int v = 0; v < V; v++) {
-            const vub raw = load_bytes(w + v * 4 * W), weight = READY ? raw : raw ^ BIAS;
+            const vub weight = load_bytes(w + v * 4 * W) ^ BIAS;
             add_rows<MT>(acc[v], weight, x);
         }
         w += QUAD_BYTES, x += 4 * MT;
@@ -111,7 +107,7 @@ static NOINLINE void dot_four(const uint8_t *w, const bf16 *w_scale, const uint8
             vi part[MT] = {};
 #endif
             for (int pair = 0; pair < GROUP / 8; pair++) {
-                if (!READY && v == 0) ask_ahead<false>(w + pair * QUAD_BYTES);
+                if (v == 0) ask_ahead<!READY>(w + pair * QUAD_BYTES);
                 vub weight[2];
                 if (READY) {
                     weight[0] = load_bytes(w + 2 * pair * QUAD_BYTES + v * 4 * W);
@@ -232,7 +228,7 @@ template <int BITS> static int packed_pass(const PackedLinear &p) {
     const long scales = p.M * (BITS == 8 ? 1 : p.units);
     const long value_bytes = round_up(p.M * p.units * P::QUADS * 4 * P::X, 64), scale_bytes = round_up(4 * scales, 64);
     const long x_bytes = value_bytes + 2 * scale_bytes;
-    const long own_bytes = 4 * p.M * PANEL + READY_QUADS * P::READY_BYTES + 64;
+    const long ready_bytes = UNPACKS ? READY_QUADS * P::READY_BYTES : 0, own_bytes = 4 * p.M * PANEL + ready_bytes + 64;
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, (shared ? 1 : threads) * x_bytes + threads * round_up(own_bytes, 64))) return 1;
 #pragma omp parallel num_threads(threads)
@@ -241,7 +237,7 @@ template <int BITS> static int packed_pass(const PackedLinear &p) {
         uint8_t *base = (uint8_t *)memory + (shared ? 0 : thread * x_bytes);
         const Rounded x = {base, (float *)(base + value_bytes), (int32_t *)(base + value_bytes + scale_bytes)};
         uint8_t *own = (uint8_t *)memory + (shared ? 1 : threads) * x_bytes + thread * round_up(own_bytes, 64);
-        int32_t *sums = (int32_t *)(own + READY_QUADS * P::READY_BYTES);
+        int32_t *sums = (int32_t *)(own + ready_bytes);
         if (shared) {
 #pragma omp for schedule(static)
             for (long t = 0; t < tiles.count; t++) round_tile<BITS>(p, tiles, t, x);
@@ -250,7 +246,7 @@ template <int BITS> static int packed_pass(const PackedLinear &p) {
         }
         shares.take(thread, [&](long c) {
             for (long panel = c * chunk; panel < min_of((c + 1) * chunk, panels); panel++) {
-                if (tiles.count > 2) multiply_panel<BITS, true>(p, tiles, x, panel, sums, own);
+                if (UNPACKS && tiles.count > 2) multiply_panel<BITS, UNPACKS>(p, tiles, x, panel, sums, own);
                 else multiply_panel<BITS, false>(p, tiles, x, panel, sums, own);
             }
         });

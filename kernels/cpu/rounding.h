@@ -14,7 +14,7 @@ constexpr float TINY = 0x1p-100f;     // what is smaller counts as zero
 template <int BITS> struct Packing;
 template <> struct Packing<8> {
     static constexpr bool PAIRS = !WINDLASS_QUADS;
-    static constexpr long X = PAIRS ? 2 : 1, OFFSET = PAIRS ? 0 : BIAS, READY_BYTES = QUAD_BYTES * (PAIRS ? 2 : 1);
+    static constexpr long X = PAIRS ? 2 : 1, OFFSET = PAIRS ? 0 : BIAS, READY_BYTES = 2 * QUAD_BYTES;
     static constexpr long QUADS = 1, STORED_BYTES = QUAD_BYTES;  // the unit of K: quads, and their bytes in a panel
 };
 template <> struct Packing<4> {
