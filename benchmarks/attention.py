@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness.machine import readable
+from harness.rates import readable
 
 from windlass.kernels import KVPages, batched, cpu, dispatch, reference
 

@@ -3,8 +3,10 @@
     python benchmarks/context_cost.py [--shape 1b] [--quantization int8] [--kv-dtypes auto int8] [--rounds 5]
 
 The cache is filled with random keys and values instead of being computed, which changes nothing about the cost of reading
-it. The bound: bytes of weights and cached keys and values over the read bandwidth measured in the same run. The slope is a
-least-squares line through the medians, in bytes per token at that bandwidth; 100 % would be nothing but reading.
+it. The bound: bytes of weights and cached keys and values over the read bandwidth measured right before and right after each
+sample, since it may change within seconds. Slopes are least-squares lines through medians: of milliseconds, and of the
+bytes that could have been read in a sample's time at its own bandwidth. A token's keys and values over the latter are the
+share of the read bandwidth; 100 % would be nothing but reading.
 """
 
 from __future__ import annotations
@@ -12,20 +14,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 from harness import charts
 from harness.contestants import WindlassContestant
-from harness.machine import describe, measure_rates
+from harness.machine import describe
 from harness.measures import Measure
 from harness.places import Places
 from harness.quiet import quiet
+from harness.rates import Rates
 from harness.report import spread
 from harness.shape import SHAPES
 from harness.worker import WorkerError
 from prepare_peers import prepare_windlass
+
+Sample = tuple[float, tuple[float, float]]  # seconds per token, and GB/s read right before and right after
 
 DEPTHS = [256, 2048, 4096, 8192, 12288, 16384, 24576, 32768]
 
@@ -38,15 +44,48 @@ def slope(depths: list[float], seconds: list[float]) -> float:
     return covariance / sum((d - mean_depth) ** 2 for d in depths)
 
 
+def curve_of(samples: dict[int, list[Sample]], weight_bytes: float, bytes_per_token: float) -> list[dict[str, Any]]:
+    """A point per depth: the spread of its milliseconds, the rates beside them, the medians of bound and share."""
+    points = []
+    for depth, taken in samples.items():
+        read = weight_bytes + depth * bytes_per_token
+        bounds = [read / (statistics.mean(rates) * 1e9) for _, rates in taken]
+        points.append(
+            {
+                "depth": depth,
+                "milliseconds": spread([1000 * seconds for seconds, _ in taken]),
+                "read_gb_s": [list(rates) for _, rates in taken],
+                "bound_milliseconds": 1000 * statistics.median(bounds),
+                "share": statistics.median(b / seconds for b, (seconds, _) in zip(bounds, taken, strict=True)),
+            }
+        )
+    return points
+
+
+def slopes_of(samples: dict[int, list[Sample]], bytes_per_token: float) -> dict[str, Any]:
+    """What a cached token adds to a decoded one: nanoseconds, and the share of the read bandwidth (None: lost in noise)."""
+    depths = [float(depth) for depth in samples]
+    seconds = [statistics.median(seconds for seconds, _ in taken) for taken in samples.values()]
+    readable = [statistics.median(s * statistics.mean(rates) * 1e9 for s, rates in taken) for taken in samples.values()]
+    cost = slope(depths, readable)
+    bandwidth = statistics.median(statistics.mean(rates) for taken in samples.values() for _, rates in taken)
+    return {
+        "nanoseconds_per_cached_token": slope(depths, seconds) * 1e9,
+        "bound_nanoseconds_per_cached_token": bytes_per_token / bandwidth,
+        "share_of_read_bandwidth": bytes_per_token / cost if cost > 0 else None,
+    }
+
+
 def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
     """The report: a curve per KV dtype, all depths and dtypes in turns."""
     shape, places = SHAPES[options.shape], Places(options.work.resolve(), options.shape)
     kv_gb = (max(options.depths) + 256) * shape.kv_bytes_per_token("float32") / (1 << 30)
     load = {"before": os.getloadavg()[0]}
-    rates = measure_rates(options.threads)
+    machine = Rates(options.threads)
+    rates = machine.samples()
     workers: list[WindlassContestant] = []
     left_out: dict[str, str] = {}
-    samples: dict[str, dict[int, list[float]]] = {}
+    samples: dict[str, dict[int, list[Sample]]] = {}
     foreign = 0.0
     try:
         for kv_dtype in options.kv_dtypes:
@@ -65,25 +104,31 @@ def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
             for depth in options.depths:
                 for worker in workers:
                     measure = Measure("", "depth", prompt=depth, steps=options.steps)
-                    values, share, _ = quiet(
-                        lambda w=worker, m=measure: w.measure(m, 1), options.max_foreign, options.retries, options.pause
+                    ((value,), beside), share, _ = quiet(
+                        lambda w=worker, m=measure: machine.beside("read_gb_s", lambda p: w.measure(m, 1, p)),
+                        options.max_foreign,
+                        options.retries,
+                        options.pause,
                     )
                     foreign = max(foreign, share)
-                    samples[worker.name][depth] += [1000 / value for value in values]
-                    print(f"  round {index + 1}: {worker.name} at {depth:,}: {1000 / values[0]:.1f} ms", flush=True)
-        for name, more in measure_rates(options.threads).items():
+                    samples[worker.name][depth].append((1 / value, beside))
+                    print(
+                        f"  round {index + 1}: {worker.name} at {depth:,}: {1000 / value:.1f} ms "
+                        f"(read {beside[0]:.1f}, then {beside[1]:.1f} GB/s)",
+                        flush=True,
+                    )
+        for name, more in machine.samples().items():
             rates[name] += more
         info = {worker.name: worker.info() for worker in workers}
         version = workers[0].version()
     finally:
         for worker in workers:
             worker.close()
-    spreads = {name: spread(values) for name, values in rates.items()}
     report: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "machine": describe(),
         "threads": options.threads,
-        "rates": spreads,
+        "rates": {name: spread(values) for name, values in rates.items()},
         "load": load | {"after": os.getloadavg()[0]},
         "largest_foreign_share": foreign,
         "versions": {"Windlass": version},
@@ -93,24 +138,10 @@ def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
         "curves": {},
         "slopes": {},
     }
-    bandwidth = spreads["read_gb_s"]["median"] * 1e9
     for name, by_depth in samples.items():
-        per_token, weights = info[name]["kv_bytes_per_token"], info[name]["weight_bytes"]
-        report["curves"][name] = [
-            {
-                "depth": depth,
-                "milliseconds": spread(values),
-                "bound_milliseconds": 1000 * (weights + depth * per_token) / bandwidth,
-            }
-            for depth, values in by_depth.items()
-        ]
-        medians = [point["milliseconds"]["median"] / 1000 for point in report["curves"][name]]
-        found = slope([float(depth) for depth in by_depth], medians)
-        report["slopes"][name] = {
-            "nanoseconds_per_cached_token": found * 1e9,
-            "bound_nanoseconds_per_cached_token": per_token / bandwidth * 1e9,
-            "share_of_read_bandwidth": per_token / found / bandwidth if found > 0 else None,
-        }
+        per_token = info[name]["kv_bytes_per_token"]
+        report["curves"][name] = curve_of(by_depth, info[name]["weight_bytes"], per_token)
+        report["slopes"][name] = slopes_of(by_depth, per_token)
     return report
 
 

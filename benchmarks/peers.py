@@ -3,17 +3,20 @@
     python benchmarks/peers.py [--only decode prefill depth startup] [--contestants int8 q8_0] [--rounds 5]
 
 Every contestant runs in a process of its own and answers in turns, A B A B. A sample taken while others used the machine
-is thrown away and taken again. The report grows by a run each time, so that parts can be measured at different hours;
-ratios and pictures stay within a run. docs/benchmarks.md says how to install the
-peers; benchmarks/prepare_peers.py makes their models.
+is thrown away and taken again. What the machine could do right before and right after a sample stands beside it, since
+that may change within seconds; bounds come from there. The report grows by a run each time, so that parts can be measured
+at different hours; ratios and pictures stay within a run. docs/benchmarks.md says how to install the peers;
+benchmarks/prepare_peers.py makes their models.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
+import statistics
 import time
 from collections import abc
 from pathlib import Path
@@ -21,11 +24,22 @@ from typing import Any, TypeVar
 
 from harness import charts
 from harness.contestants import STARTUP_KV_BYTES, Contestant, contestants_for
-from harness.machine import describe, measure_rates
+from harness.machine import describe
 from harness.measures import GROUPS, Measure, measures_of
 from harness.places import Places
 from harness.quiet import quiet
-from harness.report import SCHEMA, attention_rate, bound_of, check, ratios, spread, table
+from harness.rates import Rates
+from harness.report import (
+    SCHEMA,
+    add_bound,
+    attention_rate,
+    check,
+    rate_of_kind,
+    rates_beside,
+    ratios,
+    spread,
+    table,
+)
 from harness.shape import SHAPES
 from harness.worker import WorkerError
 from prepare_peers import prepare_windlass
@@ -52,16 +66,13 @@ class Run:
         for kind in self.options.only:
             self._group(kind)
             self.measure_rates()  # again, so that their spread shows what the machine did meanwhile
-        rates: dict[str, Any] = {name: spread(samples) for name, samples in self.rates.items()}
-        for result in self.results:
-            self._add_bound(result, rates)
         run = {
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "machine": describe(),
             "threads": self.options.threads,
             "rounds": self.options.rounds,
             "max_foreign": self.options.max_foreign,
-            "rates": rates,
+            "rates": {name: spread(samples) for name, samples in self.rates.items()},
             "load": {"before": before, "after": os.getloadavg()[0]},
             "versions": self.versions,
             "results": self.results,
@@ -72,8 +83,12 @@ class Run:
         return run
 
     def measure_rates(self) -> None:
-        for name, samples in measure_rates(self.options.threads).items():
+        for name, samples in self._machine.samples().items():
             self.rates.setdefault(name, []).extend(samples)
+
+    @functools.cached_property
+    def _machine(self) -> Rates:
+        return Rates(self.options.threads)
 
     def _group(self, kind: str) -> None:
         wanted = [name.lower() for name in self.options.contestants]
@@ -107,6 +122,8 @@ class Run:
     def _measure(self, measure: Measure, contestants: list[Contestant]) -> None:
         samples: dict[str, list[float]] = {c.name: [] for c in contestants}
         foreign: dict[str, list[float]] = {c.name: [] for c in contestants}
+        beside: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contestants}
+        rate = rate_of_kind(measure.kind)
         discarded = dict.fromkeys(samples, 0)
         failed: set[str] = set()
         rounds = self.options.rounds
@@ -117,22 +134,31 @@ class Run:
                 if name in failed or len(samples[name]) >= rounds:
                     continue
                 try:
-                    values, share, repeats = self._quiet(lambda c=contestant: c.measure(measure, rounds))
+                    (values, pair), share, repeats = self._quiet(
+                        lambda c=contestant: self._machine.beside(rate, lambda p: c.measure(measure, rounds, p))
+                    )
                 except (WorkerError, ValueError) as error:
                     self._leave_out(contestant, f"{measure.name}: {error}")
                     failed.add(name)
                     continue
                 samples[name] += values
+                beside[name] += [pair] * len(values)  # several values are one command's
                 foreign[name].append(share)
                 discarded[name] += repeats
                 shown = ", ".join(f"{value:.2f}" for value in values)
-                print(f"  {measure.name}, round {index + 1}/{rounds}: {name}: {shown} tokens/s", flush=True)
+                print(
+                    f"  {measure.name}, round {index + 1}/{rounds}: {name}: {shown} tokens/s "
+                    f"({rate} {pair[0]:.1f}, then {pair[1]:.1f})",
+                    flush=True,
+                )
         for contestant in contestants:
             if samples[contestant.name]:
                 self.versions[contestant.program] = contestant.version()
                 result = self._add(contestant, measure.name, "tokens/s", samples[contestant.name])
                 result.update(kind=measure.kind, streams=measure.streams, prompt=measure.prompt)
                 result.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
+                result["rates"] = {rate: beside[contestant.name]}
+                add_bound(result, self.shape)
 
     def _startups(self, contestants: list[Contestant]) -> None:
         seconds: dict[str, list[float]] = {}
@@ -187,14 +213,6 @@ class Run:
         self.results.append(result)
         return result
 
-    def _add_bound(self, result: dict[str, Any], rates: dict[str, Any]) -> None:
-        if "kind" not in result:
-            return
-        numbers = (result["kind"], result["streams"], result["prompt"], result["weights"], result["kv_dtype"])
-        found = bound_of(self.shape, result["measure"], *numbers, rates)
-        if found:
-            result["bound"], result["bound_reason"] = found
-
     def _quiet(self, work: abc.Callable[[], _Value]) -> tuple[_Value, float, int]:
         return quiet(work, self.options.max_foreign, self.options.retries, self.options.pause)
 
@@ -212,6 +230,8 @@ class Run:
                 rate = attention_rate(short, long, self.shape, (512, 4096))
                 if math.isfinite(rate):
                     derived[f"prefill attention, {name}, Gflop/s"] = rate
+                    products = statistics.median(rates_beside(long, "fp32_gflop_s"))
+                    derived[f"prefill attention, {name}, over the float32 matrix rate beside it"] = rate / products
         return derived
 
 

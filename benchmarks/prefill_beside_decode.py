@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from harness import charts
-from harness.machine import cpu_clock, describe, measure_rates
+from harness.machine import cpu_clock, describe
 from harness.places import Places
+from harness.rates import Rates
 from harness.report import percentile, spread
 from harness.shape import SHAPES
 from prepare_peers import prepare_windlass
@@ -95,7 +96,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if unknown:
         raise SystemExit(f"error: this version of Windlass has no {', '.join(sorted(unknown))}")
     load = {"before": os.getloadavg()[0]}
-    rates = {name: spread(values) for name, values in measure_rates(options.threads).items()}
+    rates = {name: spread(values) for name, values in Rates(options.threads).samples().items()}
     core = EngineCore(EngineConfig(model=str(places.model), device="cpu", prefix_caching=False, **config))
     streams = Streams(core, options.streams, tokens)
     while not all(streams.token_times.values()):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from harness.machine import readable
+from harness.rates import readable
 from torch import Tensor
 
 from windlass.engine.model.weight_memory import WeightMemory

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from harness.machine import readable
+from harness.rates import readable
 
 from windlass.engine.config import EngineConfig
 from windlass.engine.core import EngineCore

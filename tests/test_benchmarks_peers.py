@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -43,7 +44,6 @@ def report_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def result(measure: str, contestant: str, samples: list[float], **more: Any) -> dict[str, Any]:
-    middle = sorted(samples)[len(samples) // 2]
     return {
         "measure": measure,
         "contestant": contestant,
@@ -54,7 +54,7 @@ def result(measure: str, contestant: str, samples: list[float], **more: Any) -> 
         "samples": samples,
         "foreign": [0.01],
         "discarded": 0,
-        "median": middle,
+        "median": statistics.median(samples),
         "min": min(samples),
         "max": max(samples),
         **more,
@@ -149,15 +149,94 @@ def test_the_attention_rate_is_found_in_two_prefills(
 
 def test_bounds_are_bytes_over_bandwidth(report_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = module("harness.shape", monkeypatch).ONE_B
-    rates = {"read_gb_s": {"median": 20.0}}
-    bound, _ = report_module.bound_of(shape, "decode, 8 streams", "decode", 8, 32, "int8", "auto", rates)
+    bound, _ = report_module.bound_of(shape, "decode", 8, 32, "int8", "auto", 20.0)
     assert bound == pytest.approx(8 * 20e9 / shape.weight_bytes("int8"))
-    deep, reason = report_module.bound_of(shape, "decode at 8,192", "depth", 1, 8192, "int8", "int8", rates)
+    deep, reason = report_module.bound_of(shape, "depth", 1, 8192, "int8", "int8", 20.0)
     assert 1 / deep == pytest.approx(1 / (bound / 8) + 8192 * shape.kv_bytes_per_token("int8") / 20e9)
     assert "int8 KV" in reason
-    wide, _ = report_module.bound_of(shape, "decode at 8,192", "depth", 1, 8192, "int8", "auto", rates)
+    wide, _ = report_module.bound_of(shape, "depth", 1, 8192, "int8", "auto", 20.0)
     assert wide < deep
-    assert report_module.bound_of(shape, "prefill 512", "prefill", 1, 512, "int8", "auto", rates) is None
+    assert report_module.bound_of(shape, "prefill", 1, 512, "int8", "auto", 20.0) is None
+
+
+def beside(report_module: ModuleType, shape: Any, samples: list[float], pairs: list[list[float]]) -> dict[str, Any]:
+    found = result("decode, 1 stream", "Windlass int8", samples, kind="decode", streams=1, prompt=32)
+    found["rates"] = {"read_gb_s": pairs}
+    report_module.add_bound(found, shape)
+    return found
+
+
+def test_a_share_is_that_of_each_sample_beside_its_own_rates(
+    report_module: ModuleType, report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that swings from 20 to 60 GB/s, and a program that always reads at nine tenths of what there is."""
+    shape = module("harness.shape", monkeypatch).ONE_B
+    pairs = [[20.0, 20.0], [50.0, 70.0], [35.0, 45.0], [21.0, 23.0]]
+    samples = [0.9 * sum(pair) / 2 * 1e9 / shape.weight_bytes("int8") for pair in pairs]
+    found = beside(report_module, shape, samples, pairs)
+    assert found["share"] == pytest.approx(0.9) == report_module.share_of(found)
+    assert found["bound"] == pytest.approx(31e9 / shape.weight_bytes("int8"))  # between 22 and 40 GB/s
+    assert "beside each sample" in found["bound_reason"]
+    report["runs"][0]["results"] = [found]
+    report_module.check(report)
+    assert "| 90% of 29.8 | 31 GB/s | 1% |" in report_module.table(report["runs"][0])
+    (ratio,) = report_module.ratios(report["runs"][0])
+    assert ratio["over"] == "bound" and ratio["ratio"] == found["share"]
+    for broken in ({"share": 0.8}, {"rates": {"read_gb_s": pairs[:3]}}, {"rates": {"read_gb_s": [[20.0]] * 4}}):
+        report["runs"][0]["results"] = [{**found, **broken}]
+        with pytest.raises(ValueError, match="Windlass int8, decode, 1 stream"):
+            report_module.check(report)
+
+
+def test_a_prompt_has_a_rate_beside_it_but_no_bound(
+    report_module: ModuleType, report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert report_module.rate_of_kind("prefill") == "fp32_gflop_s"
+    assert report_module.rate_of_kind("decode") == report_module.rate_of_kind("depth") == "read_gb_s"
+    shape = module("harness.shape", monkeypatch).ONE_B
+    prompt = result("prefill 512", "Windlass int8", [200.0], kind="prefill", streams=1, prompt=512)
+    prompt["rates"] = {"fp32_gflop_s": [[120.0, 130.0]]}
+    report_module.add_bound(prompt, shape)
+    assert "bound" not in prompt and report_module.share_of(prompt) is None
+    report["runs"][0]["results"] = [prompt]
+    report_module.check(report)
+    assert "| – | 125 Gflop/s | 1% |" in report_module.table(report["runs"][0])
+
+
+def test_a_report_without_rates_beside_its_samples_is_still_read(report_module: ModuleType) -> None:
+    older = json.loads((BENCHMARKS.parent / "docs" / "peers.json").read_text(encoding="utf-8"))
+    report_module.check(older)
+    bounded = [r for run in older["runs"] for r in run["results"] if r.get("bound") and "share" not in r]
+    for found in bounded:
+        assert report_module.share_of(found) == pytest.approx(found["median"] / found["bound"])
+
+
+def test_rates_are_taken_right_before_and_right_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = module("harness.rates", monkeypatch)
+    readable = rates.readable
+    monkeypatch.setattr(rates, "readable", lambda nbytes: readable(min(nbytes, 1 << 22)))
+    machine = rates.Rates(1)
+    assert all(len(values) == 2 and min(values) > 0 for values in machine.samples(2).values())
+    assert set(machine.samples(1)) == {"read_gb_s", "copy_gb_s", "fp32_gflop_s"}
+    assert machine.now("read_gb_s", 0.001) > 0
+    events: list[str] = []
+    taken = iter([10.0, 20.0, 30.0])
+
+    def now(name: str) -> float:
+        events.append(name)
+        return next(taken)
+
+    def work(prepared: Any) -> str:
+        for event in ("first attempt", "second attempt"):
+            prepared()
+            events.append(event)
+        return "value"
+
+    monkeypatch.setattr(machine, "now", now)
+    assert machine.beside("read_gb_s", work) == ("value", (20.0, 30.0))
+    assert events == ["read_gb_s", "first attempt", "read_gb_s", "second attempt", "read_gb_s"]
+    with pytest.raises(ValueError, match="nobody said"):
+        machine.beside("read_gb_s", lambda prepared: "unprepared")
 
 
 def test_ratios_stay_in_a_run_and_meet_their_goal(report_module: ModuleType, report: dict[str, Any]) -> None:
@@ -216,6 +295,26 @@ def test_the_slope_of_a_line_with_an_offset(monkeypatch: pytest.MonkeyPatch) -> 
     assert slope(depths, [0.01 + 3e-6 * d for d in depths]) == pytest.approx(3e-6)
 
 
+def test_a_slope_is_held_against_the_bandwidth_beside_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading at 60 % of a bandwidth that halves while the deeper half is measured."""
+    context_cost = module("context_cost", monkeypatch)
+    weights, per_token = 1e9, 2e4
+    samples = {
+        depth: [((weights + depth * per_token / 0.6) / (rate * 1e9), (rate - 1, rate + 1)) for _ in range(3)]
+        for depth, rate in ((256, 40.0), (4096, 40.0), (16384, 20.0), (32768, 20.0))
+    }
+    found = context_cost.slopes_of(samples, per_token)
+    assert found["share_of_read_bandwidth"] == pytest.approx(0.6)
+    assert found["bound_nanoseconds_per_cached_token"] == pytest.approx(per_token / 30)
+    points = context_cost.curve_of(samples, weights, per_token)
+    deepest = points[-1]
+    assert deepest["bound_milliseconds"] == pytest.approx((weights + 32768 * per_token) / 20e6)
+    assert deepest["share"] == pytest.approx(deepest["bound_milliseconds"] / deepest["milliseconds"]["median"])
+    assert deepest["read_gb_s"] == [[19.0, 21.0]] * 3
+    flat = {depth: [(0.1, (20.0, 20.0))] for depth in (256, 4096)}
+    assert context_cost.slopes_of(flat, per_token)["share_of_read_bandwidth"] is None
+
+
 def test_bars_show_medians_and_bounds(report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     charts = module("harness.charts", monkeypatch)
     figure = charts.draw_bars(report)
@@ -271,12 +370,14 @@ import sys
 from harness.worker import serve
 class Handler:
     info = {"version": "7"}
-    def measure(self, request):
+    def measure(self, request, prepared):
         print("noise that must not mix with answers")
         if request["kind"] == "fail":
             raise ValueError("cannot")
         if request["kind"] == "die":
             raise SystemExit(3)
+        if request["kind"] == "depth":
+            prepared()
         return [float(request["steps"])]
 def make():
     if "refuse" in sys.argv:
@@ -294,6 +395,10 @@ def test_a_worker_answers_refuses_and_ends(monkeypatch: pytest.MonkeyPatch, tmp_
     try:
         assert near.info == {"version": "7"} and near.ready_seconds > 0
         assert near.measure({"kind": "decode", "steps": 5}) == [5.0]
+        events: list[str] = []
+        assert near.measure({"kind": "depth", "steps": 7}, lambda: events.append("prepared")) == [7.0]
+        assert events == ["prepared"]
+        assert near.measure({"kind": "depth", "steps": 8}) == [8.0]
         with pytest.raises(worker.WorkerError, match="ValueError: cannot"):
             near.measure({"kind": "fail"})
         assert near.measure({"kind": "decode", "steps": 6}) == [6.0]
@@ -317,14 +422,20 @@ def test_the_windlass_worker_measures_and_fills_the_cache_without_computing(
     )
     computed = handler.core.runner.positions_computed
     start = time.perf_counter()
-    (value,) = handler.measure({"kind": "depth", "prompt": 2000, "streams": 1, "steps": 3})
+    prepared: list[int] = []
+    request: dict[str, Any] = {"kind": "depth", "prompt": 2000, "streams": 1, "steps": 3}
+    (value,) = handler.measure(request, lambda: prepared.append(handler.core.runner.positions_computed))
     assert 3 / (time.perf_counter() - start) < value
+    assert [handler.core.runner.positions_computed - at for at in prepared] == [
+        4
+    ]  # an untimed step, and the timed ones
     assert handler.core.runner.positions_computed - computed < 10  # the steps, not the prompt
     pages = handler.core.runner.cache.pages(1)
     assert pages.key[:100].std() == pytest.approx(1.0, rel=0.1)
     for request in ({"kind": "decode", "prompt": 8, "streams": 2, "steps": 2}, {"kind": "prefill", "prompt": 40}):
-        (value,) = handler.measure({"streams": 1, "steps": 1, **request})
+        (value,) = handler.measure({"streams": 1, "steps": 1, **request}, lambda: prepared.append(0))
         assert value > 0
+    assert len(prepared) == 3
     assert not handler.core.has_work()
     module_ = sys.modules["harness.windlass_worker"]
     with pytest.raises(ValueError, match="no wishful_option"):
@@ -390,12 +501,84 @@ def test_the_vllm_worker_counts_tokens_by_request(monkeypatch: pytest.MonkeyPatc
     try:
         assert near.info == {"version": "0.0"}
         for request in ({"kind": "prefill", "prompt": 512}, {"kind": "decode", "prompt": 32, "streams": 8}):
-            (value,) = near.measure({"streams": 1, "steps": 12, **request})
-            assert value > 0
+            events: list[str] = []
+            (value,) = near.measure({"streams": 1, "steps": 12, **request}, lambda seen=events: seen.append("prepared"))
+            assert value > 0 and events == ["prepared"]
         with pytest.raises(worker.WorkerError, match="not measured at depth"):
             near.measure({"kind": "depth", "prompt": 4096, "streams": 1, "steps": 8})
     finally:
         near.close()
+
+
+FAKE_LLAMA_DEPTH = """#!/bin/sh
+echo "started $*" >> started
+echo '{"ready": true, "info": {"version": "build 1"}}'
+while read request; do
+    echo '{"prepared": true}'
+    read go
+    echo "{\\"values\\": [$3]}"
+done
+"""
+FAKE_LLAMA_BENCH = """#!/bin/sh
+echo '{"build_commit": "2", "samples_ts": [1.5, 2.5]}'
+"""
+
+
+def test_llama_cpp_at_depth_keeps_a_filled_cache_where_it_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    contestants, places = module("harness.contestants", monkeypatch), module("harness.places", monkeypatch)
+    (at_4096, at_8192) = module("harness.measures", monkeypatch).measures_of("depth", (4096, 8192))
+    tools = tmp_path / "peers" / "llama.cpp-build" / "bin"
+    tools.mkdir(parents=True)
+    for name in ("llama-bench", "llama-batched-bench"):
+        (tools / name).write_text(FAKE_LLAMA_BENCH)
+        (tools / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    contestant = contestants.LlamaCppContestant(places.Places(tmp_path), "q8_0", 2)
+    events: list[str] = []
+
+    def measure(wanted: Any) -> list[float]:
+        values: list[float] = contestant.measure(wanted, 2, lambda: events.append("prepared"))
+        return values
+
+    assert measure(at_4096) == [1.5, 2.5] and contestant.version() == "build 2"  # all repeats in one command
+    (tools / "llama-depth").write_text(FAKE_LLAMA_DEPTH)
+    (tools / "llama-depth").chmod(0o755)
+    try:
+        assert [measure(at_4096), measure(at_4096), measure(at_8192)] == [[4096.0], [4096.0], [8192.0]]
+        assert contestant.version() == "build 1"
+    finally:
+        contestant.close()
+    assert len(events) == 4
+    started = (tmp_path / "started").read_text().splitlines()
+    assert [line.split()[-3:] for line in started] == [["2", "4096", "8"], ["2", "8192", "8"]]
+
+
+def test_every_sample_of_a_group_has_rates_beside_it(
+    report_module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Contestant:
+        program, name, weights, kv_dtype, slow = "Windlass", "Windlass int8", "int8", "auto", False
+
+        def version(self) -> str:
+            return "7"
+
+        def measure(self, measure: Any, repeats: int, prepared: Any) -> list[float]:
+            prepared()
+            return [20.0, 24.0] if measure.streams == 8 else [10.0]  # the one as a command that repeats by itself
+
+    peers, measures = module("peers", monkeypatch), module("harness.measures", monkeypatch)
+    run = peers.Run(peers.parse_arguments(["--work", str(tmp_path), "--rounds", "2", "--max-foreign", "1"]))
+    machine = object.__new__(module("harness.rates", monkeypatch).Rates)
+    rates = iter(float(value) for value in range(30, 50))
+    monkeypatch.setattr(machine, "now", lambda name: next(rates))
+    run.__dict__["_machine"] = machine
+    for measure in measures.measures_of("decode", ()):
+        run._measure(measure, [Contestant()])
+    one, eight = run.results
+    assert one["samples"] == [10.0, 10.0] and one["rates"] == {"read_gb_s": [(30.0, 31.0), (32.0, 33.0)]}
+    assert eight["samples"] == [20.0, 24.0] and eight["rates"] == {"read_gb_s": [(34.0, 35.0), (34.0, 35.0)]}
+    assert one["share"] > 0 and one["bound"] == pytest.approx(31.5e9 / run.shape.weight_bytes("int8"))
+    report_module._check_rates(json.loads(json.dumps(one)))
 
 
 def test_slow_contestants_take_part_when_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

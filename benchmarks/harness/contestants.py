@@ -5,11 +5,12 @@ A contestant that lacks something says so with WorkerError when it starts; nothi
 
 from __future__ import annotations
 
-import abc
 import json
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from harness.worker import Worker, WorkerError
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 STARTUP_KV_BYTES = 512 << 20
+Prepared = Callable[[], None]
 
 
 class Contestant(Protocol):
@@ -28,7 +30,8 @@ class Contestant(Protocol):
 
     slow: takes so long to start that it takes part only when it is named.
 
-    measure returns up to `repeats` samples in tokens per second; more than one where repeating costs extra.
+    measure returns up to `repeats` samples in tokens per second; more than one where repeating costs extra. It calls
+    `prepared` when only the timed part remains, or before its command where it cannot be held there.
     startup returns seconds until ready and peak bytes, or None where the program has no such thing.
     """
 
@@ -40,18 +43,18 @@ class Contestant(Protocol):
 
     def start(self) -> None: ...
     def version(self) -> str: ...
-    def measure(self, measure: Measure, repeats: int) -> list[float]: ...
+    def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]: ...
     def startup(self) -> tuple[float, int] | None: ...
     def close(self) -> None: ...
 
 
-class _InWorker(abc.ABC):
+class _InWorker(ABC):
     """A contestant that answers in a worker process of its own."""
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
 
-    @abc.abstractmethod
+    @abstractmethod
     def _launch(self) -> Worker:
         """A worker that has loaded the model. Raises WorkerError where it cannot be had."""
 
@@ -61,8 +64,8 @@ class _InWorker(abc.ABC):
     def version(self) -> str:
         return str(self._started().info["version"])
 
-    def measure(self, measure: Measure, repeats: int) -> list[float]:
-        return self._started().measure(measure.to_dict())
+    def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]:
+        return self._started().measure(measure.to_dict(), prepared)
 
     def startup(self) -> tuple[float, int] | None:
         from harness.machine import peak_memory
@@ -159,7 +162,10 @@ class OpenVINOContestant(_InWorker):
 
 
 class LlamaCppContestant:
-    """llama-bench and llama-batched-bench, one command per measure; the file is read again each time, outside the clock."""
+    """llama-bench and llama-batched-bench, one command per measure; the file is read again each time, outside the clock.
+
+    At depth llama-depth in a worker where it is built, since llama-bench computes what it fills the cache with.
+    """
 
     program = "llama.cpp"
     slow = False
@@ -169,6 +175,7 @@ class LlamaCppContestant:
         self.name, self.weights = f"llama.cpp {weights.upper()}", weights
         self._places, self._threads = places, threads
         self._version = "unknown"
+        self._deep: tuple[Measure, Worker] | None = None  # one cache is filled at a time
 
     def start(self) -> None:
         for tool in ("llama-bench", "llama-batched-bench"):
@@ -180,8 +187,12 @@ class LlamaCppContestant:
     def version(self) -> str:
         return self._version
 
-    def measure(self, measure: Measure, repeats: int) -> list[float]:
+    def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]:
         model = self._places.gguf(self.weights)
+        if measure.kind == "depth" and (deep := self._filled(measure)):
+            self._version = str(deep.info["version"])
+            return deep.measure(measure.to_dict(), prepared)
+        prepared()
         if measure.streams > 1:
             tool = self._tool("llama-batched-bench")
             command = llama_cpp.batched_bench_command(tool, model, measure, self._threads)
@@ -197,7 +208,20 @@ class LlamaCppContestant:
         return None
 
     def close(self) -> None:
-        pass
+        if self._deep:
+            self._deep[1].close()
+            self._deep = None
+
+    def _filled(self, measure: Measure) -> Worker | None:
+        """The worker with the cache for `measure`; None where llama-depth is not built."""
+        tool = self._places.llama_tool("llama-depth")
+        if tool is None:
+            return None
+        if self._deep is None or self._deep[0] != measure:
+            self.close()
+            command = llama_cpp.depth_command(tool, self._places.gguf(self.weights), measure, self._threads)
+            self._deep = (measure, Worker(command, log=_log(self._places, self.name)))
+        return self._deep[1]
 
     def _tool(self, name: str) -> Path:
         tool = self._places.llama_tool(name)

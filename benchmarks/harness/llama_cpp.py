@@ -1,4 +1,4 @@
-"""llama.cpp by its own tools: the commands to run and how to read what they print. Starts nothing itself."""
+"""llama.cpp by its own tools and llama_depth.cpp: the commands to run and how to read what they print. Starts nothing itself."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ def bench_command(tool: Path, model: Path, measure: Measure, threads: int, repea
     if measure.kind == "depth":
         command += ["-d", str(measure.prompt), "-ctk", "q8_0", "-ctv", "q8_0", "-fa", "1"]
     return command
+
+
+def depth_command(tool: Path, model: Path, measure: Measure, threads: int) -> list[str]:
+    """Our llama-depth (llama_depth.cpp), a worker that fills its cache instead of computing it."""
+    return [str(tool), str(model), str(threads), str(measure.prompt), str(measure.steps)]
 
 
 def batched_bench_command(tool: Path, model: Path, measure: Measure, threads: int) -> list[str]:

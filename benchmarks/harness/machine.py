@@ -1,7 +1,4 @@
-"""What this machine is, what it can do, and whether somebody else is using it.
-
-Rates are measured with torch, imported only when they are asked for. The share of foreign work needs Linux's /proc.
-"""
+"""What this machine is, and whether somebody else is using it. The share of foreign work needs Linux's /proc."""
 
 from __future__ import annotations
 
@@ -12,10 +9,7 @@ import time
 from collections import abc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -34,53 +28,6 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
     }
-
-
-def measure_rates(threads: int, repeats: int = 5) -> dict[str, list[float]]:
-    """Samples of what bounds everything else: read and copy bandwidth in GB/s (copies count twice), float32 products in Gflop/s.
-
-    Read: the sum of 1 GiB of float32 in huge pages. Copy: half of it to elsewhere. Product: two square matrices of 2,048.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        data, target = readable(1 << 30), readable(1 << 29)
-        a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
-        work: dict[str, tuple[abc.Callable[[], Any], float]] = {
-            "read_gb_s": (data.sum, data.nbytes / 1e9),
-            "copy_gb_s": (lambda: target.copy_(data[: target.numel()]), 2 * target.nbytes / 1e9),
-            "fp32_gflop_s": (lambda: a @ b, 2 * 2048**3 / 1e9),
-        }
-        samples: dict[str, list[float]] = {}
-        for name, (run, amount) in work.items():
-            run()
-            samples[name] = [amount / _seconds(run) for _ in range(repeats)]
-        return samples
-    finally:
-        torch.set_num_threads(before)
-
-
-def readable(nbytes: int) -> Tensor:
-    """float32 ones whose `sum` reads memory about as fast as this machine can, if they are larger than its caches.
-
-    In huge pages, as the weights and the cache of a server lie: with pages of 4 KiB the same sum measures how fast page
-    tables are walked, and stays below what the kernels read at.
-    """
-    import torch
-
-    from windlass.engine.huge_pages import advise_huge_pages
-
-    numbers = torch.empty(nbytes // 4, dtype=torch.float32)
-    advise_huge_pages(numbers)
-    return numbers.fill_(1.0)
-
-
-def _seconds(run: abc.Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import abc
 from typing import Any
 
 import numpy as np
@@ -33,15 +34,18 @@ class OpenVINOHandler:
         self._kept: tuple[int, Any] | None = None  # (prompt length, handle) of a request that stays between measures
         self._warm = False  # the first run compiles; whoever asks only for the start-up shall not wait for it
 
-    def measure(self, request: dict[str, Any]) -> list[float]:
+    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]:
         kind, prompt, streams, steps = (request[name] for name in ("kind", "prompt", "streams", "steps"))
         if not self._warm:
             self.prefill(64)
             self._warm = True
         if kind == "depth":
-            return [self.depth(prompt, steps)]
+            return [self.depth(prompt, steps, prepared)]
         self._drop_kept()
-        return [self.prefill(prompt) if kind == "prefill" else self.decode(streams, prompt, steps)]
+        if kind == "prefill":
+            prepared()
+            return [self.prefill(prompt)]
+        return [self.decode(streams, prompt, steps, prepared)]
 
     def prefill(self, length: int) -> float:
         start = time.perf_counter()
@@ -52,23 +56,23 @@ class OpenVINOHandler:
         self._finish()
         return length / seconds
 
-    def decode(self, streams: int, prompt: int, steps: int) -> float:
+    def decode(self, streams: int, prompt: int, steps: int, prepared: abc.Callable[[], None]) -> float:
         handles = [self._add(prompt, steps + 16) for _ in range(streams)]
         self._step_until_all_decode(handles)
-        value = self._timed_steps(handles, steps)
+        value = self._timed_steps(handles, steps, prepared)
         for handle in handles:
             handle.cancel()
         self._finish()
         return value
 
-    def depth(self, prompt: int, steps: int) -> float:
+    def depth(self, prompt: int, steps: int, prepared: abc.Callable[[], None]) -> float:
         """One stream beside `prompt` tokens. The prompt is computed once and the stream goes on at the next call."""
         if self._kept is None or self._kept[0] != prompt:
             self._drop_kept()
             handle = self._add(prompt, 4096)
             self._step_until_all_decode([handle])
             self._kept = (prompt, handle)
-        return self._timed_steps([self._kept[1]], steps)
+        return self._timed_steps([self._kept[1]], steps, prepared)
 
     def _add(self, length: int, max_tokens: int) -> Any:
         self._count += 1
@@ -80,10 +84,11 @@ class OpenVINOHandler:
         for handle in handles:
             while not handle.can_read():
                 self.pipe.step()
+
+    def _timed_steps(self, handles: list[Any], steps: int, prepared: abc.Callable[[], None]) -> float:
+        prepared()
         self.pipe.step()
         self._read_all(handles)
-
-    def _timed_steps(self, handles: list[Any], steps: int) -> float:
         start = time.perf_counter()
         for _ in range(steps):
             self.pipe.step()

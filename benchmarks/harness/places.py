@@ -43,7 +43,7 @@ class Places:
         return _existing(self.work / "peers" / "vllm" / "bin" / "python")
 
     def llama_tool(self, name: str) -> Path | None:
-        """llama-bench, llama-batched-bench or llama-quantize."""
+        """llama-bench, llama-batched-bench, llama-quantize or our llama-depth."""
         return _existing(self.work / "peers" / "llama.cpp-build" / "bin" / name)
 
     @property

@@ -1,7 +1,9 @@
 """What a run leaves behind: plain data, its statistics, its ratios against the goals, and a table to read.
 
 Knows no program and starts none. A report is {"schema": 1, "model": …, "runs": [run, …]}; runs are parts measured at
-different times, each with its own machine rates, so a ratio never crosses two of them.
+different times, each with its own machine rates, so a ratio never crosses two of them. A result's `rates` are what the
+machine could do right before and right after each sample; its bound and share follow from them (older reports have a
+bound from the run's rates, and no share).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import statistics
 from collections import abc
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from harness.shape import ModelShape
 
@@ -59,15 +61,13 @@ def percentile(values: abc.Sequence[float], percent: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
+def rate_of_kind(kind: str) -> Literal["read_gb_s", "fp32_gflop_s"]:
+    """What is measured beside each sample of a kind: what bounds it, or for prompts what their attention is held against."""
+    return "fp32_gflop_s" if kind == "prefill" else "read_gb_s"
+
+
 def bound_of(
-    shape: ModelShape,
-    measure: str,
-    kind: str,
-    streams: int,
-    prompt: int,
-    weights: str,
-    kv_dtype: str,
-    rates: dict[str, Any],
+    shape: ModelShape, kind: str, streams: int, prompt: int, weights: str, kv_dtype: str, read_gb_s: float
 ) -> tuple[float, str] | None:
     """Tokens per second the memory allows a decode step, and why; None for a prompt, whose products are not float32 only.
 
@@ -75,14 +75,41 @@ def bound_of(
     """
     if kind not in ("decode", "depth"):
         return None
-    bandwidth = rates["read_gb_s"]["median"] * 1e9
     read = shape.weight_bytes(weights)
     reason = "weights"
     if kind == "depth":
         cached = {"u8": "int8", "auto": "float32"}.get(kv_dtype, "int8" if "q8_0" in kv_dtype else kv_dtype)
         read += prompt * shape.kv_bytes_per_token(cached)
         reason = f"weights and {cached} KV"
-    return streams * bandwidth / read, f"{reason} at the measured read bandwidth"
+    return streams * read_gb_s * 1e9 / read, f"{reason} at the read bandwidth beside each sample"
+
+
+def add_bound(result: dict[str, Any], shape: ModelShape) -> None:
+    """Give a result its `bound` and `share`, if its kind has any: the medians over its samples, each beside its own rate."""
+    numbers = (result["kind"], result["streams"], result["prompt"], result["weights"], result["kv_dtype"])
+    per_gb_s = bound_of(shape, *numbers, 1.0)
+    if per_gb_s:
+        rates = rates_beside(result, "read_gb_s")
+        result["bound"], result["bound_reason"] = statistics.median(rates) * per_gb_s[0], per_gb_s[1]
+        result["share"] = _share(result["samples"], rates, result["bound"])
+
+
+def rates_beside(result: dict[str, Any], name: str) -> list[float]:
+    """The rate beside each sample: the mean of right before and right after it."""
+    return [statistics.mean(pair) for pair in result["rates"][name]]
+
+
+def share_of(result: dict[str, Any]) -> float | None:
+    """A result's share of its bound, None where it has none. In older reports the median over the run's bound."""
+    if not result.get("bound"):
+        return None
+    return float(result.get("share") or result["median"] / result["bound"])
+
+
+def _share(samples: list[float], rates: list[float], bound: float) -> float:
+    """The median of each sample over its own bound, which is to `bound` as its rate is to the median rate."""
+    middle = statistics.median(rates)
+    return statistics.median(sample / (bound * rate / middle) for sample, rate in zip(samples, rates, strict=True))
 
 
 def ratios(run: dict[str, Any], goals: abc.Iterable[Goal] = GOALS) -> list[dict[str, Any]]:
@@ -92,12 +119,11 @@ def ratios(run: dict[str, Any], goals: abc.Iterable[Goal] = GOALS) -> list[dict[
     for goal in goals:
         ours = by_name.get((goal.measure, goal.contestant))
         theirs = by_name.get((goal.measure, goal.over))
-        if ours is None:
-            continue
-        if goal.over == "bound":
-            value = ours["median"] / ours["bound"] if ours.get("bound") else None
-        else:
-            value = ours["median"] / theirs["median"] if theirs else None
+        value = None
+        if ours and goal.over == "bound":
+            value = share_of(ours)
+        elif ours and theirs:
+            value = ours["median"] / theirs["median"]
         if value is not None:
             found.append(
                 {
@@ -139,6 +165,19 @@ def check(report: dict[str, Any]) -> None:
                 raise ValueError(
                     f"{result['contestant']}, {result['measure']}: median, min or max is not that of the samples"
                 )
+            _check_rates(result)
+
+
+def _check_rates(result: dict[str, Any]) -> None:
+    """A pair of rates for each sample, and the share that follows from them, in results that hold any."""
+    what = f"{result['contestant']}, {result['measure']}"
+    for name, pairs in result.get("rates", {}).items():
+        if len(pairs) != len(result["samples"]) or not all(len(pair) == 2 and min(pair) > 0 for pair in pairs):
+            raise ValueError(f"{what}: {name} is not two rates for each sample")
+    if "share" in result:
+        rates = rates_beside(result, "read_gb_s")
+        if not math.isclose(result["share"], _share(result["samples"], rates, result["bound"])):
+            raise ValueError(f"{what}: share is not that of the samples")
 
 
 def _require(mapping: dict[str, Any], keys: abc.Iterable[str], what: str) -> None:
@@ -176,15 +215,21 @@ def table(run: dict[str, Any]) -> str:
             )
         ),
         "",
-        "| measure | contestant | median | min–max | of the bound | others' share of the machine |",
-        "|---|---|---|---|---|---|",
+        "| measure | contestant | median | min–max | of the bound | rate beside it | others' share of the machine |",
+        "|---|---|---|---|---|---|---|",
     ]
     for result in run["results"]:
-        bound = result.get("bound")
-        share = f"{result['median'] / bound:.0%} of {three_digits(bound)}" if bound else "–"
+        share = share_of(result)
+        bounded = f"{share:.0%} of {three_digits(result['bound'])}" if share else "–"
+        beside = (
+            f"{three_digits(statistics.median(rates_beside(result, name)))} {unit}"
+            for name, unit in (("read_gb_s", "GB/s"), ("fp32_gflop_s", "Gflop/s"))
+            if name in result.get("rates", {})
+        )
         lines.append(
             f"| {result['measure']} | {result['contestant']} | {three_digits(result['median'])} {result['unit']} | "
-            f"{three_digits(result['min'])}–{three_digits(result['max'])} | {share} | {max(result['foreign'] or [0]):.0%} |"
+            f"{three_digits(result['min'])}–{three_digits(result['max'])} | {bounded} | {', '.join(beside) or '–'} | "
+            f"{max(result['foreign'] or [0]):.0%} |"
         )
     if run.get("ratios"):
         lines += ["", "| measure | ratio | | goal |", "|---|---|---|---|"]

@@ -12,6 +12,7 @@ import json
 import random
 import sys
 import time
+from collections import abc
 from typing import Any
 
 import vllm
@@ -38,14 +39,17 @@ class VLLMHandler:
         self._vocab = options.get("vocab", 32000)
         self._warm = False  # whoever asks only for the start-up shall not wait for it
 
-    def measure(self, request: dict[str, Any]) -> list[float]:
+    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]:
         kind, prompt, streams, steps = (request[name] for name in ("kind", "prompt", "streams", "steps"))
         if not self._warm:
             self.prefill(64)
             self._warm = True
         if kind == "depth":
             raise ValueError("not measured at depth")
-        return [self.prefill(prompt) if kind == "prefill" else self.decode(streams, prompt, steps)]
+        if kind == "prefill":
+            prepared()
+            return [self.prefill(prompt)]
+        return [self.decode(streams, prompt, steps, prepared)]
 
     def prefill(self, length: int) -> float:
         start = time.perf_counter()
@@ -54,12 +58,13 @@ class VLLMHandler:
             self.engine.step()
         return length / (time.perf_counter() - start)
 
-    def decode(self, streams: int, prompt: int, steps: int) -> float:
+    def decode(self, streams: int, prompt: int, steps: int, prepared: abc.Callable[[], None]) -> float:
         """Tokens per second of all streams."""
         ids = [self._add(prompt, 4 * steps + 64) for _ in range(streams)]
         waiting = set(ids)
         while waiting:
             waiting -= set(self._step())
+        prepared()
         self._step()
         start = time.perf_counter()
         tokens = 0

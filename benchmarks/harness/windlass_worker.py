@@ -10,6 +10,7 @@ import json
 import random
 import sys
 import time
+from collections import abc
 from typing import Any
 
 import torch
@@ -47,11 +48,12 @@ class WindlassHandler:
         }
         self._run_to_end(self.add(64, 4))
 
-    def measure(self, request: dict[str, Any]) -> list[float]:
+    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]:
         kind, prompt, streams, steps = (request[name] for name in ("kind", "prompt", "streams", "steps"))
         if kind == "prefill":
+            prepared()
             return [self.prefill(prompt)]
-        return [self.decode(streams, prompt, steps, filled=kind == "depth")]
+        return [self.decode(streams, prompt, steps, prepared, filled=kind == "depth")]
 
     def add(self, length: int, max_tokens: int) -> str:
         """Queue a request of `length` random tokens."""
@@ -66,7 +68,7 @@ class WindlassHandler:
         self._run_to_end(self.add(length, 1))
         return length / (time.perf_counter() - start)
 
-    def decode(self, streams: int, prompt: int, steps: int, *, filled: bool) -> float:
+    def decode(self, streams: int, prompt: int, steps: int, prepared: abc.Callable[[], None], *, filled: bool) -> float:
         """Tokens per second of all streams. filled: the cache holds random numbers instead of a computed prompt."""
         ids = [self.add(prompt, steps + 8) for _ in range(streams)]
         if filled:
@@ -74,6 +76,7 @@ class WindlassHandler:
         waiting = set(ids)
         while waiting:
             waiting -= {output.request_id for output in self.core.step() if output.token_ids}
+        prepared()
         self.core.step()
         seconds = tokens = 0
         for _ in range(steps):

@@ -1,5 +1,6 @@
 """A contestant that lives in a process of its own: one JSON line asks for a measure, one JSON line answers.
 
+Between the two the far end says when only the timed part remains, and waits until the near end wants it to go on.
 Both ends are here. It needs nothing but the standard library, since the far end runs in the peers' environments.
 Whatever else the far end prints goes to its standard error, and from there to a log file.
 """
@@ -22,11 +23,11 @@ class WorkerError(Exception):
 
 
 class Handler(Protocol):
-    """The far end: `info` once it has loaded, then one result per request."""
+    """The far end: `info` once it has loaded, then one result per request. It calls `prepared` right before it times."""
 
     info: dict[str, Any]
 
-    def measure(self, request: dict[str, Any]) -> list[float]: ...
+    def measure(self, request: dict[str, Any], prepared: abc.Callable[[], None]) -> list[float]: ...
 
 
 def serve(make: abc.Callable[[], Handler]) -> None:
@@ -39,9 +40,14 @@ def serve(make: abc.Callable[[], Handler]) -> None:
     except Exception as error:
         print(json.dumps({"ready": False, "reason": f"{type(error).__name__}: {error}"}), file=answers)
         return
+
+    def prepared() -> None:
+        print(json.dumps({"prepared": True}), file=answers)
+        sys.stdin.readline()
+
     for line in sys.stdin:
         try:
-            print(json.dumps({"values": handler.measure(json.loads(line))}), file=answers)
+            print(json.dumps({"values": handler.measure(json.loads(line), prepared)}), file=answers)
         except Exception as error:  # the near end decides what to do about it
             print(json.dumps({"reason": f"{type(error).__name__}: {error}"}), file=answers)
 
@@ -72,14 +78,16 @@ class Worker:
         self.ready_seconds = time.perf_counter() - started
         self.info: dict[str, Any] = answer["info"]
 
-    def measure(self, request: dict[str, Any], timeout: float = 3600.0) -> list[float]:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise WorkerError(f"the process has ended: see {self.log}") from None
+    def measure(
+        self, request: dict[str, Any], prepared: abc.Callable[[], None] = lambda: None, timeout: float = 3600.0
+    ) -> list[float]:
+        """One result per value. `prepared` runs while the far end waits with all but the timed part done."""
+        self._write(request)
         answer = self._read(timeout)
+        if answer.get("prepared"):
+            prepared()
+            self._write({})
+            answer = self._read(timeout)
         if "values" not in answer:
             raise WorkerError(str(answer.get("reason", answer)))
         return [float(value) for value in answer["values"]]
@@ -95,6 +103,14 @@ class Worker:
             self.process.wait()
         if self.process.stdout:
             self.process.stdout.close()
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise WorkerError(f"the process has ended: see {self.log}") from None
 
     def _read(self, seconds: float) -> dict[str, Any]:
         assert self.process.stdout is not None

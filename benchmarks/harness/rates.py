@@ -1,0 +1,96 @@
+"""What the machine can do: how fast it reads, copies and multiplies, over a run and beside a single sample."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import abc
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from windlass.engine.huge_pages import advise_huge_pages
+
+_Value = TypeVar("_Value")
+_Work = tuple[abc.Callable[[], object], float]  # what to run, and how much of the rate's unit one run is
+
+
+class Rates:
+    """Rates with `threads` threads: read and copy bandwidth in GB/s (copies count twice), float32 products in Gflop/s.
+
+    Read: the sum of 1 GiB of float32 in huge pages. Copy: half of it to elsewhere. Product: two square matrices of 2,048.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._data = data = readable(1 << 30)
+        a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+        self._works: dict[str, _Work] = {
+            "read_gb_s": (data.sum, data.nbytes / 1e9),
+            "fp32_gflop_s": (lambda: a @ b, 2 * 2048**3 / 1e9),
+        }
+
+    def samples(self, repeats: int = 5) -> dict[str, list[float]]:
+        """`repeats` samples of each: read_gb_s, copy_gb_s, fp32_gflop_s."""
+        target = readable(self._data.nbytes // 2)
+        source = self._data[: target.numel()]
+        copy: _Work = (lambda: target.copy_(source), 2 * target.nbytes / 1e9)
+        found: dict[str, list[float]] = {}
+        with _torch_threads(self._threads):
+            for name, (run, amount) in {**self._works, "copy_gb_s": copy}.items():
+                run()
+                found[name] = [amount / _seconds(run) for _ in range(repeats)]
+        return found
+
+    def now(self, name: str, seconds: float = 0.2) -> float:
+        """The rate over the next `seconds`; name: read_gb_s or fp32_gflop_s."""
+        run, amount = self._works[name]
+        with _torch_threads(self._threads):
+            run()  # wakes the threads
+            passed, runs = 0.0, 0
+            while passed < seconds:
+                passed += _seconds(run)
+                runs += 1
+        return runs * amount / passed
+
+    def beside(
+        self, name: str, work: abc.Callable[[abc.Callable[[], None]], _Value]
+    ) -> tuple[_Value, tuple[float, float]]:
+        """(what `work` returns, the rate right before and right after it).
+
+        `work` gets a function to call when all is prepared and only what is timed remains: the first rate is taken then.
+        ValueError if it never calls it.
+        """
+        before: list[float] = []
+        value = work(lambda: before.append(self.now(name)))
+        if not before:
+            raise ValueError("nobody said when all was prepared")
+        return value, (before[-1], self.now(name))
+
+
+def readable(nbytes: int) -> Tensor:
+    """float32 ones whose `sum` reads memory about as fast as this machine can, if they are larger than its caches.
+
+    In huge pages, as the weights and the cache of a server lie: with pages of 4 KiB the same sum measures how fast page
+    tables are walked, and stays below what the kernels read at.
+    """
+    numbers = torch.empty(nbytes // 4, dtype=torch.float32)
+    advise_huge_pages(numbers)
+    return numbers.fill_(1.0)
+
+
+@contextlib.contextmanager
+def _torch_threads(count: int) -> abc.Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _seconds(run: abc.Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
