@@ -1,12 +1,13 @@
 """Decode steps by repetition: the compiled calls of an earlier step of as many rows, made again on the same memory.
 
-Responsible for the memory those steps share and for when a recording may stand for a step. A step of a small model is
-dozens of short kernels; without this, Python around them takes longer than they do. What a step computes does not
+Responsible for the memory those steps share and for when a recording may stand for a step. A step is hundreds of short
+kernels; for a small model Python around them would take longer than they do. What a step computes does not
 change: the same functions run with the same operands in the same order. It knows nothing of requests.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 
@@ -20,14 +21,15 @@ from windlass.kernels import PackedWeight, cpu
 
 _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
 
-# Activations of a recording are kept for every layer: a bound, and with it a bound on models that are worth it.
-_MAX_BYTES = 8 << 20
+# For what a step has alive at once: one layer's activations and the logits, whatever the number of layers. Pages that no
+# step needed are never touched.
+_ARENA_BYTES = 64 << 20
 _MAX_PLANS = 8  # under speculation a single stream comes with 1 to 1 + k rows
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What steps of one shape share. recording: None until two steps have been recorded and agree.
+    """What steps of one shape share. confirmed: two steps have been recorded and agree. obstacle: what keeps them from it.
 
     x: the first layer's input, None where gathering it is among the recorded calls.
     """
@@ -36,28 +38,22 @@ class _Plan:
     x: Tensor | None
     recording: cpu.Recording | None = None
     confirmed: bool = False
+    obstacle: str | None = None
     hidden: Tensor | None = None
     logits: Tensor | None = None
 
 
 class DecodeReplay:
-    """obstacle: why this model's steps cannot be repeated, None while nothing is known against it."""
+    """max_rows: steps of more are not repeated. obstacle: what set that bound, None while nothing is known against any."""
 
     def __init__(self, decoder: Decoder, cache: KVStorage) -> None:
         self._decoder, self._cache = decoder, cache
         self._plans: OrderedDict[tuple[int, int, bool], _Plan | None] = OrderedDict()
+        self._arena = cpu.Arena(_ARENA_BYTES)  # of all plans: steps come one after the other
         self.obstacle = cpu.unavailable_reason()
         if decoder.device.type != "cpu":
             self.obstacle = f"the model is on {decoder.device}"
-        layers = decoder.spec.layers
-        # Per row and layer: qkv, attended, and what follows; a generous estimate.
-        widths = [
-            3 * (x.attention.num_heads + 2 * x.attention.num_kv_heads) * x.attention.head_dim
-            + 4 * decoder.spec.hidden_size
-            + 3 * x.intermediate_size
-            for x in layers
-        ]
-        self._max_rows = _MAX_BYTES // (4 * (sum(widths) + decoder.spec.vocab_size))
+        self.max_rows = sys.maxsize if self.obstacle is None else 0
         spec = decoder.spec
         self._embeds_in_kernels = spec.temperature is None and not isinstance(decoder.embedding, PackedWeight)
         self.num_repeated = 0
@@ -65,11 +61,11 @@ class DecodeReplay:
     def run(self, batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
         """Normed hidden states [T, hidden] and logits [T, V] of a batch of single tokens, overwritten by the next step.
 
-        None where the caller has to run the step itself: other batches, shapes seen for the first time, and always
-        where `obstacle` is set.
+        None where the caller has to run the step itself: other batches, shapes seen for the first time, and more rows than
+        `max_rows`.
         """
         rows = batch.input_ids.shape[0]
-        if self.obstacle is not None or rows != batch.seq_lens.shape[0] or rows > self._max_rows:
+        if rows > self.max_rows or rows != batch.seq_lens.shape[0]:
             return None
         width = max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
         key = (rows, width, self._decoder.deterministic)
@@ -91,22 +87,23 @@ class DecodeReplay:
                 self.num_repeated += 1
                 return plan.hidden, plan.logits
             _fill(plan, batch, x)  # the call that failed raises again below, with a message
-        return self._record(plan)
+        found = self._record(plan)
+        if plan.obstacle is not None:  # fewer rows may still do: they need less memory, and kernels that suit few
+            self.max_rows, self.obstacle = rows - 1, plan.obstacle
+            del self._plans[key]
+        return found
 
     def _record(self, plan: _Plan) -> tuple[Tensor, Tensor]:
-        with cpu.record() as recording:
+        with cpu.record(self._arena) as recording:
             x = self._decoder.embed(plan.batch)[0] if plan.x is None else plan.x
             hidden = self._decoder.run_layers(x, plan.batch, self._cache)
             logits = self._decoder.logits(hidden)
         earlier, plan.recording, plan.hidden, plan.logits = plan.recording, recording, hidden, logits
-        if earlier is not None:
+        plan.obstacle = recording.obstacle
+        if earlier is not None and plan.obstacle is None:
             plan.confirmed = earlier.same_values(recording)
             if not plan.confirmed:
-                self.obstacle = "the calls of two steps differ in more than what their tensors hold"
-        if recording.obstacle is not None:
-            self.obstacle = recording.obstacle
-        if self.obstacle is not None:
-            self._plans.clear()
+                plan.obstacle = "the calls of two steps differ in more than what their tensors hold"
         return hidden, logits
 
 

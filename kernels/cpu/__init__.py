@@ -5,6 +5,7 @@
 `windlass.kernels.dispatch`'s business.
 """
 
+from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.cpu.attention import attention_refusal, paged_attention_decode, paged_attention_prefill
 from windlass.kernels.cpu.library import Library, load, runnable, unavailable_reason
 from windlass.kernels.cpu.linear import linear_refusal, linear_small, linear_widened, prefers
@@ -27,6 +28,7 @@ from windlass.kernels.cpu.rotary import (
 from windlass.kernels.cpu.sampling import Draw, draw_tokens, drawing_memory, token_logprobs
 
 __all__ = [
+    "Arena",
     "Draw",
     "Library",
     "Recording",

@@ -3,7 +3,10 @@
 Around a small kernel Python spends several times what the kernel takes: choosing it, checking operands, allocating its
 result. Where the same tensors come back step after step, all of that gives the same answers, and only the calls remain.
 What makes a repetition right is checked while recording: nothing but calls that depend on memory alone, and no torch
-operation that computes. The tensors that were made meanwhile are kept, since later calls read and write them.
+operation that computes. Tensors that are made meanwhile lie in an arena, where a later one takes the place of one that
+is gone. That is right whenever it is right without recording: then too memory goes to the next tensor as soon as nothing
+in Python names the last one, so every call reads what an earlier call left for it, and a repetition makes the same calls
+in the same order.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from windlass.kernels.cpu.arena import Arena, ArenaTensors
 from windlass.kernels.cpu.library import SIGNATURES, Function, Library, load, recording_thread
 
 # Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
@@ -32,12 +37,12 @@ _REPEATABLE = (
     "paged_attention_decode",
     "embed_rows",
 )
-# Torch operations that only allocate, or name the same memory again.
+_EMPTY = "aten::empty.memory_format"
+# Torch operations that name the same memory again.
 _HARMLESS = frozenset(
     {
         "aten::alias",
         "aten::detach",
-        "aten::empty.memory_format",
         "aten::expand",
         "aten::select.int",
         "aten::slice.Tensor",
@@ -51,11 +56,12 @@ _OFTEN_HARMLESS = frozenset({"aten::to.dtype", "aten::reshape", "aten::contiguou
 
 @dataclass(slots=True)
 class Recording:
-    """The calls in order, and the tensors they need. obstacle: why they cannot be repeated, None if they can."""
+    """The calls in order, and the memory they need. obstacle: why they cannot be repeated, None if they can."""
 
     library: Library
+    arena: Arena
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
+    num_bytes: int = 0  # of the arena, from its start
     obstacle: str | None = None
     _packed: tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]] | None = None  # calls, their arguments
 
@@ -91,15 +97,21 @@ class Recording:
 
 
 @contextmanager
-def record() -> Iterator[Recording]:
-    """Record what this thread calls, which runs as ever. Raises KernelsUnavailableError."""
-    recording = Recording(load())
+def record(arena: Arena) -> Iterator[Recording]:
+    """Record what this thread calls, which runs as ever. Raises KernelsUnavailableError.
+
+    Tensors that are there before have to outlive the recording where they are. Those made meanwhile hold what was written
+    to them until something else is recorded in the same arena, or repeated there.
+    """
+    recording = Recording(load(), arena)
+    tensors = ArenaTensors(arena)
     recording_thread.library = _recorder(recording.library, recording)
     try:
-        with _Watch(recording):
+        with _Watch(recording, tensors):
             yield recording
     finally:
         recording_thread.library = None
+        recording.num_bytes = tensors.peak
 
 
 def _recorder(library: Library, recording: Recording) -> Library:
@@ -118,17 +130,31 @@ def _recorded(name: str, function: Function, recording: Recording) -> Function:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps the tensors that are made, and notes operations that are more than bookkeeping."""
+    """Has tensors made in the arena, and notes operations that are more than bookkeeping."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, tensors: ArenaTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recording = recording
+        self._recording, self._tensors = recording, tensors
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result, name = func(*args, **(kwargs or {})), func.name()
+        if name == _EMPTY:
+            return self._place(result)
         # These return their operand's own memory where there is nothing to do.
-        same = func.name() in _OFTEN_HARMLESS and result.data_ptr() == args[0].data_ptr()
-        if func.name() not in _HARMLESS and not same:
-            self._recording.obstacle = f"{func.name()} computes outside the compiled kernels"
-        self._recording.tensors += [result] if isinstance(result, Tensor) else list(result)
+        same = name in _OFTEN_HARMLESS and result.data_ptr() == args[0].data_ptr()
+        if name not in _HARMLESS and not same:
+            self._recording.obstacle = f"{name} computes outside the compiled kernels"
         return result
+
+    def _place(self, made: Tensor) -> Tensor:
+        """In the arena what torch has just made elsewhere, as yet untouched; itself where that is no place for it."""
+        if not made.numel():
+            return made  # no call reads or writes there
+        placed = None
+        if made.layout == torch.strided and made.is_cpu and made.is_contiguous():
+            placed = self._tensors.empty(made.shape, made.dtype)
+        if placed is None:
+            size = f"{made.numel() * made.itemsize} bytes on {made.device}"
+            self._recording.obstacle = f"an arena of {self._recording.arena.capacity} bytes has no place for {size}"
+            return made
+        return placed

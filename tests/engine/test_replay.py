@@ -11,7 +11,9 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
 from windlass.engine.core import EngineCore
+from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.schedule import SchedulerOutput, StepResult
 from windlass.kernels import cpu
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels nothing repeats")
@@ -22,7 +24,7 @@ LINEAR = RopeScaling.from_dict({"rope_type": "linear", "factor": 3.0})
 def work(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
     """Streams of several lengths that come and go, so that shapes change and come back."""
     if not repeat:
-        core.runner.replay.obstacle = "for comparison"
+        core.runner.replay.max_rows = 0
     requests = [
         greedy("a", range(3, 20), 70, n=2),
         greedy("b", range(5, 9), 40, logprobs=2),
@@ -63,72 +65,70 @@ def test_norms_after_the_rotation_are_not_repeated(tmp_path: Path) -> None:
     assert "outside the compiled" in str(core.runner.replay.obstacle) and core.runner.replay.num_repeated == 0
 
 
-def test_what_computes_outside_the_kernels_is_run_every_time() -> None:
-    x, weight = torch.randn(2, 8), torch.randn(4, 8)
-    with cpu.record() as recording:
-        y = cpu.linear_small(x, weight)
-    assert recording.obstacle is None and len(recording.calls) == 1
-    x.copy_(torch.randn(2, 8))
-    assert recording.repeat() and torch.equal(y, cpu.linear_small(x, weight))
-    with cpu.record() as other:
-        cpu.linear_small(torch.randn(2, 8), weight)
-    assert recording.same_values(other)  # addresses aside
-    with cpu.record() as wider:
-        cpu.linear_small(torch.randn(3, 8), weight)
-    assert not recording.same_values(wider)
-    with cpu.record() as torch_work:
-        cpu.linear_small(x + 1, weight)
-    assert "add" in str(torch_work.obstacle)
-    with cpu.record() as angles:
-        cpu.rotary_angles(torch.ones(1, 1, 2, dtype=torch.float64), torch.tensor([0]), torch.tensor([5]))
-    assert "rotary_angles" in str(angles.obstacle)
-    with pytest.raises(ValueError, match="cannot be repeated"):
-        angles.repeat()
-    assert cpu.load() is cpu.load() and isinstance(cpu.load(), cpu.Library)
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+def test_batches_of_any_size_are_repeated(rows: int, quantization: str, tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    requests = [greedy(f"r{i}", range(3 + i, 9 + i), 24) for i in range(rows)]
+    found = {}
+    for repeat in (False, True):
+        core = make_core(tmp_path, max_num_seqs=rows, quantization=quantization)
+        if not repeat:
+            core.runner.replay.max_rows = 0
+        found[repeat] = run(core, requests)
+    assert core.runner.replay.num_repeated >= 15 and core.runner.replay.obstacle is None
+    for key, entry in found[False].items():
+        assert torch.equal(torch.stack(found[True][key].logits), torch.stack(entry.logits)), key
 
 
-def test_every_argument_comes_back() -> None:
-    """Calls with floats between integers, addresses that are none, and several of a kind."""
-    x, weight, residual = torch.randn(3, 8), torch.rand(8), torch.randn(3, 8)
+def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before: shapes whose recordings share the arena take turns, and between steps it may be lost."""
+    make_model("llama", tmp_path)
+    plain = work(make_core(tmp_path, max_model_len=256), repeat=False)
+    monkeypatch.setattr("windlass.engine.model.replay._ARENA_BYTES", 1 << 20)
+    arenas: list[cpu.Arena] = []
 
-    def work() -> list[torch.Tensor]:
-        a = cpu.rms_norm(x, weight, 0.25)
-        b = cpu.rms_norm(a, weight, 1e-5, residual)
-        return [a, b, cpu.soft_cap(b, 0.3), cpu.gated_activation(b, "gelu_tanh"), cpu.gated_activation(a, "silu")]
+    class Watched(cpu.Arena):
+        def __init__(self, capacity: int) -> None:
+            super().__init__(capacity)
+            arenas.append(self)
 
-    with cpu.record() as recording:
-        recorded = work()
-    x.copy_(torch.randn(3, 8))
-    start = residual.copy_(torch.randn(3, 8)).clone()
-    assert recording.repeat()
-    after = residual.clone()
-    residual.copy_(start)
-    assert all(map(torch.equal, recorded, work())) and torch.equal(residual, after)
+    monkeypatch.setattr(cpu, "Arena", Watched)
+    core = make_core(tmp_path, max_model_len=256)
+    (arena,) = arenas
+    memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    replay, execute = core.runner.replay.run, core.runner.execute
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    def run_and_keep(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        memory.fill_(0xFF)  # NaN
+        found = replay(batch)
+        results.extend((x, x.clone()) for x in found or ())
+        return found
 
-def test_a_call_that_fails_ends_the_repetition() -> None:
-    x, pages, slots = torch.randn(1, 1, 4), torch.zeros(1, 2, 1, 4), torch.tensor([1])
-    table, ones, values = torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2, 1, 4)
-    row = torch.randn(1, 4)
-    with cpu.record() as recording:
-        cpu.rotate_and_append(x, x, x, table, table, ones, pages, values, slots)
-        y = cpu.soft_cap(row, 1.0)
-    y.zero_()
-    slots[0] = 2  # past the pages
-    assert not recording.repeat() and not y.any()
-    slots[0] = 0
-    assert recording.repeat() and y.any()
+    def execute_and_look(output: SchedulerOutput) -> list[StepResult]:
+        results.clear()
+        found = execute(output)
+        assert all(torch.equal(x, copy) for x, copy in results)
+        return found
 
-
-def test_recording_ends_with_an_error() -> None:
-    before = cpu.load()
-    with pytest.raises(ZeroDivisionError), cpu.record():
-        _ = 1 // 0
-    assert cpu.load() is before
+    core.runner.replay.run = run_and_keep  # type: ignore[method-assign]
+    core.runner.execute = execute_and_look  # type: ignore[method-assign]
+    repeated = work(core, repeat=True)
+    assert core.runner.replay.num_repeated > 60
+    assert all(torch.equal(torch.stack(repeated[k].logits), torch.stack(plain[k].logits)) for k in plain)
 
 
-def test_large_models_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.engine.model.replay._MAX_BYTES", 0)
-    core = make_core(make_model("llama", tmp_path))
-    run(core, [greedy("a", range(3, 9), 20)])
-    assert core.runner.replay.num_repeated == 0
+def test_memory_bounds_the_rows_that_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tmp_path)
+    # Of a row: the normed state and the logits, 4 * (64 + 128) bytes, and a little more while layers run.
+    monkeypatch.setattr("windlass.engine.model.replay._ARENA_BYTES", 5000)
+    core = assert_same_bits(tmp_path)
+    assert core.runner.replay.max_rows == 2 and "no place" in str(core.runner.replay.obstacle)
+    assert core.runner.replay.num_repeated > 30
+
+
+def test_no_memory_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.engine.model.replay._ARENA_BYTES", 0)
+    core = assert_same_bits(make_model("llama", tmp_path))
+    assert core.runner.replay.max_rows == 0 and core.runner.replay.num_repeated == 0

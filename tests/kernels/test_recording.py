@@ -1,0 +1,262 @@
+"""Recorded calls give the same bits when they are made again, on memory that they share; what cannot be repeated is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.cpu_kernels import PACKED_FORMS, kernels
+
+from windlass.kernels import PackedWeight, cpu, pack
+from windlass.kernels.cpu import library
+from windlass.kernels.cpu.library import Library
+
+HEADS, KV_HEADS, DIM = 4, 2, 16
+HIDDEN, INNER, VOCABULARY = HEADS * DIM, 160, 200
+BLOCK, WIDTH = 16, 3
+
+
+@pytest.fixture
+def arena() -> cpu.Arena:
+    return cpu.Arena(1 << 20)
+
+
+@pytest.fixture(params=PACKED_FORMS)
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """The kernels that this process takes for its best."""
+    found = kernels(request.param)
+    monkeypatch.setattr(library, "_attempt", lambda: (found, None))
+    return found
+
+
+class Layers:
+    """The calls of a decode step, [T, HIDDEN] to logits [T, VOCABULARY], every layer with weights and pages of its own."""
+
+    def __init__(self, layers: int, rows: int, packed: bool) -> None:
+        def matrix(out: int, inner: int) -> torch.Tensor | PackedWeight:
+            values = torch.randn(out, inner) / inner**0.5
+            if not packed:
+                return values
+            weight = PackedWeight.empty(out, inner, 8)
+            pack(weight.narrow(0, out), values)
+            return weight
+
+        qkv = (HEADS + 2 * KV_HEADS) * DIM
+        sizes = (qkv, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)
+        self.matrices = [[matrix(*size) for size in sizes] for _ in range(layers)]
+        self.norms = torch.rand(layers, 2, HIDDEN) + 0.5
+        self.head = matrix(VOCABULARY, HIDDEN)
+        self.table = torch.randn(VOCABULARY, HIDDEN)
+        self.pages = torch.randn(layers, 2, rows * WIDTH, BLOCK, KV_HEADS, DIM)
+        self.blocks = torch.arange(rows * WIDTH, dtype=torch.int32).view(rows, WIDTH)
+        self.ones = torch.ones(rows)
+        self.ids, self.lengths, self.slots = torch.zeros(3, rows, dtype=torch.int64)
+        self.angles = torch.zeros(2, rows, DIM // 2)
+        self.change()
+
+    def change(self) -> None:
+        """As another step would find its inputs."""
+        rows = len(self.ids)
+        self.ids.copy_(torch.randint(0, VOCABULARY, (rows,)))
+        self.lengths.copy_(torch.randint(1, BLOCK * WIDTH + 1, (rows,)))
+        self.slots.copy_(torch.arange(rows) * BLOCK * WIDTH + self.lengths - 1)
+        self.angles.copy_(torch.rand(2, rows, DIM // 2))
+
+    def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last layer's output and the logits."""
+        x = cpu.embed_rows(self.table, self.ids)
+        normed = cpu.rms_norm(x, self.norms[0, 0], 1e-5)
+        for (qkv, out, up, down), norm, pages in zip(self.matrices, self.norms, self.pages, strict=True):
+            y = self.linear(self.attend(self.linear(normed, qkv), pages), out)
+            normed = cpu.rms_norm(y, norm[0], 1e-5, x)
+            y = self.linear(cpu.gated_activation(self.linear(normed, up), "silu"), down)
+            normed = cpu.rms_norm(y, norm[1], 1e-5, x)
+        return normed, self.linear(normed, self.head)
+
+    def attend(self, qkv: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        heads = qkv.view(-1, HEADS + 2 * KV_HEADS, DIM)
+        q, k, v = heads.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)
+        cpu.rotate_and_append(q, k, v, *self.angles, self.ones, *pages, self.slots)
+        return cpu.paged_attention_decode(q, *pages, self.blocks, self.lengths, 0.25, self.ones).view(-1, HIDDEN)
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
+        return cpu.linear_packed(x, weight) if isinstance(weight, PackedWeight) else cpu.linear_small(x, weight)
+
+
+def clones(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def poison(arena: cpu.Arena) -> None:
+    torch.frombuffer(arena.memory, dtype=torch.uint8).fill_(0xFF)  # NaN in every float type
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["floats", "packed"])
+@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+def test_repetitions_have_the_bits_of_the_calls(rows: int, packed: bool, chosen: Library, arena: cpu.Arena) -> None:
+    work = Layers(3, rows, packed)
+    with torch.inference_mode(), cpu.record(arena) as recording:
+        found = work()
+    assert recording.obstacle is None and len(recording.calls) == 1 + 1 + 3 * 9 + 1
+    assert all(map(torch.equal, clones(found), work()))
+    pages = work.pages.clone()
+    for _ in range(3):
+        work.change()
+        want, wanted_pages = clones(work()), work.pages.clone()
+        work.pages.copy_(pages)
+        poison(arena)  # nothing is expected of what an earlier step left there
+        assert recording.repeat()
+        assert all(map(torch.equal, found, want)) and torch.equal(work.pages, wanted_pages)
+        pages = wanted_pages
+
+
+def test_layers_share_memory(arena: cpu.Arena) -> None:
+    held = {}
+    for layers in (3, 7, 40):  # the first ones may still pack more tightly
+        work = Layers(layers, 8, packed=False)
+        with cpu.record(arena) as recording:
+            work()
+        assert recording.obstacle is None
+        held[layers] = recording.num_bytes
+    assert held[3] == held[7] == held[40]
+    made_by_a_layer = 8 * 4 * ((HEADS + 2 * KV_HEADS) * DIM + 5 * HIDDEN + 3 * INNER)
+    assert held[40] < made_by_a_layer
+
+
+def test_recordings_take_turns_in_an_arena(arena: cpu.Arena) -> None:
+    few, many = Layers(2, 2, packed=False), Layers(2, 8, packed=False)
+    recordings = []
+    for work in (few, many):
+        with cpu.record(arena) as recording:
+            found = work()
+        recordings.append((work, recording, found))
+    for work, recording, found in (*recordings, *recordings[::-1]):
+        work.change()
+        assert recording.repeat()
+        kept = clones(found)
+        assert all(map(torch.equal, kept, work()))
+
+
+def test_a_tensor_that_is_still_named_is_not_handed_out_again(arena: cpu.Arena) -> None:
+    x, weight = torch.randn(5, 32), torch.randn(32, 32)
+    products, views = [], []
+
+    def work() -> None:
+        y = x
+        for i in range(12):
+            y = cpu.linear_small(y, weight)
+            if i % 3 == 0:
+                products.append(y)
+            elif i % 3 == 1:
+                views.append(y[2:4])
+
+    with cpu.record(arena) as recording:
+        work()
+    kept = [*products, *views]
+    want = clones(tuple(kept))
+    assert len({tensor.data_ptr() for tensor in kept}) == 8
+    assert recording.repeat() and all(map(torch.equal, kept, want))
+    assert recording.num_bytes == 9 * x.nbytes  # those and one that nothing keeps
+
+
+def test_what_computes_outside_the_kernels_is_run_every_time(arena: cpu.Arena) -> None:
+    x, weight = torch.randn(2, 8), torch.randn(4, 8)
+    with cpu.record(arena) as recording:
+        y = cpu.linear_small(x, weight)
+    assert recording.obstacle is None and len(recording.calls) == 1
+    x.copy_(torch.randn(2, 8))
+    assert recording.repeat() and torch.equal(y, cpu.linear_small(x, weight))
+    with cpu.record(cpu.Arena(4096)) as other:
+        cpu.linear_small(torch.randn(2, 8), weight)
+    assert recording.same_values(other)  # addresses aside
+    with cpu.record(arena) as wider:
+        cpu.linear_small(torch.randn(3, 8), weight)
+    assert not recording.same_values(wider)
+    with cpu.record(arena) as torch_work:
+        cpu.linear_small(x + 1, weight)
+    assert "add" in str(torch_work.obstacle)
+    with cpu.record(arena) as angles:
+        cpu.rotary_angles(torch.ones(1, 1, 2, dtype=torch.float64), torch.tensor([0]), torch.tensor([5]))
+    assert "rotary_angles" in str(angles.obstacle)
+    with pytest.raises(ValueError, match="cannot be repeated"):
+        angles.repeat()
+    assert cpu.load() is cpu.load() and isinstance(cpu.load(), cpu.Library)
+
+
+OUTSIDE: dict[str, Callable[[], torch.Tensor]] = {
+    "too large": lambda: torch.empty(1025),
+    "on no device": lambda: torch.empty(4, device="meta"),
+    "in no plain order": lambda: torch.empty((2, 3, 4, 5), memory_format=torch.channels_last),
+    "sparse": lambda: torch.empty((2, 3), layout=torch.sparse_coo),
+}
+
+
+@pytest.mark.parametrize("make", OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_what_is_not_in_the_arena_is_an_obstacle(make: Callable[[], torch.Tensor]) -> None:
+    with cpu.record(cpu.Arena(4096)) as recording:
+        made = make()
+    like = make()
+    assert (made.shape, made.dtype, made.device, made.layout) == (like.shape, like.dtype, like.device, like.layout)
+    assert "no place" in str(recording.obstacle) and recording.num_bytes == 0
+
+
+def test_what_has_no_elements_needs_no_place() -> None:
+    x, weight = torch.randn(0, 8), torch.randn(4, 8)
+    with cpu.record(cpu.Arena(0)) as recording:
+        found = cpu.linear_small(x, weight)
+    assert found.shape == (0, 4) and recording.obstacle is None and recording.num_bytes == 0
+
+
+def test_tensors_have_the_type_that_was_asked_for(arena: cpu.Arena) -> None:
+    with cpu.record(arena) as recording:
+        made = [torch.empty((2, 3), dtype=dtype) for dtype in (torch.float16, torch.int64, torch.int8, None)]
+        made.append(torch.empty(()))
+    assert [(x.dtype, tuple(x.shape)) for x in made] == [
+        (torch.float16, (2, 3)),
+        (torch.int64, (2, 3)),
+        (torch.int8, (2, 3)),
+        (torch.get_default_dtype(), (2, 3)),
+        (torch.get_default_dtype(), ()),
+    ]
+    assert recording.obstacle is None and recording.num_bytes == 5 * 64
+
+
+def test_every_argument_comes_back(arena: cpu.Arena) -> None:
+    """Calls with floats between integers, addresses that are none, and several of a kind."""
+    x, weight, residual = torch.randn(3, 8), torch.rand(8), torch.randn(3, 8)
+
+    def work() -> list[torch.Tensor]:
+        a = cpu.rms_norm(x, weight, 0.25)
+        b = cpu.rms_norm(a, weight, 1e-5, residual)
+        return [a, b, cpu.soft_cap(b, 0.3), cpu.gated_activation(b, "gelu_tanh"), cpu.gated_activation(a, "silu")]
+
+    with cpu.record(arena) as recording:
+        recorded = work()
+    x.copy_(torch.randn(3, 8))
+    start = residual.copy_(torch.randn(3, 8)).clone()
+    assert recording.repeat()
+    after = residual.clone()
+    residual.copy_(start)
+    assert all(map(torch.equal, recorded, work())) and torch.equal(residual, after)
+
+
+def test_a_call_that_fails_ends_the_repetition(arena: cpu.Arena) -> None:
+    x, pages, slots = torch.randn(1, 1, 4), torch.zeros(1, 2, 1, 4), torch.tensor([1])
+    table, ones, values = torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2, 1, 4)
+    row = torch.randn(1, 4)
+    with cpu.record(arena) as recording:
+        cpu.rotate_and_append(x, x, x, table, table, ones, pages, values, slots)
+        y = cpu.soft_cap(row, 1.0)
+    y.zero_()
+    slots[0] = 2  # past the pages
+    assert not recording.repeat() and not y.any()
+    slots[0] = 0
+    assert recording.repeat() and y.any()
+
+
+def test_recording_ends_with_an_error(arena: cpu.Arena) -> None:
+    before = cpu.load()
+    with pytest.raises(ZeroDivisionError), cpu.record(arena):
+        _ = 1 // 0
+    assert cpu.load() is before
