@@ -24,7 +24,7 @@ _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
 # For what a step has alive at once: one layer's activations and the logits, whatever the number of layers. Pages that no
 # step needed are never touched.
 _ARENA_BYTES = 64 << 20
-_MAX_PLANS = 8  # under speculation a single stream comes with 1 to 1 + k rows
+_MAX_PLANS = 32  # rows change as streams come and go; under speculation each comes with 1 to 1 + k
 
 
 @dataclass(slots=True)
