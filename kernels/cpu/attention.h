@@ -12,6 +12,12 @@
 
 constexpr long SPLIT = 512;    // keys per cut
 constexpr long CHUNK = 128;    // keys whose scores are kept; divides SPLIT
+// Keys passed over at a time. Wider elements go in shorter chunks: what is read and what is asked for ahead share the L2 cache.
+template <class T> constexpr long CHUNK_KEYS = sizeof(T) == 1 ? CHUNK : CHUNK / 2;
+// Float32 is asked for in bursts, a tile's worth in runs of so many bytes, keys and values in turns; narrower elements evenly
+// between the arithmetic, a block at a time (measured: either the other way around is a sixth slower from memory).
+template <class T> constexpr bool IN_BURSTS = sizeof(T) == 4;
+constexpr long BURST_RUN = 4096;
 constexpr int QUERIES = 4;     // queries of one kv head handled together
 #if WINDLASS_REGISTERS >= 32
 constexpr int KEYS = 4, COLUMNS = 4;  // keys, and vectors of a value, handled together: 16 accumulators
@@ -79,38 +85,52 @@ struct Scratch {
     }
 };
 
-// Walks the keys and values [at, end) of a row and some heads in the order in which they lie in memory and asks for them, a few
-// lines at a time between the arithmetic: many at once would only wait for each other.
+// Walks the keys and values [at, end) of a row and some heads in the order in which they lie in memory and asks for them, between
+// the arithmetic.
 template <class T> struct Ahead {
     const Attention *p;
-    long b, head, heads;
-    long part, end;             // 2 * key for its key, + 1 for its value
+    long b, head, heads, at, end;
+    long count = 0;             // keys of the run: up to those of a block where all heads are asked for, else one
+    bool value = true;          // the run's part: keys, then values
     const char *line = nullptr;
-    long left = 0;              // lines of the part
+    long left = 0;              // lines of the run
 
-    Ahead(const Attention &p, long b, long head, long heads, long from, long to)
-        : p(&p), b(b), head(head), heads(heads), part(2 * from), end(2 * to) {}
-    NOINLINE void next_part() {
-        const bool value = part & 1;
-        const long entry = p->entry(b, part / 2) + head, dim = value ? p->value_dim : p->dim;
+    Ahead(const Attention &p, long b, long head, long heads, long at, long end)
+        : p(&p), b(b), head(head), heads(heads), at(at), end(end) {}
+    NOINLINE bool next_run() {
+        value = !value;
+        if (!value) {
+            at += count;
+            if (at >= end) return count = 0, value = true, false;
+            count = heads == p->kv_heads ? min_of(end - at, p->block_size - at % p->block_size) : 1;
+            if (IN_BURSTS<T>) count = max_of(1, min_of(count, BURST_RUN / (heads * p->dim * (long)sizeof(T))));
+        }
+        const long entry = p->entry(b, at) + head, dim = value ? p->value_dim : p->dim;
         line = (const char *)((const T *)(value ? p->values : p->keys) + entry * dim);
-        left = ceil_div(heads * dim * (long)sizeof(T), 64);
-        part++;
+        left = ceil_div(count * heads * dim * (long)sizeof(T), 64);
+        return true;
     }
-    INLINE_MEMBER void ask(long lines) {
+    NOINLINE void ask_one_by_one(long lines) {
         for (; lines > 0; lines--, left--, line += 64) {
-            if (left == 0) {
-                if (part >= end) return;
-                next_part();
-            }
+            if (left == 0 && !next_run()) return;
             __builtin_prefetch(line, 0, 2);
         }
+    }
+    INLINE_MEMBER void ask(long lines) {
+        if (left < lines) return ask_one_by_one(lines);
+        left -= lines;
+        for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
+    }
+    template <long lines> INLINE_MEMBER void ask() {
+        if (left < lines) return ask_one_by_one(lines);
+        for (long i = 0; i < lines; i++) __builtin_prefetch(line + i * 64, 0, 2);
+        left -= lines, line += lines * 64;
     }
 };
 
 // The keys and values of one kv head in a chunk.
 template <class T> struct Chunk {
-    const T *keys[CHUNK], *values[CHUNK];
+    const T *keys[CHUNK_KEYS<T>], *values[CHUNK_KEYS<T>];
     long count;
     Ahead<T> *ahead;
 
@@ -129,9 +149,94 @@ template <class T> struct Chunk {
     }
 };
 
+#if WINDLASS_LANES == 16
+// Scores of 16 keys at once. A vector holds four neighbouring dims of four keys, so that what is left to sum across lanes at the
+// end is four lanes of a score instead of 16.
+template <class T> struct Quarters {
+    static constexpr int DIMS = 4, VECTORS = 1;  // dims of a key taken in one step, and the vectors they make of four keys
+};
+// 16 bytes of a key are its even dims, shifted, and its odd ones, masked.
+template <> struct Quarters<bf16> {
+    static constexpr int DIMS = 8, VECTORS = 2;
+};
+
+INLINE void load_quarters(const float *a, const float *b, const float *c, const float *d, vf (&x)[1]) {
+#if defined(WINDLASS_FMA)
+    __m512 quarters = _mm512_broadcast_f32x4(_mm_loadu_ps(a));
+    quarters = _mm512_mask_broadcast_f32x4(quarters, 0x00f0, _mm_loadu_ps(b));
+    quarters = _mm512_mask_broadcast_f32x4(quarters, 0x0f00, _mm_loadu_ps(c));
+    x[0] = (vf)_mm512_mask_broadcast_f32x4(quarters, 0xf000, _mm_loadu_ps(d));
+#else
+    const float *const from[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) __builtin_memcpy((char *)&x[0] + 16 * i, from[i], 16);
+#endif
+}
+INLINE void load_quarters(const bf16 *a, const bf16 *b, const bf16 *c, const bf16 *d, vf (&x)[2]) {
+    vf pairs[1];
+    load_quarters((const float *)a, (const float *)b, (const float *)c, (const float *)d, pairs);
+    x[0] = (vf)((vu)pairs[0] << 16), x[1] = (vf)((vu)pairs[0] & 0xffff0000u);
+}
+INLINE void load_quarters(const f16 *a, const f16 *b, const f16 *c, const f16 *d, vf (&x)[1]) {
+    const f16 *const from[4] = {a, b, c, d};
+    f16 halves[16];
+    for (int i = 0; i < 4; i++) __builtin_memcpy(halves + 4 * i, from[i], 8);
+    x[0] = load(halves);
+}
+// Four floats in every quarter.
+INLINE vf repeat_four(const float *p) {
+#if defined(WINDLASS_FMA)
+    return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
+#else
+    vf x;
+    for (int i = 0; i < 4; i++) __builtin_memcpy((char *)&x + 16 * i, p, 16);
+    return x;
+#endif
+}
+
+// Brings a query's whole vectors into the order in which score_tile meets its dims.
+template <class T> static void arrange_query(float *query, long dim) {
+    if constexpr (Quarters<T>::VECTORS == 2)
+        for (long d = 0; d < dim / W * W; d += 8) {
+            float eight[8];
+            for (int i = 0; i < 8; i++) eight[i] = query[d + i % 4 * 2 + i / 4];
+            __builtin_memcpy(query + d, eight, sizeof eight);
+        }
+}
+
+constexpr int TILE = 16;  // keys of a tile
+
+// scores[i][j] of NQ queries and TILE keys, unscaled. Every score is summed in one order, whatever NQ.
+template <class T, int NQ>
+INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, Ahead<T> &ahead,
+                       bool ask) {
+    constexpr int VECTORS = Quarters<T>::VECTORS, DIMS = Quarters<T>::DIMS;
+    if (ask && IN_BURSTS<T>) ahead.ask(TILE * dim * (long)sizeof(T) / 64);
+    vf acc[NQ][4] = {};
+    for (long d = 0; d < dim / W * W; d += DIMS) {
+        if (ask && !IN_BURSTS<T>) ahead.template ask<TILE * DIMS * sizeof(T) / 64>();
+        vf q[NQ][VECTORS];
+        for (int i = 0; i < NQ; i++)
+            for (int v = 0; v < VECTORS; v++) q[i][v] = repeat_four(query + i * query_row + d + 4 * v);
+        for (int g = 0; g < 4; g++) {  // keys g, 4 + g, 8 + g, 12 + g: sums of neighbours then leave them in order
+            vf k[VECTORS];
+            load_quarters(keys[g] + d, keys[4 + g] + d, keys[8 + g] + d, keys[12 + g] + d, k);
+            for (int v = 0; v < VECTORS; v++)
+                for (int i = 0; i < NQ; i++) acc[i][g] = add_product(acc[i][g], k[v], q[i][v]);
+        }
+    }
+    for (int i = 0; i < NQ; i++)
+        store(scores + i * CHUNK, add_neighbours(add_neighbours(acc[i][0], acc[i][1]), add_neighbours(acc[i][2], acc[i][3])));
+}
+#else
+template <class T> static void arrange_query(float *, long) {}
+
+constexpr int TILE = KEYS;
+
 // scores[i][j] of NQ queries and KEYS keys, unscaled. Every score is summed in one order, whatever NQ.
 template <class T, int NQ>
-INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores) {
+INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, Ahead<T> &ahead,
+                       bool ask) {
+    if (ask) ahead.ask(KEYS * ceil_div(dim * (long)sizeof(T), 64));
     vf acc[NQ][KEYS] = {};
     const T *key[KEYS];
     for (int j = 0; j < KEYS; j++) key[j] = keys[j];
@@ -143,13 +248,6 @@ INLINE void score_tile(const float *query, long query_row, const T *const *keys,
             for (int j = 0; j < KEYS; j++) acc[i][j] = add_product(acc[i][j], k[j], x);
         }
     }
-#if WINDLASS_LANES == 16
-    if constexpr (NQ == 4) {
-        const vf sums = sum_sixteen(acc);
-        for (int i = 0; i < NQ; i++) __builtin_memcpy(scores + i * CHUNK, (const float *)&sums + 4 * i, 16);
-        return;
-    }
-#endif
     if constexpr (KEYS == 4) {
         for (int i = 0; i < NQ; i++) sum_four(acc[i][0], acc[i][1], acc[i][2], acc[i][3], scores + i * CHUNK);
     } else {
@@ -162,6 +260,7 @@ INLINE void score_tile(const float *query, long query_row, const T *const *keys,
         }
     }
 }
+#endif
 
 // The share of the dims past the last whole vector.
 template <class T>
@@ -172,13 +271,11 @@ static NOINLINE void score_tail(const float *query, const T *const *keys, long d
 
 template <class T, int NQ>
 static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
-    const long lines = i ? 0 : KEYS * ceil_div(p.dim * (long)sizeof(T), 64);
-    for (long j = 0; j < chunk.count; j += KEYS) {
-        chunk.ahead->ask(lines);
+    for (long j = 0; j < chunk.count; j += TILE) {
         // Past the last key the tile repeats it; its score is overwritten.
-        const T *tile[KEYS];
-        for (int n = 0; n < KEYS; n++) tile[n] = chunk.keys[min_of(j + n, chunk.count - 1)];
-        score_tile<T, NQ>(s.query + i * s.query_row, s.query_row, tile, p.dim, s.scores + i * CHUNK + j);
+        const T *tile[TILE];
+        for (int n = 0; n < TILE; n++) tile[n] = chunk.keys[min_of(j + n, chunk.count - 1)];
+        score_tile<T, NQ>(s.query + i * s.query_row, s.query_row, tile, p.dim, s.scores + i * CHUNK + j, *chunk.ahead, i == 0);
     }
     if (p.dim % W)
         for (int n = 0; n < NQ; n++)
@@ -216,7 +313,7 @@ static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long c
 template <class T, int NQ>
 static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
     const float *weights = s.scores + i * CHUNK;
-    const long lines = i ? 0 : COLUMNS * W * (long)sizeof(T) / 64;
+    constexpr long at_once = IN_BURSTS<T> ? 16 : 1, lines = COLUMNS * W * (long)sizeof(T) / 64;
     long d = 0;
     for (; d + COLUMNS * W <= p.value_dim; d += COLUMNS * W) {
         float *acc = s.acc + i * s.acc_row + d;
@@ -224,7 +321,7 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
         for (int n = 0; n < NQ; n++)
             for (int c = 0; c < COLUMNS; c++) sums[n][c] = load(acc + n * s.acc_row + c * W);
         for (long j = 0; j < chunk.count; j++) {
-            chunk.ahead->ask(lines);
+            if (i == 0 && j % at_once == 0) chunk.ahead->template ask<lines * at_once>();
             vf value[COLUMNS];
             for (int c = 0; c < COLUMNS; c++) value[c] = load(chunk.values[j] + d + c * W);
             for (int n = 0; n < NQ; n++) {

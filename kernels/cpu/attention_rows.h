@@ -1,5 +1,8 @@
 // Attention over all rows of a call: what the threads take, and in which order results are merged. See attention.h.
 
+// Elements of keys below which one thread is quicker (measured: two are at 24 keys of 8 heads of 64 already).
+constexpr long SERIAL_KEYS = 1 << 12;
+
 // One cut of `rows` rows from row b on, which share a table and see this cut from the same key on, for `heads` kv heads from
 // `head` on: fills acc, top and total of their queries, [head][row][query of the group]. ask_until: keys before it may be
 // asked for ahead. loaded: the queries are there from the cut before.
@@ -16,25 +19,29 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     for (long j = 0; j < longest; j++) entries[j] = p.entry(b, begin + j);
     for (long h = 0; h < heads; h++) {
         const Scratch s = all.from(h * rows * group);
-        if (!loaded) load_queries(p, s, b, rows, head + h);
+        if (!loaded) {
+            load_queries(p, s, b, rows, head + h);
+            for (long i = 0; i < rows * group; i++) arrange_query<T>(s.query + i * s.query_row, p.dim);
+        }
         clear_results(s, rows * group);
     }
     Chunk<T> chunk;
-    for (long j = 0; j < longest; j += CHUNK) {
-        const long next = begin + j + CHUNK, coming = max_of(0, min_of(CHUNK, ask_until - next));
+    constexpr long keys = CHUNK_KEYS<T>;
+    for (long j = 0; j < longest; j += keys) {
+        const long next = begin + j + keys, coming = max_of(0, min_of(keys, ask_until - next));
         Ahead<T> ahead(p, b, head, heads, next, next + coming);
         chunk.ahead = &ahead;
         for (long h = 0; h < heads; h++) {
             const Scratch s = all.from(h * rows * group);
-            const long there = min_of(CHUNK, longest - j);
+            const long there = min_of(keys, longest - j);
             if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
             else chunk.go_on(p);
-            if (shortest >= min_of(j + CHUNK, longest)) {
+            if (shortest >= min_of(j + keys, longest)) {
                 attend_chunk<T>(p, s, 0, rows * group, chunk);
                 continue;
             }
             for (long r = 0; r < rows; r++) {
-                chunk.count = min_of(CHUNK, p.end_of(b + r, cut) - begin - j);
+                chunk.count = min_of(keys, p.end_of(b + r, cut) - begin - j);
                 if (chunk.count > 0) attend_chunk<T>(p, s, r * group, (r + 1) * group, chunk);
             }
         }
@@ -69,9 +76,10 @@ template <class T> static int attend_alone(const Attention &p) {
         keys += max_of(0, p.length(b) - p.first_key(b));
     }
     const long cuts = first[p.batch], all_threads = max_of(1, omp_get_max_threads());
-    const bool serial = keys * p.kv_heads * p.dim < SERIAL_ELEMENTS;
-    // A cut's heads lie side by side in memory: one thread takes them all where there are enough cuts.
-    const long pieces = serial ? 1 : min_of(p.kv_heads, ceil_div(4 * all_threads, max_of(1, cuts)));
+    const bool serial = keys * p.kv_heads * p.dim < SERIAL_KEYS;
+    // A cut's heads lie side by side in memory: one thread takes them all where there are enough cuts, and a lone cut is split
+    // evenly. Cuts of different lengths go in smaller pieces, so that no thread is left alone with a long one.
+    const long pieces = serial ? 1 : min_of(p.kv_heads, cuts == 1 ? all_threads : ceil_div(4 * all_threads, max_of(1, cuts)));
     const long heads = ceil_div(p.kv_heads, pieces), units = cuts * ceil_div(p.kv_heads, heads);
     const long threads = serial ? 1 : max_of(1, min_of(units, all_threads));
     // Runs of units that one thread takes: within them the next cut is asked for ahead.
@@ -102,7 +110,7 @@ template <class T> static int attend_alone(const Attention &p) {
                         if constexpr (sizeof(T) == 1) {
                             codes::Ahead(p, p.codes(), b, head, here, begin / PANEL_TOKENS * PANEL_TOKENS, min_of(begin / CHUNK * CHUNK + CHUNK, end)).ask(1 << 20);
                         } else {
-                            Ahead<T>(p, b, head, here, begin, min_of(begin + CHUNK, end)).ask(1 << 20);
+                            Ahead<T>(p, b, head, here, begin, min_of(begin + CHUNK_KEYS<T>, end)).ask(1 << 20);
                         }
                     }
                     attend_cut<T>(p, s, b, 1, head, here, cut, goes_on ? p.length(b) : end, unit > r * run && at > first[b] && pieces == 1);
@@ -136,7 +144,7 @@ template <class T> static int attend_packed(const Attention &p) {
         }
         most_cuts = max_of(most_cuts, last - first);
     }
-    const long threads = keys * p.kv_heads * p.dim < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
+    const long threads = keys * p.kv_heads * p.dim < SERIAL_KEYS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
     int failed = 0;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
     {

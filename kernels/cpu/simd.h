@@ -190,17 +190,6 @@ INLINE void sum_four(vf a, vf b, vf c, vf d, float *sums) {
 #endif
     __builtin_memcpy(sums, &x, 16);
 }
-#if WINDLASS_LANES == 16
-// The same sums of 4 x 4 vectors, four of them in each quarter of the result.
-INLINE vf sum_sixteen(const vf (&x)[4][4]) {
-    vf quarters[4];
-    for (int i = 0; i < 4; i++) quarters[i] = add_neighbours(add_neighbours(x[i][0], x[i][1]), add_neighbours(x[i][2], x[i][3]));
-    const vi even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, odd = even + 4;
-    const vf a = __builtin_shuffle(quarters[0], quarters[1], even) + __builtin_shuffle(quarters[0], quarters[1], odd);
-    const vf b = __builtin_shuffle(quarters[2], quarters[3], even) + __builtin_shuffle(quarters[2], quarters[3], odd);
-    return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
-}
-#endif
 INLINE float sum(vf x) {
     float sums[4];
     sum_four(x, x, x, x, sums);
