@@ -74,11 +74,16 @@ struct Ahead {
         number += together;
         return true;
     }
-    INLINE_MEMBER void ask(long lines) {
+    NOINLINE void ask_one_by_one(long lines) {
         for (; lines > 0; lines--, left--, line += 64) {
             if (left == 0 && !next_run()) return;
             __builtin_prefetch(line, 0, 2);
         }
+    }
+    INLINE_MEMBER void ask(long lines) {
+        if (left < lines) return ask_one_by_one(lines);
+        left -= lines;
+        for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
     }
     // Lines of one head in `tokens` tokens.
     static long lines_of(const CodePages &pages, long tokens) {
@@ -104,6 +109,26 @@ INLINE vf capped(const Attention &p, vf x) {
     return p.soft_cap == 0.0f ? x : tanh_of(x / p.soft_cap) * (p.soft_cap * LOG2_E);
 }
 
+// Of every vector the largest lane (NaN may be passed over) and the sum, four vectors at once where there are four; the sums are
+// added in one order either way.
+template <int N> INLINE void largest_of(const vf (&x)[N], float *most) {
+    if constexpr (N == 4 && W == 16) {
+        const vi even = WINDLASS_PAIRS(0, W), odd = even + 1;
+        const auto fold = [&](vf a, vf b) { return larger(__builtin_shuffle(a, b, even), __builtin_shuffle(a, b, odd)); };
+        vf y = fold(fold(x[0], x[1]), fold(x[2], x[3]));
+        y = larger(y, __builtin_shuffle(y, vi{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+        y = larger(y, __builtin_shuffle(y, vi{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+        __builtin_memcpy(most, &y, 16);
+    } else {
+        for (int n = 0; n < N; n++) most[n] = largest(x[n]);
+    }
+}
+template <int N> INLINE void sums_of(const vf (&x)[N], float *sums) {
+    if constexpr (N == 4) sum_four(x[0], x[1], x[2], x[3], sums);
+    else
+        for (int n = 0; n < N; n++) sums[n] = sum(x[n]);
+}
+
 // Scores of NQ queries become weights times value scales, zeros where a query does not see, and their largest goes to `most`,
 // NaN if any is; top, total and acc go on. The queries go together so that their chains of operations overlap.
 template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Seen *seen,
@@ -125,8 +150,10 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
     }
     vf base[NQ], total[NQ];
     vu bits[NQ];  // of what is never negative they rise with the number, and those of NaN are above all
+    float highs[NQ];
+    largest_of(highest, highs);
     for (int n = 0; n < NQ; n++) {
-        const float here = largest(highest[n]), old = s.top[i + n];
+        const float here = highs[n], old = s.top[i + n];
         if (here > old) {
             const float shrink = exp2_of(splat(old - here))[0];
             float *acc = s.acc + (i + n) * s.acc_row;
@@ -150,8 +177,10 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
             store(at, scaled);
         }
     }
+    float sums[NQ];
+    sums_of(total, sums);
     for (int n = 0; n < NQ; n++) {
-        s.total[i + n] += sum(total[n]);
+        s.total[i + n] += sums[n];
         most[n] = float_of(packed::most_of(bits[n]));
     }
 }
