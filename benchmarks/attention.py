@@ -16,6 +16,7 @@ use --threads 1 --clock cpu, which counts one thread's processor time.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import statistics
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from harness.rates import readable
 
+from windlass.engine.huge_pages import advise_huge_pages
 from windlass.kernels import KVPages, batched, cpu, dispatch, reference
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 64, 16
@@ -47,12 +49,21 @@ def take_turns(contestants: dict[str, Callable[[], object]], repeats: int, clock
     return seconds
 
 
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(tensor)
+    advise_huge_pages(copy)
+    return copy.copy_(tensor)
+
+
 def random_pages(tokens: int, kind: torch.dtype) -> KVPages:
+    """Pages in the kind of memory in which an engine has them."""
     shape = (-(-tokens // BLOCK), BLOCK, KV_HEADS, DIM)
     if kind != torch.int8:
-        return KVPages(*(torch.randn(shape).to(kind) for _ in range(2)))
+        return KVPages(*(in_huge_pages(torch.randn(shape).to(kind)) for _ in range(2)))
     (key, key_scale), (value, value_scale) = (reference.quantize(torch.randn(shape)) for _ in range(2))
-    return KVPages.of_codes(key, key_scale, value, value_scale)
+    pages = KVPages.of_codes(key, key_scale, value, value_scale)
+    tensors = (getattr(pages, field.name) for field in dataclasses.fields(pages))
+    return KVPages(*(None if tensor is None else in_huge_pages(tensor) for tensor in tensors))
 
 
 def size_of(pages: KVPages) -> int:

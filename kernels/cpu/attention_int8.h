@@ -112,17 +112,18 @@ INLINE vf capped(const Attention &p, vf x) {
 // Of every vector the largest lane (NaN may be passed over) and the sum, four vectors at once where there are four; the sums are
 // added in one order either way.
 template <int N> INLINE void largest_of(const vf (&x)[N], float *most) {
-    if constexpr (N == 4 && W == 16) {
-        const vi even = WINDLASS_PAIRS(0, W), odd = even + 1;
-        const auto fold = [&](vf a, vf b) { return larger(__builtin_shuffle(a, b, even), __builtin_shuffle(a, b, odd)); };
-        vf y = fold(fold(x[0], x[1]), fold(x[2], x[3]));
-        y = larger(y, __builtin_shuffle(y, vi{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
-        y = larger(y, __builtin_shuffle(y, vi{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
-        __builtin_memcpy(most, &y, 16);
-    } else {
-        for (int n = 0; n < N; n++) most[n] = largest(x[n]);
-    }
+    for (int n = 0; n < N; n++) most[n] = largest(x[n]);
 }
+#if WINDLASS_LANES == 16
+INLINE void largest_of(const vf (&x)[4], float *most) {
+    const vi even = WINDLASS_PAIRS(0, W), odd = WINDLASS_PAIRS(1, W + 1);
+    const auto fold = [&](vf a, vf b) { return larger(__builtin_shuffle(a, b, even), __builtin_shuffle(a, b, odd)); };
+    vf y = fold(fold(x[0], x[1]), fold(x[2], x[3]));
+    y = larger(y, __builtin_shuffle(y, vi{4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11}));
+    y = larger(y, __builtin_shuffle(y, vi{8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}));
+    __builtin_memcpy(most, &y, 16);
+}
+#endif
 template <int N> INLINE void sums_of(const vf (&x)[N], float *sums) {
     if constexpr (N == 4) sum_four(x[0], x[1], x[2], x[3], sums);
     else

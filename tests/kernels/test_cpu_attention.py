@@ -108,7 +108,8 @@ def test_head_dims(form: Library, dim: int) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (7, 1), (6, 2), (14, 2), (32, 4), (9, 3), (40, 1)])
 def test_groups(form: Library, heads: int, kv_heads: int) -> None:
-    Case([1, 33, 270], heads=heads, kv_heads=kv_heads, dim=32).check(form)
+    for page_type in TYPES:
+        Case([1, 33, 270], heads=heads, kv_heads=kv_heads, dim=32, page_type=page_type).check(form)
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 64, 250, 400])
@@ -170,16 +171,17 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(form: Library) -> Non
         assert torch.equal(alone[0], whole[b])
 
 
-def test_threads_do_not_change_the_bits() -> None:
-    library = kernels("generic")
-    case = Case([900, 30, 600], dim=64)
+@pytest.mark.parametrize("page_type", TYPES)
+@pytest.mark.parametrize("lengths", [[900, 30, 600], [40], [500], [24, 7]])
+def test_threads_do_not_change_the_bits(form: Library, lengths: list[int], page_type: torch.dtype) -> None:
+    case = Case(lengths, heads=10, kv_heads=5, dim=64, page_type=page_type)
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    one = case.got(library)
-    torch.set_num_threads(3)
-    three = case.got(library)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(case.got(form))
     torch.set_num_threads(before)
-    assert torch.equal(one, three)
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def test_a_poisoned_query_harms_only_its_own_head(form: Library) -> None:
