@@ -1,7 +1,7 @@
 // Attention of one new token per sequence over its paged keys and values: "flash decoding".
 //
 // The keys of a sequence are cut at absolute multiples of SPLIT; a thread takes a cut of some or all kv heads and passes
-// over it CHUNK keys at a time, head after head, with a running maximum and sum in base 2. Cuts are merged in order by
+// over it CHUNK_KEYS keys at a time, head after head, with a running maximum and sum in base 2. Cuts are merged in order by
 // their log-sum-exp, so a sequence's result depends on its own length only, never on its neighbours or the number of
 // threads. The queries that share a kv head share its loads. Only keys a query sees are ever read, nor any table entry
 // before them. While a chunk is worked on, the next one is asked for with all its heads, in the order in which it lies in
@@ -15,7 +15,7 @@ constexpr long CHUNK = 128;    // keys whose scores are kept; divides SPLIT
 // Keys passed over at a time. Wider elements go in shorter chunks: what is read and what is asked for ahead share the L2 cache.
 template <class T> constexpr long CHUNK_KEYS = sizeof(T) == 1 ? CHUNK : CHUNK / 2;
 // Float32 is asked for in bursts, a tile's worth in runs of so many bytes, keys and values in turns; narrower elements evenly
-// between the arithmetic, a block at a time (measured: either the other way around is a sixth slower from memory).
+// between the arithmetic, a block at a time. Either the other way around is slower from memory (measured: a tenth or more).
 template <class T> constexpr bool IN_BURSTS = sizeof(T) == 4;
 constexpr long BURST_RUN = 4096;
 constexpr int QUERIES = 4;     // queries of one kv head handled together
