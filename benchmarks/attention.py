@@ -16,7 +16,6 @@ use --threads 1 --clock cpu, which counts one thread's processor time.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import statistics
@@ -62,8 +61,8 @@ def random_pages(tokens: int, kind: torch.dtype) -> KVPages:
         return KVPages(*(in_huge_pages(torch.randn(shape).to(kind)) for _ in range(2)))
     (key, key_scale), (value, value_scale) = (reference.quantize(torch.randn(shape)) for _ in range(2))
     pages = KVPages.of_codes(key, key_scale, value, value_scale)
-    tensors = (getattr(pages, field.name) for field in dataclasses.fields(pages))
-    return KVPages(*(None if tensor is None else in_huge_pages(tensor) for tensor in tensors))
+    scales = (in_huge_pages(scale) for scale in pages.scales.values() if scale is not None)
+    return KVPages(in_huge_pages(pages.key), in_huge_pages(pages.value), *scales)
 
 
 def size_of(pages: KVPages) -> int:
