@@ -12,6 +12,7 @@ from windlass.kernels.dispatch import (
     embed_rows,
     explain,
     gated_activation,
+    lays_out_panels,
     linear,
     move_cached_keys,
     pack,
@@ -24,16 +25,20 @@ from windlass.kernels.dispatch import (
 )
 from windlass.kernels.packed import LAYOUT_VERSION, PackedRows, PackedWeight
 from windlass.kernels.pages import KVPages, plane_shapes
+from windlass.kernels.panels import PanelRows, PanelWeight
 
 __all__ = [
     "LAYOUT_VERSION",
     "KVPages",
     "PackedRows",
     "PackedWeight",
+    "PanelRows",
+    "PanelWeight",
     "add_rms_norm",
     "embed_rows",
     "explain",
     "gated_activation",
+    "lays_out_panels",
     "linear",
     "move_cached_keys",
     "pack",

@@ -16,6 +16,7 @@ from torch import Tensor
 from windlass.kernels import batched, cpu, quantized_reference, reference, rowwise
 from windlass.kernels.packed import PackedRows, PackedWeight
 from windlass.kernels.pages import KVPages
+from windlass.kernels.panels import DTYPES, PanelRows, PanelWeight
 
 # Rows of bfloat16 from which torch's product leads where the processor multiplies them natively (measured on Zen 4: as
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
@@ -33,14 +34,28 @@ def reads_narrow_weights() -> bool:
     return cpu.unavailable_reason() is None
 
 
+def lays_out_panels(
+    dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, *, deterministic: bool = False
+) -> bool:
+    """Whether `linear` is quickest with matrices of weight_dtype as `PanelWeight` where rows are of `dtype`.
+
+    Products of bfloat16 rows by torch, where the processor has them, want the weight as it is.
+    """
+    native = dtype == weight_dtype == torch.bfloat16 and _multiplies_bfloat16() and not deterministic
+    return device.type == "cpu" and weight_dtype in DTYPES and not native and cpu.unavailable_reason() is None
+
+
 def linear(
-    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, deterministic: bool = False
+    x: Tensor, weight: Tensor | PackedWeight | PanelWeight, bias: Tensor | None = None, *, deterministic: bool = False
 ) -> Tensor:
     """x @ weight.T + bias. x: [T, K], weight: [N, K] in x's dtype or a narrower one, bias: [N]. Returns [T, N] in x's dtype.
 
     Sums are float32 on a CPU whatever the storage. A packed weight meets x rounded to 8 bits; its sums are integers, so a
-    row's bits depend on that row alone, deterministic or not.
+    row's bits depend on that row alone, deterministic or not. A weight in panels needs the compiled kernels.
     """
+    if isinstance(weight, PanelWeight):
+        few = deterministic or cpu.few_enough(x)
+        return (cpu.linear_panels if few else cpu.linear_panels_widened)(x, weight, bias)
     if isinstance(weight, PackedWeight):
         compiled = cpu.unavailable_reason() is None
         return (cpu.linear_packed if compiled else quantized_reference.linear)(x, weight, bias)
@@ -55,9 +70,14 @@ def linear(
     return F.linear(x, weight.to(x.dtype), bias)
 
 
-def pack(target: PackedRows, source: Tensor) -> None:
-    """Quantize source [rows, columns], any float type on the CPU, into rows of a packed weight: the same bytes everywhere."""
-    if cpu.unavailable_reason() is None:
+def pack(target: PackedRows | PanelRows, source: Tensor) -> None:
+    """Put source [rows, columns], float32 or narrower on the CPU, into rows of a packed weight or of one in panels.
+
+    Quantizing gives the same bytes everywhere; panels need the compiled kernels.
+    """
+    if isinstance(target, PanelRows):
+        cpu.pack_panels(target, source)
+    elif cpu.unavailable_reason() is None:
         cpu.pack_rows(target, source)
     else:
         quantized_reference.pack(target, source)

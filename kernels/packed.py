@@ -28,7 +28,7 @@ Bits: TypeAlias = Literal[8, 4]
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def allocate_plainly(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
@@ -47,7 +47,7 @@ class PackedWeight:
     scales: Tensor
 
     @classmethod
-    def empty(cls, rows: int, columns: int, bits: Bits, allocate: Allocate = _allocate) -> PackedWeight:
+    def empty(cls, rows: int, columns: int, bits: Bits, allocate: Allocate = allocate_plainly) -> PackedWeight:
         """Room for a weight; rows and columns of padding hold zeros, the rest nothing in particular.
 
         allocate: where from. Raises ValueError for more columns than int32 sums allow.

@@ -14,9 +14,9 @@ from windlass.engine.config import Quantization
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.model.weight_memory import WeightMemory
-from windlass.kernels import PackedWeight
+from windlass.kernels import PackedWeight, PanelWeight
 
-Weight = Tensor | PackedWeight
+Weight = Tensor | PackedWeight | PanelWeight
 
 
 @dataclass(slots=True)
@@ -52,6 +52,7 @@ class Decoder:
     """Embedding, layers, final norm and head of one model, in one compute dtype on one device.
 
     Matrices may be stored narrower than they are computed with (weight_dtype); biases are stored in the compute dtype.
+    Those of 16 bits that are only multiplied by lie in panels where that is quickest.
     With a quantization the layers' matrices have its width and the head has 8 bits. An embedding of its own is only
     gathered from, a row per token, and stays as it is; one tied to the head is the head's 8-bit rows.
     """
@@ -75,10 +76,15 @@ class Decoder:
         self.quantization: Quantization | None = None if quantization == "none" else quantization
         self.deterministic = deterministic
         self._memory = WeightMemory(device)
+        self._panels = kernels.lays_out_panels(dtype, self.weight_dtype, device, deterministic=deterministic)
         hidden = spec.hidden_size
-        head = self._head()
-        self.head: Weight = head
-        self.embedding: Weight = head if spec.tied_embeddings else self._empty(spec.vocab_size, hidden)
+        self.head: Weight
+        self.embedding: Tensor | PackedWeight
+        if spec.tied_embeddings:
+            self.head = self.embedding = self._packed_head() or self._empty(spec.vocab_size, hidden)
+        else:
+            self.head = self._packed_head() or self._plain_matrix(spec.vocab_size, hidden)
+            self.embedding = self._empty(spec.vocab_size, hidden)
         self.final_norm = self._norm(hidden)
         self.layers = [self._allocate(layer) for layer in spec.layers]
         self._rotated_pairs = [group.base.rotary_dim // 2 for group in spec.rotary_groups]
@@ -89,14 +95,18 @@ class Decoder:
 
     def _matrix(self, rows: int, columns: int) -> Weight:
         if self.quantization is None:
-            return self._empty(rows, columns)
+            return self._plain_matrix(rows, columns)
         return PackedWeight.empty(rows, columns, 8 if self.quantization == "int8" else 4, self._memory.empty)
 
-    def _head(self) -> Weight:
-        rows, columns = self.spec.vocab_size, self.spec.hidden_size
+    def _packed_head(self) -> PackedWeight | None:
         if self.quantization is None:
-            return self._empty(rows, columns)
-        return PackedWeight.empty(rows, columns, 8, self._memory.empty)
+            return None
+        return PackedWeight.empty(self.spec.vocab_size, self.spec.hidden_size, 8, self._memory.empty)
+
+    def _plain_matrix(self, rows: int, columns: int) -> Weight:
+        if self._panels:
+            return PanelWeight.empty(rows, columns, self.weight_dtype, self._memory.empty)
+        return self._empty(rows, columns)
 
     def _norm(self, size: int) -> Tensor:
         return self._memory.empty((size,), torch.float32)
@@ -168,7 +178,7 @@ class Decoder:
 
     def _embed(self, ids: Tensor) -> Tensor:
         table, scale = self.embedding, self.spec.embedding_scale
-        if not isinstance(table, PackedWeight):
+        if isinstance(table, Tensor):
             return kernels.embed_rows(table, ids, self.dtype, scale)
         x = table.dequantize(ids).to(self.dtype)
         # The scale is rounded to the compute dtype first, as the reference implementation does.

@@ -31,7 +31,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder, LayerWeights, Weight
 from windlass.engine.model.safetensors_file import read_layout, read_tensors, write_tensors
 from windlass.engine.model.weights import Progress, checkpoint_files
-from windlass.kernels import PackedWeight
+from windlass.kernels import PackedWeight, PanelWeight
 
 BESIDE = "beside"
 FOLDER = (
@@ -180,7 +180,7 @@ def decoder_tensors(decoder: Decoder) -> dict[str, Tensor]:
         if isinstance(weight, PackedWeight):
             tensors |= {f"{name}.data": weight.data, f"{name}.scales": weight.scales}
         elif weight is not None:
-            tensors[name] = weight
+            tensors[name] = weight.data if isinstance(weight, PanelWeight) else weight
     return tensors
 
 

@@ -21,11 +21,14 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder, Weight
 from windlass.engine.model.safetensors_file import Part, Place, read_tensors
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.kernels import PackedRows, PackedWeight
+from windlass.kernels import PackedRows, PackedWeight, PanelRows, PanelWeight
+from windlass.kernels.packed import PANEL
 
 Progress = Callable[[str, int, int], None]
+_Rows = PackedRows | PanelRows
 
 _HEAD = "lm_head.weight"
+_RANDOM_BYTES = 4 << 20  # drawn at a time for a weight in panels: they are still in a cache when they are packed
 # Buffers some exporters save. They follow from the config; learned frequencies are read by `rotary.learned`.
 _DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.attention\.(masked_bias|bias)$")
 
@@ -49,14 +52,14 @@ _NORM_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where a checkpoint tensor goes: a view of a decoder tensor, or rows of a packed weight, quantized on their way.
+    """Where a checkpoint tensor goes: a view of a decoder tensor, or rows of a weight in a layout of its own.
 
-    offset is added once it is there (Gemma's 1 + w); packed weights take none.
+    offset is added once it is there (Gemma's 1 + w); rows take none.
 
     rows: which row of the checkpoint's tensor becomes each row of the view; None: in order.
     """
 
-    view: Tensor | PackedRows
+    view: Tensor | _Rows
     offset: float = 0.0
     rows: Tensor | None = None
 
@@ -64,7 +67,7 @@ class _Target:
         """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where `rows` sorts them."""
         ordered = tensor if self.rows is None else tensor[self.rows]
         view = _rows_of(self.view, first, len(tensor))
-        if isinstance(view, PackedRows):
+        if not isinstance(view, Tensor):
             kernels.pack(view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
             return
         if ordered is not self.view:  # else the reader has put it there already
@@ -73,8 +76,8 @@ class _Target:
             view.add_(self.offset)
 
 
-def _rows_of(view: Tensor | PackedRows, first: int, count: int) -> Tensor | PackedRows:
-    if isinstance(view, PackedRows):
+def _rows_of(view: Tensor | _Rows, first: int, count: int) -> Tensor | _Rows:
+    if not isinstance(view, Tensor):
         return view.weight.narrow(view.first + first, count)
     return view.narrow(0, first, count)
 
@@ -82,13 +85,13 @@ def _rows_of(view: Tensor | PackedRows, first: int, count: int) -> Tensor | Pack
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _whole(weight: Weight) -> Tensor | PackedRows:
-    return weight.narrow(0, weight.shape[0]) if isinstance(weight, PackedWeight) else weight
+def _whole(weight: Weight) -> Tensor | _Rows:
+    return weight if isinstance(weight, Tensor) else weight.narrow(0, weight.shape[0])
 
 
-def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | PackedRows]:
+def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | _Rows]:
     """Views of consecutive rows, of these sizes."""
-    if isinstance(weight, PackedWeight):
+    if not isinstance(weight, Tensor):
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [weight.narrow(start, size) for start, size in zip(starts, sizes, strict=True)]
     return list(torch.split(weight, list(sizes)))
@@ -180,7 +183,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         target = targets.get(name)
         if (name == _HEAD and target is None) or (target is not None and target.rows is not None):
             return torch.empty(shape, dtype=dtype)  # wanted whole
-        if target is None or isinstance(target.view, PackedRows):
+        if target is None or not isinstance(target.view, Tensor):
             return None
         view = target.view
         fits = view.dtype == dtype and list(view.shape) == shape and view.is_cpu and view.is_contiguous()
@@ -223,7 +226,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         )
 
 
-def _equals(tensor: Tensor, weight: Weight) -> bool:
+def _equals(tensor: Tensor, weight: Tensor | PackedWeight) -> bool:
     """Whether filling the weight from this tensor would leave it as it is."""
     if not isinstance(weight, PackedWeight):
         return torch.equal(tensor.to(weight), weight)
@@ -295,14 +298,29 @@ def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = N
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, PackedWeight):
             _randomize_packed(tensor, generator)
+        elif isinstance(tensor, PanelWeight):
+            _randomize_panels(tensor, generator)
         elif tensor.dim() == 1:
             tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator, device=tensor.device))
         else:
-            # Uniform is several times quicker to draw than normal; the variance is that of 1 / fan-in.
-            bound = (3.0 / tensor.shape[1]) ** 0.5
-            tensor.uniform_(-bound, bound, generator=generator)
+            _randomize_rows(tensor, generator)
         if progress:
             progress("making random weights", i + 1, len(tensors))
+
+
+def _randomize_rows(rows: Tensor, generator: torch.Generator) -> None:
+    """Uniform, several times quicker to draw than normal; the variance is that of 1 / fan-in."""
+    bound = (3.0 / rows.shape[1]) ** 0.5
+    rows.uniform_(-bound, bound, generator=generator)
+
+
+def _randomize_panels(weight: PanelWeight, generator: torch.Generator) -> None:
+    """The same numbers that the weight would get as rows."""
+    step = max(1, _RANDOM_BYTES // (PANEL * max(weight.columns, 1) * weight.dtype.itemsize)) * PANEL
+    for first in range(0, weight.rows, step):
+        rows = torch.empty((min(step, weight.rows - first), weight.columns), dtype=weight.dtype)
+        _randomize_rows(rows, generator)
+        kernels.pack(weight.narrow(first, len(rows)), rows)
 
 
 def _randomize_packed(weight: PackedWeight, generator: torch.Generator) -> None:

@@ -1,7 +1,7 @@
 """C++ SIMD kernels for CPUs: few-row linear, attention, rotation and moves of keys, norm and gated activations.
 
-`library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops`, `rotary` and
-`sampling` are the operations on tensors. They only ever run here or raise: choosing between backends is
+`library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops`, `packed`, `panels`,
+`rotary` and `sampling` are the operations on tensors. They only ever run here or raise: choosing between backends is
 `windlass.kernels.dispatch`'s business.
 """
 
@@ -17,6 +17,7 @@ from windlass.kernels.cpu.ops import (
     soft_cap,
 )
 from windlass.kernels.cpu.packed import linear_packed, pack_rows
+from windlass.kernels.cpu.panels import few_enough, linear_panels, linear_panels_widened, pack_panels
 from windlass.kernels.cpu.recording import Recording, record
 from windlass.kernels.cpu.rotary import (
     move_cached_keys,
@@ -36,14 +37,18 @@ __all__ = [
     "draw_tokens",
     "drawing_memory",
     "embed_rows",
+    "few_enough",
     "gated_activation",
     "linear_packed",
+    "linear_panels",
+    "linear_panels_widened",
     "linear_refusal",
     "linear_small",
     "linear_widened",
     "load",
     "move_cached_keys",
     "move_refusal",
+    "pack_panels",
     "pack_rows",
     "paged_attention_decode",
     "paged_attention_prefill",

@@ -6,6 +6,8 @@ namespace {
 #include "simd.h"
 #include "tiles.h"
 #include "linear.h"
+#include "panels.h"
+#include "panels_convert.h"
 #include "byte_products.h"
 #include "rounding.h"
 #include "quantized.h"

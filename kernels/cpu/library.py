@@ -33,6 +33,9 @@ _TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
 
 SIGNATURES: dict[str, list[type]] = {
     "linear": [*_TENSOR2, *_TENSOR2, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
+    "linear_panels": [*_TENSOR2, _POINTER, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
+    "pack_panels": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER],
+    "widen_panels": [_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER],
     "linear_packed": [*(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER), *(_POINTER, _LONG, _LONG, _LONG, _LONG)],
     "pack_weight": [*(_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER)],
     "rotate_and_append": [
@@ -118,6 +121,9 @@ class Library:
     path: Path
     isa: str
     linear: Function
+    linear_panels: Function
+    pack_panels: Function
+    widen_panels: Function
     linear_packed: Function
     pack_weight: Function
     rotate_and_append: Function

@@ -36,6 +36,7 @@ _REPEATABLE = (
     "rotate_and_append_int8",
     "paged_attention_decode",
     "embed_rows",
+    "linear_panels",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

@@ -48,6 +48,7 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
             case 6: code = make(call, WINDLASS_NAME(rotate_and_append_int8)); break;
             case 7: code = make(call, WINDLASS_NAME(paged_attention_decode)); break;
             case 8: code = make(call, WINDLASS_NAME(embed_rows)); break;
+            case 9: code = make(call, panels::WINDLASS_NAME(linear_panels)); break;
         }
         if (code) return code;
     }

@@ -1,0 +1,192 @@
+// out[M, N] = x[M, K] * weight^T + bias for a 16-bit weight in panels and few rows M, at the speed at which it can be read.
+//
+// A panel is PANEL_ROWS rows of the weight; a line of it, 64 bytes, holds two neighbouring elements of K of each, and the
+// lines follow each other in memory: decoding reads one run from end to end, which the hardware follows without being
+// asked, and of x only two numbers a line, so that the stream does not push x out of L1 over and over (measured on Zen 4:
+// row-major weights reach three quarters of what two cores can read, panels all of it). bfloat16: the two elements of a row
+// side by side, that a shift and a mask take them apart; float16: the 16 first ones, then the 16 second ones. Past the last
+// row and the last element of K there are zeros.
+//
+// Every output is summed in one order whatever M, N, the thread count, the tile and the instruction set: even and odd
+// elements of K apart, K_BLOCK of them at a time.
+
+namespace panels {
+
+constexpr long PANEL_ROWS = 16;
+constexpr long LINE_ELEMENTS = 2 * PANEL_ROWS;
+constexpr long K_BLOCK = 1024;          // elements of K that stay in L1 for all tiles of x; even
+constexpr long X_STRIDE = K_BLOCK + 16;  // of the packed x: rows a whole page apart would share the sets of L1
+constexpr long MAX_ROWS = 48;           // rows of x per pass over the weight
+
+// A tile is VECTORS * W rows of the weight by up to MAX_MT rows of x, two accumulators for each of its vectors.
+#if WINDLASS_REGISTERS >= 32
+constexpr int VECTORS = W == 4 ? 4 : 2, MAX_MT = W == 4 ? 3 : 6;
+#else
+constexpr int VECTORS = 2, MAX_MT = 3;
+#endif
+constexpr int ONE_VECTORS = PANEL_ROWS / W;  // one panel at a time against a single row of x
+
+// Element `half` of the two that a line holds of each of W rows.
+template <int half> INLINE vf load_element(const bf16 *p) {
+    const vu pairs = *(const vu_any *)p;
+    return (vf)(half ? pairs & 0xffff0000u : pairs << 16);
+}
+template <int half> INLINE vf load_element(const f16 *p) { return load(p + half * PANEL_ROWS); }
+
+// Where the W rows from row r of a panel on start in a line.
+INLINE const bf16 *rows_from(const bf16 *panel, long r) { return panel + 2 * r; }
+INLINE const f16 *rows_from(const f16 *panel, long r) { return panel + r; }
+
+// sums[v][m] += over `pairs` pairs of elements of K; set where `fresh`. x: rows X_STRIDE apart.
+template <class TW, int V, int MT>
+static NOINLINE void multiply_tile(const TW *const *weights, const float *x, long pairs, vf *sums, bool fresh) {
+    vf acc[2][V][MT] = {};
+    const TW *w[V];
+    for (int v = 0; v < V; v++) w[v] = weights[v];
+    for (long k = 0; k < pairs; k++, x += 2) {
+        const auto multiply = [&](auto load_weight, vf (&into)[V][MT], int half) {
+            vf weight[V];
+            for (int v = 0; v < V; v++) weight[v] = load_weight(w[v]);
+            for (int m = 0; m < MT; m++) {
+                const vf xm = splat(x[m * X_STRIDE + half]);
+                for (int v = 0; v < V; v++) into[v][m] = add_product(into[v][m], weight[v], xm);
+            }
+        };
+        multiply([](const TW *p) { return load_element<0>(p); }, acc[0], 0);
+        multiply([](const TW *p) { return load_element<1>(p); }, acc[1], 1);
+        for (int v = 0; v < V; v++) w[v] += LINE_ELEMENTS;
+    }
+    for (int v = 0; v < V; v++)
+        for (int m = 0; m < MT; m++) {
+            const vf block = acc[0][v][m] + acc[1][v][m];
+            sums[v * MT + m] = fresh ? block : sums[v * MT + m] + block;
+        }
+}
+
+template <class TW, int V>
+INLINE void multiply_any(long mt, const TW *const *weights, const float *x, long pairs, vf *sums, bool fresh) {
+    const auto call = [&](auto multiply) { multiply(weights, x, pairs, sums, fresh); };
+    if (mt == 1) return call(multiply_tile<TW, V, 1>);
+    if constexpr (V == VECTORS) {
+        if (mt == 2) return call(multiply_tile<TW, V, 2>);
+        if (mt == 3) return call(multiply_tile<TW, V, 3>);
+        if constexpr (MAX_MT > 3) {
+            if (mt == 4) return call(multiply_tile<TW, V, 4>);
+            if (mt == 5) return call(multiply_tile<TW, V, 5>);
+            return call(multiply_tile<TW, V, 6>);
+        }
+    }
+}
+
+struct Product {
+    const void *x; long x_stride; int x_type;
+    const void *weight; int w_type;
+    const void *bias; int bias_type;
+    void *out; long out_stride;
+    long M, N, K;
+};
+
+// packed[k block][row][X_STRIDE], float32; a zero follows an odd K.
+template <class TX> static void pack_x(const Product &p, float *packed) {
+    for (long k0 = 0; k0 < p.K; k0 += K_BLOCK) {
+        const long count = min_of(K_BLOCK, p.K - k0);
+        for (long m = 0; m < p.M; m++, packed += X_STRIDE) {
+            const TX *source = (const TX *)p.x + m * p.x_stride + k0;
+            long i = 0;
+            for (; i + W <= count; i += W) store(packed + i, load(source + i));
+            for (; i < count; i++) packed[i] = widen(source[i]);
+            if (count % 2) packed[count] = 0.0f;
+        }
+    }
+}
+
+// Rows [n0, n1) of the weight against all rows of x.
+template <class TW, class TX, int V>
+static void multiply_rows(const Product &p, Tiles tiles, const float *packed, long n0, long n1) {
+    vf sums[MAX_ROWS * V];
+    const long lines = ceil_div(p.K, 2);
+    for (long n = n0; n < n1; n += V * W) {
+        for (long k = 0; k < p.K; k += K_BLOCK) {
+            const TW *rows[V];
+            for (int v = 0; v < V; v++) {
+                const long row = min_of(n + v * W, round_up(n1, W) - W);  // a vector past the end repeats the last one
+                const TW *panel = (const TW *)p.weight + row / PANEL_ROWS * lines * LINE_ELEMENTS + k / 2 * LINE_ELEMENTS;
+                rows[v] = rows_from(panel, row % PANEL_ROWS);
+            }
+            const long pairs = ceil_div(min_of(K_BLOCK, p.K - k), 2);
+            const float *x = packed + k / K_BLOCK * p.M * X_STRIDE;
+            for (long t = 0; t < tiles.count; t++) {
+                const long first = tiles.begin(t);
+                multiply_any<TW, V>(tiles.size(t), rows, x + first * X_STRIDE, pairs, sums + first * V, k == 0);
+            }
+        }
+        for (int v = 0; v < V && n + v * W < n1; v++) {
+            const long row = n + v * W, valid = min_of(W, n1 - row);
+            vf bias = {};
+            if (p.bias)
+                for (long i = 0; i < valid; i++) bias[i] = element(p.bias, p.bias_type, row + i);
+            for (long t = 0; t < tiles.count; t++) {
+                const long first = tiles.begin(t), mt = tiles.size(t);
+                for (long m = 0; m < mt; m++) {
+                    const vf y = sums[first * V + v * mt + m] + bias;
+                    TX *out = (TX *)p.out + (first + m) * p.out_stride + row;
+                    if (valid == W) store(out, y);
+                    else store_some(out, y, valid);
+                }
+            }
+        }
+    }
+}
+
+template <class TW, class TX> static int multiply_pass(const Product &p) {
+    const Tiles tiles = {p.M, ceil_div(p.M, MAX_MT)};
+    const auto multiply = p.M == 1 ? multiply_rows<TW, TX, ONE_VECTORS> : multiply_rows<TW, TX, VECTORS>;
+    const long unit = max_of(PANEL_ROWS, VECTORS * W);
+    const long chunk = round_up(max_of(1, CHUNK_BYTES / (p.K * (long)sizeof(TW))), unit);
+    const long chunks = ceil_div(p.N, chunk);
+    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
+    Shares shares(chunks, threads);
+    int failed = 0;
+#pragma omp parallel num_threads(threads) reduction(| : failed)
+    {
+        // Each thread packs for itself: cheaper than a barrier when another process holds a core.
+        void *packed = nullptr;
+        failed |= posix_memalign(&packed, 64, p.M * ceil_div(p.K, K_BLOCK) * X_STRIDE * sizeof(float)) != 0;
+        if (!failed) {
+            pack_x<TX>(p, (float *)packed);
+            shares.take(omp_get_thread_num(), [&](long c) {
+                multiply(p, tiles, (const float *)packed, c * chunk, min_of((c + 1) * chunk, p.N));
+            });
+        }
+        free(packed);
+    }
+    return failed;
+}
+
+template <class TW, class TX> static int multiply_all(Product p) {
+    // Passes of equal size: a last pass of a few rows would read the whole weight for little work.
+    const long rows = p.M, passes = ceil_div(rows, MAX_ROWS);
+    const long step = passes ? min_of(round_up(ceil_div(rows, passes), MAX_MT), MAX_ROWS) : 1;
+    for (long m = 0; m < rows; m += step) {
+        Product pass = p;
+        pass.M = min_of(step, rows - m);
+        pass.x = (const TX *)p.x + m * p.x_stride;
+        pass.out = (TX *)p.out + m * p.out_stride;
+        if (multiply_pass<TW, TX>(pass)) return 1;
+    }
+    return 0;
+}
+
+template <class TW> INLINE int multiply_typed(const Product &p) {
+    return p.x_type == 0 ? multiply_all<TW, float>(p) : multiply_all<TW, bf16>(p);
+}
+
+// Types: 0 float32, 1 bfloat16, 2 float16; x and out are 0 or 1, the weight 1 or 2. Strides in elements. Returns 1 when out
+// of memory.
+EXPORT int WINDLASS_NAME(linear_panels)(const void *x, long x_stride, int x_type, const void *weight, int w_type,
+                                        const void *bias, int bias_type, void *out, long out_stride, long M, long N, long K) {
+    const Product p = {x, x_stride, x_type, weight, w_type, bias, bias_type, out, out_stride, M, N, K};
+    return w_type == 1 ? multiply_typed<bf16>(p) : multiply_typed<f16>(p);
+}
+
+}  // namespace panels

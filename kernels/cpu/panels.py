@@ -1,0 +1,115 @@
+"""16-bit weights in panels on the CPU: filling them, and products with them. Knows shapes, types and a measured crossover."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.cpu.checks import check
+from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.packed import PANEL
+from windlass.kernels.panels import PanelRows, PanelWeight
+
+_MOST_ROWS = 192  # from which torch's product of widened panels leads
+_WIDENED_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
+
+
+def linear_panels(
+    x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, library: Library | None = None
+) -> Tensor:
+    """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
+
+    x: [M, K] in any float type, float32 and bfloat16 in any row stride without a copy. bias: [N]. Any M is right; it is
+    quick for few rows. Returns [M, N] in x's dtype. Raises ValueError.
+    """
+    _check_operands(x, weight, bias)
+    # A decode step comes here some hundred times: copies are made only where they are needed.
+    given = x if x.dtype != torch.float16 else x.float()
+    if given.stride(1) != 1 and weight.columns > 1:
+        given = given.contiguous()
+    if bias is not None:
+        bias = (bias if bias.dtype in TYPE_CODES else bias.float()).contiguous()
+    rows, columns = x.shape[0], weight.rows
+    out = torch.empty((rows, columns), dtype=given.dtype)
+    if weight.columns == 0:
+        return (out.zero_() if bias is None else out.copy_(bias)).to(x.dtype)
+    if rows and columns:
+        code = (library or load()).linear_panels(
+            given.data_ptr(),
+            given.stride(0),
+            TYPE_CODES[given.dtype],
+            weight.data.data_ptr(),
+            TYPE_CODES[weight.dtype],
+            None if bias is None else bias.data_ptr(),
+            0 if bias is None else TYPE_CODES[bias.dtype],
+            out.data_ptr(),
+            columns,
+            rows,
+            columns,
+            weight.columns,
+        )
+        if code:
+            raise MemoryError("linear_panels: no memory for the packed activations")
+    return out if out.dtype == x.dtype else out.to(x.dtype)
+
+
+def linear_panels_widened(
+    x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, library: Library | None = None
+) -> Tensor:
+    """x @ weight.T + bias for many rows: some panels at a time are widened to float32 for torch's product.
+
+    x: [M, K] in any float type. The product is float32; returns [M, N] in x's dtype. Extra memory: 8 MiB of widened weights
+    (at least 4 panels), and x and the result in float32 when x is narrower. Raises ValueError.
+    """
+    _check_operands(x, weight, bias)
+    columns, inner = weight.shape
+    wide = x.float()
+    out = torch.empty((x.shape[0], columns), dtype=torch.float32)
+    panels = weight.data.shape[0]
+    step = min(panels, max(4, _WIDENED_BYTES // (4 * PANEL * max(inner, 1))))
+    memory = torch.empty(inner * step * PANEL, dtype=torch.float32)
+    for first in range(0, panels, max(step, 1)):
+        count = min(step, panels - first)
+        block = memory[: inner * count * PANEL].view(inner, count * PANEL)
+        (library or load()).widen_panels(
+            weight.data.data_ptr(), TYPE_CODES[weight.dtype], first, count, inner, block.data_ptr()
+        )
+        begin, end = first * PANEL, min((first + count) * PANEL, columns)
+        torch.mm(wide, block[:, : end - begin], out=out[:, begin:end])
+    if bias is not None:
+        out += bias
+    return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+
+def few_enough(x: Tensor) -> bool:
+    """Whether `linear_panels` is expected to be the quickest way for as many rows."""
+    return x.shape[0] <= _MOST_ROWS
+
+
+def pack_panels(target: PanelRows, source: Tensor, *, library: Library | None = None) -> None:
+    """Put source [count, columns], rounded to the weight's type, into rows of a weight in panels. Raises ValueError."""
+    weight = target.weight
+    check(source.shape == target.shape, f"pack_panels: {tuple(source.shape)} into {tuple(target.shape)}")
+    check(source.is_cpu and source.is_floating_point(), f"pack_panels: the source is {source.dtype} on {source.device}")
+    source = source.to(weight.dtype)
+    if source.shape[1] > 1 and source.stride(1) != 1:
+        source = source.contiguous()
+    (library or load()).pack_panels(
+        source.data_ptr(),
+        source.stride(0),
+        TYPE_CODES[weight.dtype],
+        target.first,
+        target.count,
+        weight.columns,
+        weight.data.data_ptr(),
+    )
+
+
+def _check_operands(x: Tensor, weight: PanelWeight, bias: Tensor | None) -> None:
+    # Messages are made only when they are needed.
+    if x.dim() != 2 or x.shape[1] != weight.columns or not x.is_cpu or x.dtype not in TYPE_CODES:
+        raise ValueError(
+            f"linear: x is {x.dtype} {tuple(x.shape)} on {x.device}, the weight has {weight.columns} columns"
+        )
+    check(weight.data.is_contiguous() and weight.data.is_cpu, "linear: the weight is not contiguous on the CPU")
+    check(bias is None or bias.shape == (weight.rows,), "linear: the bias does not fit")
