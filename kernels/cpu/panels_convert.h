@@ -33,8 +33,8 @@ template <class T> static void pack_panel(const T *source, long stride, long beg
 
 template <class T> static void pack_rows_of(const T *source, long stride, long first, long count, long K, T *data) {
     const long panel_elements = ceil_div(K, 2) * LINE_ELEMENTS, last = ceil_div(first + count, PANEL_ROWS);
-#pragma omp parallel for schedule(static) num_threads(threads_for(count *K, last - first / PANEL_ROWS))
-    for (long panel = first / PANEL_ROWS; panel < last; panel++) {  // whole panels, so that threads never share a line
+    // By one thread: it keeps up with memory, and at load others are reading the next rows.
+    for (long panel = first / PANEL_ROWS; panel < last; panel++) {
         const long start = panel * PANEL_ROWS, begin = max_of(first, start), end = min_of(first + count, start + PANEL_ROWS);
         pack_panel(source + (begin - first) * stride, stride, begin - start, end - start, K, data + panel * panel_elements);
     }
