@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,9 @@ def test_the_weights_are_those_of_the_files(
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_dummy_weights_are_the_same_in_panels(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = make_model("llama", tmp_path, dtype=dtype)
+    directory = make_model("llama", tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
     monkeypatch.setattr("windlass.engine.model.weights._RANDOM_BYTES", 3000)  # several draws a matrix
     decoder = make_core(directory, load_format="dummy", seed=3).runner.decoder
     assert isinstance(decoder.layers[0].qkv, PanelWeight)

@@ -81,11 +81,11 @@ def test_threads_do_not_change_the_bits() -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append((cpu.linear_panels(x, weight), cpu.linear_panels_widened(x, weight)[:0]))
+        results.append(cpu.linear_panels(x, weight))
     torch.set_num_threads(before)
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][0], results[2][0])
-    assert_linear(x, weight.unpack(), None, results[0][0])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert_linear(x, weight.unpack(), None, results[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -195,7 +195,7 @@ def test_widened_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     assert_linear(x, weight, bias, cpu.linear_panels_widened(x, panels(weight), bias))
 
 
-@pytest.mark.parametrize("rows", [1, 12, 192, 193, 300])
+@pytest.mark.parametrize("rows", [1, 12, 512, 513, 600])
 def test_dispatch(rows: int) -> None:
     kernels("generic")
     x, weight = torch.randn(rows, 96), torch.randn(200, 96).bfloat16()
