@@ -85,10 +85,6 @@ struct Ahead {
         left -= lines;
         for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
     }
-    // Lines of one head in `tokens` tokens.
-    static long lines_of(const CodePages &pages, long tokens) {
-        return ceil_div(tokens * (pages.quads * QUAD + pages.value_dim + 2 * long(sizeof(float))), 64);
-    }
 };
 
 // Of W tokens from j on, x where a row sees them, else `hidden`.
