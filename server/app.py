@@ -38,7 +38,6 @@ from windlass.server.settings import ServerSettings
 from windlass.server.state import ServerState
 
 if TYPE_CHECKING:
-    from windlass.server.chat_template import ChatTemplate
     from windlass.server.tokenizer import Tokenizer
 
 _REQUESTS: tuple[type[BaseModel], ...] = (
@@ -59,18 +58,16 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
 )
 
 
-def create_app(
-    engine: EngineClient, tokenizer: Tokenizer, chat_template: ChatTemplate | None, settings: ServerSettings
-) -> FastAPI:
-    """The HTTP app; its state is `app.state.windlass`.
+def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """The HTTP app; its state is `app.state.windlass`. Chats are rendered by the tokenizer's chat template.
 
     The engine may still be loading: generation answers 503 until it is ready. Whoever made the engine closes it.
     """
-    state = ServerState(engine, tokenizer, chat_template, settings)
+    state = ServerState(engine, tokenizer, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        state.text.warm_up()
+        state.text.spawn()
         try:
             yield
         finally:

@@ -1,7 +1,8 @@
 """Renders a model's chat template, byte for byte as transformers does, without transformers.
 
 Responsible for preparing messages, for `continue_final_message`, and for errors a caller can read. Knows nothing of tokens,
-HTTP or where the template came from. A template is code that came with a model file: it runs in `template_sandbox`.
+HTTP or where the template came from. A template is code that came with a model file: it runs in `template_sandbox`, and
+where it serves callers in a process with limits on time and memory (`windlass.server.text`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
-from windlass.server.template_sandbox import Budget, current_budget, sandboxed_environment
+from windlass.server.template_sandbox import sandboxed_environment
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
-MAX_SECONDS = 5.0
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one most templates read
 _RESERVED = ("messages", "tools", "add_generation_prompt")
@@ -41,13 +41,10 @@ class ChatTemplate:
         special_tokens: Mapping[str, str] | None = None,
         *,
         max_output_chars: int = MAX_OUTPUT_CHARS,
-        max_seconds: float = MAX_SECONDS,
     ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._max_output_chars = max_output_chars
-        self._max_seconds = max_seconds
-        token = current_budget.set(Budget(max_output_chars, max_seconds))  # jinja2 computes constants when compiling
         try:
             self._template = sandboxed_environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -56,8 +53,6 @@ class ChatTemplate:
             ) from error
         except (TemplateError, RecursionError, ValueError, TypeError, SyntaxError) as error:
             raise ChatTemplateError(f"the chat template does not parse: {_short(error)}") from error
-        finally:
-            current_budget.reset(token)
 
     def render(
         self,
@@ -88,8 +83,6 @@ class ChatTemplate:
         for name in extra:
             if name in _RESERVED:
                 raise ChatTemplateError(f"{name!r} cannot be given as a template variable")
-        budget = Budget(self._max_output_chars, self._max_seconds)
-        token = current_budget.set(budget)
         try:
             chat = _prepare_messages(messages)
             final = _tag_final_message(chat, continue_final_message, self.source) if continue_final_message else None
@@ -99,7 +92,7 @@ class ChatTemplate:
                 tools=_plain(tools) if tools is not None else None,
                 add_generation_prompt=add_generation_prompt,
             )
-            text = self._generate(scope, budget)
+            text = self._generate(scope)
             return text if final is None else _cut_at_tag(text, final)
         except ChatTemplateError:
             raise
@@ -107,20 +100,22 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template was stopped by the sandbox: {_short(error)}") from error
         except TemplateError as error:
             raise ChatTemplateError(_short(error)) from error
-        except (RecursionError, MemoryError) as error:
+        except RecursionError as error:
             raise ChatTemplateError("the chat template or the messages nest too deeply") from error
+        except MemoryError:
+            raise  # whoever bounds the memory says so
         except Exception as error:  # a template may fail in any way Python code can, on data its author never saw
             raise ChatTemplateError(f"the chat template failed on these messages: {_short(error)}") from error
-        finally:
-            current_budget.reset(token)
 
-    def _generate(self, scope: dict[str, Any], budget: Budget) -> str:
+    def _generate(self, scope: dict[str, Any]) -> str:
         parts: list[str] = []
         size = 0
         for part in self._template.generate(scope):
-            budget.tick()
             size += len(part)
-            budget.check_size(size)
+            if size > self._max_output_chars:
+                raise ChatTemplateError(
+                    f"the chat template builds more than {self._max_output_chars} characters of text"
+                )
             parts.append(part)
         return "".join(parts)
 

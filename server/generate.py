@@ -66,7 +66,7 @@ async def _generate_here(wanted: Generation, model: str | None, options: EngineO
         from windlass.server.tokenizer import Tokenizer
 
         tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
-        prompt = _prompt_ids(wanted, tokenizer)
+        prompt = await _prompt_ids(wanted, tokenizer)
         info = await client.wait_ready()
         loading.stop()
         sampling = SamplingParams(
@@ -99,25 +99,38 @@ async def _generate_here(wanted: Generation, model: str | None, options: EngineO
         await client.close()
 
 
-def _prompt_ids(wanted: Generation, tokenizer: Tokenizer) -> list[int]:
-    if not wanted.chat:
-        ids = tokenizer.encode(wanted.prompt)
-    else:
-        from windlass.server.chat_template import ChatTemplate, ChatTemplateError
-
-        if tokenizer.chat_template is None:
-            raise RequestError("this model has no chat template: leave --chat out")
-        try:
-            template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-            text = template.render([{"role": "user", "content": wanted.prompt}], add_generation_prompt=True)
-        except ChatTemplateError as error:
-            raise EngineError(f"the chat template refuses this prompt: {error}") from error
-        ids = tokenizer.encode(text, add_special_tokens=False)
+async def _prompt_ids(wanted: Generation, tokenizer: Tokenizer) -> list[int]:
+    text = await _rendered(wanted.prompt, tokenizer) if wanted.chat else wanted.prompt
+    ids = tokenizer.encode(text, add_special_tokens=not wanted.chat)
     if not ids and tokenizer.bos_token_id is not None:
         ids = [tokenizer.bos_token_id]
     if not ids:
         raise RequestError("the prompt is empty and this model has no token to begin with: write a prompt")
     return ids
+
+
+async def _rendered(prompt: str, tokenizer: Tokenizer) -> str:
+    """The prompt as a chat. The template is code that came with the model: it runs with limits, as on a server."""
+    from windlass.server.errors import ApiError
+    from windlass.server.protocol.chat import ChatMessage
+    from windlass.server.settings import ServerSettings
+    from windlass.server.text.service import TextService
+
+    if tokenizer.chat_template is None:
+        raise RequestError("this model has no chat template: leave --chat out")
+    service = TextService(tokenizer, ServerSettings(served_model_name="model"))
+    try:
+        return await service.render(
+            [ChatMessage(role="user", content=prompt)],
+            add_generation_prompt=True,
+            continue_final_message=False,
+            variables=None,
+            caller="",
+        )
+    except ApiError as error:
+        raise EngineError(f"the chat template refuses this prompt: {error.message}") from error
+    finally:
+        service.close()
 
 
 def generate_remote(

@@ -19,7 +19,7 @@ from windlass.engine.rotary.policy import RotaryPlan, RotaryReport
 from windlass.server.detokenizer import Detokenizer
 from windlass.server.metrics import ServerMetrics
 from windlass.server.rotary import report_at
-from windlass.server.text_worker import Prompt
+from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
     from windlass.server.tokenizer import Tokenizer

@@ -66,7 +66,9 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
         say(f"loading {settings.served_model_name}; listening on {_url(listener)}")
         try:
             app = _make_app(client, path, settings)
-            return asyncio.run(_run(app, client, listener, server, settings, not_default(engine, server)))
+            with contextlib.closing(app.state.windlass) as state:
+                state.text.wait_loaded()
+                return asyncio.run(_run(app, client, listener, server, settings, not_default(engine, server)))
         finally:
             client.kill()
 
@@ -160,17 +162,9 @@ def exit_on_signal() -> Iterator[None]:
 def _make_app(client: ProcessClient, path: Path, settings: ServerSettings) -> FastAPI:
     # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
     from windlass.server.app import create_app
-    from windlass.server.chat_template import ChatTemplate, ChatTemplateError
     from windlass.server.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_directory(path)
-    template = None
-    if tokenizer.chat_template is not None:
-        try:
-            template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-        except ChatTemplateError as error:
-            raise LoadError(f"the chat template of {path} cannot be used: {error}") from error
-    return create_app(client, tokenizer, template, settings)
+    return create_app(client, Tokenizer.from_directory(path), settings)
 
 
 async def _run(

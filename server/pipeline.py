@@ -22,11 +22,10 @@ from windlass.server.sampling import (
     fit_to_context,
     resolve_max_tokens,
     samples_per_prompt,
-    tokenize_bad_words,
 )
 from windlass.server.state import ServerState
 from windlass.server.streaming import Exchange
-from windlass.server.text_worker import Prompt
+from windlass.server.text.service import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +39,7 @@ class Job:
     body: GenerationRequest
     info: ModelInfo
     request_id: str
+    caller: str  # whose request it is, for taking turns
     arrival: float  # time.monotonic() seconds
     deadline: float | None
     sampling: SamplingParams
@@ -53,6 +53,7 @@ def check(
     info: ModelInfo,
     *,
     request_id: str,
+    caller: str,
     arrival: float,
     default_max_tokens: int,
     logprobs: int | None,
@@ -82,6 +83,7 @@ def check(
         body=body,
         info=info,
         request_id=request_id,
+        caller=caller,
         arrival=arrival,
         deadline=None if seconds is None else arrival + seconds,
         sampling=sampling,
@@ -117,7 +119,7 @@ async def run(
         async for delta in deltas:
             if delta.prompt_logprobs is not None:
                 prompt_index = delta.choice // plan.samples
-                await state.text.run(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
+                await state.text.on_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
             if not streaming:
                 writer.add(delta)
             elif events := writer.event(delta):
@@ -132,7 +134,7 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
     state, body, info = job.state, job.body, job.info
     sampling = job.sampling
     if body.bad_words:
-        words = await state.text.run(tokenize_bad_words, body.bad_words, state.tokenizer)
+        words = await state.text.encode_words(body.bad_words, param="bad_words", caller=job.caller)
         sampling = replace(sampling, bad_words=words)
     rotation = job.rotation
     requests, rotary_plans = [], []

@@ -5,15 +5,11 @@ Knows bodies and the loaded model's facts; knows nothing of HTTP, streams or cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from windlass.engine.request import ModelInfo, SamplingParams
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.protocol.generation import GenerationRequest
-
-if TYPE_CHECKING:
-    from windlass.server.tokenizer import Tokenizer
 
 GREEDY_BELOW = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite
 
@@ -97,21 +93,10 @@ def fit_to_context(max_tokens: int, prompt_tokens: int, info: ModelInfo, *, para
     return min(max_tokens, room)
 
 
-def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
-    """Raise ApiError for the first id outside the vocabulary."""
-    for token_id in ids:
+def check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Raise ApiError for an id outside the vocabulary."""
+    for token_id in (min(ids), max(ids)) if ids else ():
         if not 0 <= token_id < vocab_size:
             raise bad_request(
                 f"{param}: token id {token_id} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", param
             )
-
-
-def tokenize_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Id sequences of each word as a text begins with it and as it stands after a space."""
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        for text in (word, " " + word.lstrip(" ")):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if ids:
-                found[ids] = None
-    return tuple(found)

@@ -25,8 +25,10 @@ class ServerSettings:
     max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
     default_timeout: deadline of a request that names none; None means no deadline.
     body_stall_seconds: how long a client may pause while it sends its body.
-    tokenizer_threads: threads that tokenize and detokenize long texts beside the event loop.
-    template_seconds, max_concurrent_templates: bounds on rendering chat templates.
+    max_tokenize_chars: longest text of /tokenize, and of a prompt to be truncated where the context holds less.
+    text_processes: texts that are tokenized at once in processes of their own; a long one more may run beside them.
+    text_seconds, text_memory: bounds on tokenizing one text. max_waiting_text: characters that may wait for it.
+    template_seconds, template_memory, max_concurrent_templates: bounds on rendering chat templates.
     deadline_slack: how long the engine is trusted to end a request past its deadline before the server does it.
     rope_profiles: scalings that requests may name. rope_policy: whether requests may bring scalings of their own
     ("allow"), name profiles ("profiles") or neither ("off"). rope_update: the engine's default, to describe requests by.
@@ -48,9 +50,13 @@ class ServerSettings:
     max_in_flight: int = 4096
     max_prompts: int = 1024
     max_tokenize_chars: int = 4 * MIB
-    tokenizer_threads: int = 2
+    text_processes: int = 2
+    text_seconds: float = 60.0
+    text_memory: int = 2048 * MIB
+    max_waiting_text: int = 128 * MIB
     template_seconds: float = 5.0
-    max_concurrent_templates: int = 8
+    template_memory: int = 1024 * MIB
+    max_concurrent_templates: int = 4
     deadline_slack: float = 0.5
     rope_profiles: Mapping[str, RopeScaling] = field(default_factory=dict)
     rope_policy: RopePolicy = "allow"
@@ -69,7 +75,7 @@ class ServerSettings:
             "max_header_bytes",
             "max_in_flight",
             "max_prompts",
-            "tokenizer_threads",
+            "text_processes",
             "max_concurrent_templates",
         ):
             if getattr(self, name) < 1:

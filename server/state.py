@@ -15,10 +15,9 @@ from windlass.engine.request import ModelInfo
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.metrics import ServerMetrics
 from windlass.server.settings import ServerSettings
-from windlass.server.text_worker import TextWorker
+from windlass.server.text.service import TextService
 
 if TYPE_CHECKING:
-    from windlass.server.chat_template import ChatTemplate
     from windlass.server.tokenizer import Tokenizer
 
 
@@ -34,21 +33,14 @@ class ServerState:
     draining: set it to refuse new generation work with 503 while running work goes on.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
-        settings: ServerSettings,
-    ) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.chat_template = chat_template
         self.settings = settings
         self.metrics = ServerMetrics(engine)
         self.draining = False
         self.created = int(time.time())
-        self.text = TextWorker(tokenizer, chat_template, settings)
+        self.text = TextService(tokenizer, settings)
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()
 
@@ -109,5 +101,5 @@ class ServerState:
         return f"{request_id}-{next(self._serial)}"
 
     def close(self) -> None:
-        """Let go of the worker threads. The engine belongs to whoever made it."""
+        """End the text processes. The engine belongs to whoever made it."""
         self.text.close()

@@ -89,7 +89,7 @@ def test_every_endpoint_is_on_the_page():
 
 
 def create_toy_app(engine: ScriptedEngine | None = None):
-    return create_app(engine or ScriptedEngine(), toy_tokenizer(), None, ServerSettings(served_model_name="toy"))
+    return create_app(engine or ScriptedEngine(), toy_tokenizer(), ServerSettings(served_model_name="toy"))
 
 
 def test_every_metric_is_on_the_page():

@@ -14,7 +14,7 @@ from windlass.engine.rotary.policy import RotaryReport
 from windlass.server.generation import Delta, Tally
 from windlass.server.logprobs import prompt_logprobs_object
 from windlass.server.rotary import report_object
-from windlass.server.text_worker import Prompt
+from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
     from windlass.server.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from windlass.engine.request import TokenLogprobs
 from windlass.server.answers.base import AnswerOptions, AnswerWriter, Result
 from windlass.server.generation import Delta, Tally
 from windlass.server.logprobs import CompletionLogprobs
-from windlass.server.text_worker import Prompt
+from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
     from windlass.server.tokenizer import Tokenizer

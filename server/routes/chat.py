@@ -17,9 +17,9 @@ from windlass.server.generation import Tally
 from windlass.server.pipeline import Job, check, envelope, run
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.request_id import request_id, set_request_id
-from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, state_of
+from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.streaming import Exchange
-from windlass.server.text_worker import Prompt
+from windlass.server.text.service import Prompt
 
 router = APIRouter()
 
@@ -43,6 +43,7 @@ async def create_chat_completion(request: Request) -> Response:
         body,
         info,
         request_id=request_id(request.scope),
+        caller=caller_of(request),
         arrival=arrival,
         default_max_tokens=state.settings.default_max_tokens,
         logprobs=_logprobs(body),
@@ -71,19 +72,22 @@ def _logprobs(body: ChatRequest) -> int | None:
 
 
 async def _prompt(job: Job, body: ChatRequest) -> list[Prompt]:
-    text_worker, info = job.state.text, job.info
+    service, info = job.state.text, job.info
     truncate = body.truncate_prompt_tokens
-    text = await text_worker.render(
+    text = await service.render(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
-        max_model_len=info.max_model_len if truncate is None else None,
+        max_model_len=info.max_model_len,
+        truncated=truncate is not None,
+        caller=job.caller,
     )
-    return await text_worker.encode(
+    return await service.encode(
         [text],
         add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
         max_model_len=info.max_model_len,
         truncate=truncate,
         param="messages",
+        caller=job.caller,
     )

@@ -18,6 +18,13 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
+def caller_of(request: Request) -> str:
+    """Whose request it is, for taking turns: the API key where keys are asked for, else the address."""
+    if state_of(request).settings.api_keys:
+        return request.headers.get("authorization", "")
+    return request.client.host if request.client is not None else ""
+
+
 def reference(model: type[BaseModel]) -> dict[str, str]:
     """A JSON reference to a model among the components of the API's description."""
     return {"$ref": REF.format(model=model.__name__)}

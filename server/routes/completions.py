@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,9 +17,9 @@ from windlass.server.pipeline import Job, check, envelope, run
 from windlass.server.prompts import check_token_prompts, split_prompts
 from windlass.server.protocol.completions import Completion, CompletionRequest
 from windlass.server.request_id import request_id, set_request_id
-from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, state_of
+from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.streaming import Exchange
-from windlass.server.text_worker import Prompt
+from windlass.server.text.service import Prompt
 
 router = APIRouter()
 
@@ -43,6 +43,7 @@ async def create_completion(request: Request) -> Response:
         body,
         info,
         request_id=request_id(request.scope),
+        caller=caller_of(request),
         arrival=arrival,
         default_max_tokens=state.settings.completion_max_tokens,
         logprobs=body.logprobs,
@@ -75,20 +76,17 @@ async def _prompts(job: Job, body: CompletionRequest) -> list[Prompt]:
             max_model_len=info.max_model_len,
             truncate=truncate,
             param="prompt",
+            caller=job.caller,
         )
-    checked = await state.text.run(lambda: check_token_prompts(given, info, truncate=truncate))
+    checked = await state.text.on_thread(lambda: check_token_prompts(given, info, truncate=truncate))
     return [Prompt(ids) for ids in checked]
 
 
 async def _echoes(job: Job, prompts: list[Prompt]) -> list[str]:
     """What `echo` repeats: the caller's own text where there is one, else what the token ids say."""
-    decode = job.state.tokenizer.decode
-    skip = job.options.skip_special_tokens
-
-    def texts() -> list[str]:
-        return [
-            decode(prompt.token_ids, skip_special_tokens=skip) if prompt.text is None else prompt.text
-            for prompt in prompts
-        ]
-
-    return await job.state.text.run(texts)
+    unwritten = [prompt.token_ids for prompt in prompts if prompt.text is None]
+    decoded: Iterator[str] = iter(())
+    if unwritten:
+        skip = job.options.skip_special_tokens
+        decoded = iter(await job.state.text.decode(unwritten, skip_special_tokens=skip, caller=job.caller))
+    return [next(decoded) if prompt.text is None else prompt.text for prompt in prompts]

@@ -56,7 +56,7 @@ async def inspect(request: Request) -> Response:
     info = _loaded(state)
     rotation = read_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     length = info.max_model_len if body.length is None else body.length
-    return _json(await state.text.run(_inspect, rotation.plan(length), length))
+    return _json(await state.text.on_thread(_inspect, rotation.plan(length), length))
 
 
 def _inspect(plan: RotaryPlan, length: int) -> dict[str, Any]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.server.body import read_body
 from windlass.server.errors import bad_request
-from windlass.server.logprobs import TextOffsets
 from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
+from windlass.server.routes.common import BODY_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.sampling import check_ids
 from windlass.server.state import ServerState
 
@@ -27,33 +23,30 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
     _check_length(state, body)
+    caller = caller_of(request)
     if body.messages is not None:
         text = await state.text.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
+            caller=caller,
         )
-        add_special_tokens = bool(body.add_special_tokens)
+        add_special_tokens, param = bool(body.add_special_tokens), "messages"
     else:
         assert body.prompt is not None
-        text, add_special_tokens = body.prompt, body.add_special_tokens is not False
-    tokenizer, info = state.tokenizer, state.engine.info
-
-    def answer() -> bytes:
-        ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
-        payload: dict[str, Any] = {
-            "count": len(ids),
-            "max_model_len": None if info is None else info.max_model_len,
-            "tokens": ids,
-        }
-        if body.return_offsets is not False:
-            payload["offsets"] = offsets
-        if body.return_token_strs:
-            payload["token_strs"] = [tokenizer.token_text(token_id) for token_id in ids]
-        return to_json(payload)
-
-    return Response(await state.text.run(answer), media_type="application/json")
+        text, add_special_tokens, param = body.prompt, body.add_special_tokens is not False, "prompt"
+    info = state.engine.info
+    answer = await state.text.tokenize(
+        text,
+        add_special_tokens=add_special_tokens,
+        offsets=body.return_offsets is not False,
+        token_strs=bool(body.return_token_strs),
+        max_model_len=None if info is None else info.max_model_len,
+        param=param,
+        caller=caller,
+    )
+    return Response(answer, media_type="application/json")
 
 
 @router.post(
@@ -64,20 +57,16 @@ async def detokenize(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, DetokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    tokenizer, info = state.tokenizer, state.engine.info
-    vocab_size = max(tokenizer.vocab_size, 0 if info is None else info.vocab_size)
-    skip = bool(body.skip_special_tokens)
-
-    def answer() -> bytes:
-        check_ids(body.tokens, vocab_size, "tokens")
-        payload: dict[str, Any] = {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=skip)}
-        if body.return_offsets is not False:
-            counter = TextOffsets(tokenizer, skip_special_tokens=skip)
-            starts = [counter.advance(token_id) for token_id in body.tokens]
-            payload["offsets"] = list(zip(starts, [*starts[1:], counter.position], strict=False))
-        return to_json(payload)
-
-    return Response(await state.text.run(answer), media_type="application/json")
+    info = state.engine.info
+    vocab_size = max(state.tokenizer.vocab_size, 0 if info is None else info.vocab_size)
+    check_ids(body.tokens, vocab_size, "tokens")
+    answer = await state.text.detokenize(
+        body.tokens,
+        skip_special_tokens=bool(body.skip_special_tokens),
+        offsets=body.return_offsets is not False,
+        caller=caller_of(request),
+    )
+    return Response(answer, media_type="application/json")
 
 
 def _check_length(state: ServerState, body: TokenizeRequest) -> None:

@@ -17,7 +17,6 @@ from helpers.scripted_engine import ScriptedEngine
 from helpers.toy_tokenizers import byte_level
 
 from windlass.server.app import create_app
-from windlass.server.chat_template import ChatTemplate
 from windlass.server.settings import ServerSettings
 from windlass.server.state import ServerState
 from windlass.server.tokenizer import Tokenizer
@@ -115,9 +114,8 @@ def live_server(
 ) -> Iterator[Live]:
     """Serve until the block ends. `settings` are fields of ServerSettings."""
     engine = engine or ScriptedEngine()
-    tokenizer = toy_tokenizer()
-    chat_template = None if template is None else ChatTemplate(template, SPECIAL_TOKENS)
-    app = create_app(engine, tokenizer, chat_template, ServerSettings(served_model_name=MODEL, **settings))
+    tokenizer = Tokenizer(byte_level(), SPECIAL_TOKENS, {} if template is None else {"default": template})
+    app = create_app(engine, tokenizer, ServerSettings(served_model_name=MODEL, **settings))
     config = uvicorn.Config(
         app,
         host="127.0.0.1",

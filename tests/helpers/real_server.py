@@ -20,7 +20,7 @@ import httpx
 
 @dataclass
 class RealServer:
-    """url ends without a slash; process is the API process, whose only child is the engine."""
+    """url ends without a slash; process is the API process, parent of the engine and of the fork server for text."""
 
     url: str
     process: subprocess.Popen[bytes]

@@ -70,10 +70,11 @@ class Served:
 
     @property
     def engine_pid(self) -> int:
-        """The engine process: the only child."""
+        """The engine process, one of the children."""
         pid = self.process.pid
-        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(child)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        (engine,) = [child for child in children if b"windlass.engine" in Path(f"/proc/{child}/cmdline").read_bytes()]
+        return int(engine)
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 
 import pytest
 from helpers import toy_tokenizers as toys
@@ -252,43 +251,6 @@ ESCAPES = [
 def test_sandbox_escapes_are_refused(source):
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
-
-
-BOMBS = [
-    "{{ 'x' * 10 ** 9 }}",
-    "{{ [0] * 10 ** 9 }}",
-    "{{ 9 ** (9 ** 9) }}",
-    "{{ '%1000000000d' % 1 }}",
-    "{{ '%*d' % (1000000000, 1) }}",
-    "{{ 'x'.ljust(1000000000) }}",
-    "{{ 'x' | center(1000000000) }}",
-    "{{ 'x' | center(width=1000000000) }}",
-    "{{ 'x\\ny' | indent(1000000000, true) }}",
-    "{{ '%1000000000d' | format(1) }}",
-    "{{ '{:1000000000}'.format(1) }}",
-    "{{ '{:{w}}'.format(1, w=1000000000) }}",
-    "{{ range(99999) | join('x' * 100000) }}",
-    "{{ ('x' * 100000).join(messages[0].content * 1000) }}",
-    "{{ ('x' * 99999).replace('x', 'y' * 99999) }}",
-    "{{ ('x' * 99999) | replace('x', 'y' * 99999) }}",
-    "{% set n = namespace(t='xxxxxxxx') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}",
-    "{% set n = namespace(t='xxxxxxxx') %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}",
-    "{% set n = namespace(t=[1]) %}{% for i in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{{ messages[0].content }}{% endfor %}{% endfor %}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "{% for i in range(99999999) %}{% endfor %}",
-]
-
-
-@pytest.mark.parametrize("source", BOMBS)
-def test_bombs_end_soon_and_small(source):
-    begin = time.monotonic()
-    with pytest.raises(ChatTemplateError):
-        ChatTemplate(source, max_output_chars=1_000_000, max_seconds=0.5).render(
-            [{"role": "user", "content": "x" * 100}]
-        )
-    assert time.monotonic() - begin < 5
 
 
 def test_output_limit_is_exact():

@@ -239,7 +239,7 @@ def test_best_of_ranks_by_logprob_per_token() -> None:
     from windlass.server.answers.base import AnswerOptions
     from windlass.server.answers.completions import CompletionWriter
     from windlass.server.generation import Delta, Tally
-    from windlass.server.text_worker import Prompt
+    from windlass.server.text.service import Prompt
 
     options = AnswerOptions(n=1, samples=3)
     writer = CompletionWriter(None, [Prompt([1])], Tally(), options, {"id": "x"})  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ FAULTS = [
 def test_the_servers_faults_are_counted_from_zero(error, status, code):
     """Prometheus sees no increase in a series whose first value is 1 already."""
     engine = ScriptedEngine(refuse=lambda request: error)
-    app = create_app(engine, toy_tokenizer(), None, ServerSettings(served_model_name="toy"))
+    app = create_app(engine, toy_tokenizer(), ServerSettings(served_model_name="toy"))
     line = f'windlass_request_errors_total{{code="{code}"}}'
 
     async def ask() -> tuple[str, int, str]:

@@ -1,0 +1,123 @@
+"""What the API process and its text processes say to each other: pickled frames on private socket pairs.
+
+Pickle is safe here: both ends are the same program, and nobody else can reach the sockets. Knows nothing of tokenizers.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_LENGTH = struct.Struct("!Q")
+_PIECE = 1 << 20  # bytes taken from a socket at once
+_IDS_AT_ONCE = 100_000  # unpacked in one go: longer ones would hold the interpreter lock too long
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """What a text process loads: tokenizer.json as text, named special tokens, and the chat template, if there is one."""
+
+    tokenizer: str
+    special_tokens: dict[str, str]
+    chat_template: str | None
+    template_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A method of `TextTasks` by name with its arguments. memory: bytes it may take beyond what the process has."""
+
+    task: str
+    args: tuple[Any, ...]
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A job's result; as the answer to a `TextSource`: it is loaded."""
+
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The input is at fault; the message is fit for the caller."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The job needed more memory than it may have."""
+
+
+Result = Done | Refused | OutOfMemory
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as bytes, 4 each in this machine's order."""
+    return array("I", ids).tobytes()
+
+
+def count_ids(packed: bytes) -> int:
+    """How many `pack_ids` packed."""
+    return len(packed) // 4
+
+
+def last_ids(packed: bytes, count: int) -> bytes:
+    """The last `count` of them, packed."""
+    return packed[-4 * count :]
+
+
+def unpack_ids(packed: bytes) -> list[int]:
+    """What `pack_ids` packed."""
+    ids: list[int] = []
+    step = 4 * _IDS_AT_ONCE
+    for start in range(0, len(packed), step):
+        ids += array("I", packed[start : start + step])
+    return ids
+
+
+def send(sock: socket.socket, message: Any) -> None:
+    """Send one frame; blocks. Raises OSError when the other end is gone or a timeout of the socket passed."""
+    send_encoded(sock, encode(message))
+
+
+def encode(message: Any) -> bytes:
+    """The body of a frame."""
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def send_encoded(sock: socket.socket, body: bytes) -> None:
+    """Send a frame whose body is encoded already."""
+    sock.sendall(_LENGTH.pack(len(body)))
+    sock.sendall(body)
+
+
+def receive(sock: socket.socket) -> Any:
+    """The next frame's message; blocks. None when the other end is gone. Raises TimeoutError as the socket does."""
+    head = _exactly(sock, _LENGTH.size)
+    if head is None:
+        return None
+    body = _exactly(sock, _LENGTH.unpack(head)[0])
+    return None if body is None else pickle.loads(body)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytearray | None:
+    data = bytearray(count)
+    with memoryview(data) as view:
+        taken = 0
+        while taken < count:
+            try:
+                got = sock.recv_into(view[taken : taken + _PIECE])
+            except ConnectionError:
+                got = 0
+            if not got:
+                return None
+            taken += got
+    return data

@@ -1,0 +1,175 @@
+"""Runs text jobs in processes from the event loop: lanes by size, limits of time and memory, processes made as needed.
+
+Knows lanes and processes; knows nothing of requests. Threads of its own wait for the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.server.text import frames
+from windlass.server.text.frames import Done, Job, OutOfMemory, Refused, TextSource
+from windlass.server.text.lanes import Lane
+from windlass.server.text.processes import ForkServer, ProcessDiedError, TextProcess
+
+LARGE_JOB = 64 * 1024  # characters or token ids from which a job goes to the lane of large ones
+TIRED_BY = 256 * 1024  # characters or token ids after which a process is replaced, which gives its memory back
+KEPT_IDLE = 3
+
+
+class RefusedError(Exception):
+    """The job's input is at fault; the message is fit for the caller."""
+
+
+class ClosedError(Exception):
+    """There are no text processes, and will be none soon."""
+
+
+class OutOfMemoryError(Exception):
+    """The job needed more memory than it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one job may take. seconds: from its start, waiting for its turn not counted. memory: bytes."""
+
+    seconds: float
+    memory: int
+
+
+class TextPool:
+    """Processes for text jobs. Starts nothing until `spawn` or the first job.
+
+    short, large: jobs of each kind that run at once. max_waiting: total size of the large jobs that may wait.
+    """
+
+    def __init__(self, source: TextSource, *, short: int, large: int, templates: int, max_waiting: int) -> None:
+        self._source = source
+        self._short, self._large = Lane(short, max_waiting), Lane(large, max_waiting)
+        self.templates = Lane(templates, max_waiting)
+        self._threads = ThreadPoolExecutor(short + large + templates, thread_name_prefix="windlass-text")
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+        self._loaded = False
+        self._idle: list[TextProcess] = []
+        self._closed = False
+
+    def spawn(self) -> None:
+        """Begin to load, without waiting."""
+        if self._server is None:
+            self._server = ForkServer(self._source)
+
+    def wait_loaded(self) -> None:
+        """Load, and wait for it; blocks. Raises LoadError where the tokenizer or the chat template cannot be used."""
+        with self._lock:
+            self._ensure_server()
+
+    async def run(
+        self, task: str, *args: Any, size: int, limits: Limits, caller: str = "", lane: Lane | None = None
+    ) -> Any:
+        """The result of a method of `TextTasks`.
+
+        size: characters or token ids. caller: waiting jobs of different callers take turns. lane: by size where None.
+        Raises RefusedError, OutOfMemoryError, TooSlowError, ProcessDiedError, LaneFullError, ClosedError. Cancelling it
+        kills the job.
+        """
+        lane = lane or (self._large if size >= LARGE_JOB else self._short)
+        async with lane.turn(caller, size):
+            holder = _Holder()
+            running = asyncio.get_running_loop().run_in_executor(
+                self._threads, self._call, Job(task, args, limits.memory), limits.seconds, size, holder
+            )
+            try:
+                result = await asyncio.shield(running)
+            except asyncio.CancelledError:
+                holder.cancel()
+                with contextlib.suppress(Exception):
+                    await running  # the place in the lane is free once the process is dead
+                raise
+        match result:
+            case Done(value):
+                return value
+            case Refused(message):
+                raise RefusedError(message)
+            case _:
+                assert isinstance(result, OutOfMemory)
+                raise OutOfMemoryError
+
+    def close(self) -> None:
+        """End every process. Jobs that run fail."""
+        with self._lock:
+            self._closed = True
+            for process in self._idle:
+                process.kill()
+            self._idle.clear()
+            if self._server is not None:
+                self._server.kill()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- on threads --------------------------------------------------------------------------------------------------
+    def _call(self, job: Job, seconds: float, size: int, holder: _Holder) -> frames.Result:
+        body = frames.encode(job)
+        process = self._take()
+        if not holder.hold(process):
+            process.kill()
+            raise ProcessDiedError("cancelled")
+        result = process.run(body, seconds)
+        process.tired |= size >= TIRED_BY or not isinstance(result, Done)
+        self._put(process)
+        return result
+
+    def _take(self) -> TextProcess:
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+            for _ in range(2):
+                with contextlib.suppress(OSError):  # the fork server was killed: another takes its place
+                    return self._ensure_server().fork()
+            raise ClosedError("the processes for tokenizing and chat templates cannot be started")
+
+    def _put(self, process: TextProcess) -> None:
+        with self._lock:
+            if not (process.tired or self._closed or len(self._idle) >= KEPT_IDLE):
+                self._idle.append(process)
+                return
+        process.kill()
+
+    def _ensure_server(self) -> ForkServer:
+        if self._closed:
+            raise ClosedError("the server is shutting down")
+        if self._server is not None and self._loaded and not self._server.alive:
+            self._server.kill()
+            self._server, self._loaded = None, False
+        self.spawn()
+        assert self._server is not None
+        if not self._loaded:
+            self._server.wait_loaded()
+            self._loaded = True
+        return self._server
+
+
+class _Holder:
+    """The process that runs a job, once there is one, so that the job can be cancelled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: TextProcess | None = None
+        self._cancelled = False
+
+    def hold(self, process: TextProcess) -> bool:
+        """False where the job was cancelled before it began."""
+        with self._lock:
+            self._process = process
+            return not self._cancelled
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            process = self._process
+        if process is not None:
+            process.interrupt()

@@ -1,0 +1,301 @@
+"""Text work of the API: tokenizing, detokenizing and chat templates, with early refusal by length and errors for callers.
+
+Whatever a caller can make large runs in the pool's processes, never on the event loop and never under its interpreter
+lock. Knows the tokenizer's facts and the pool; knows nothing of endpoints or the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from windlass.engine.errors import LoadError
+from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
+from windlass.server.protocol.chat import ChatMessage
+from windlass.server.settings import ServerSettings
+from windlass.server.text.frames import TextSource, count_ids, last_ids, pack_ids, unpack_ids
+from windlass.server.text.lanes import LaneFullError
+from windlass.server.text.pool import (
+    LARGE_JOB,
+    ClosedError,
+    Limits,
+    OutOfMemoryError,
+    RefusedError,
+    TextPool,
+)
+from windlass.server.text.processes import ProcessDiedError, TooSlowError
+
+if TYPE_CHECKING:
+    from windlass.server.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+BATCH = 32  # short prompts tokenized in one job: between jobs others have their turn
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt ready for the engine. `text`: as the caller wrote it, None for token ids or a truncated prompt."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class TextService:
+    """One per app. `caller` everywhere: whose request it is; callers that wait for text work take turns."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._template_source = tokenizer.chat_template
+        self._pool = TextPool(
+            TextSource(
+                tokenizer=tokenizer.backend.to_str(),
+                special_tokens=tokenizer.special_tokens,
+                chat_template=self._template_source,
+                template_seconds=settings.template_seconds,
+            ),
+            short=settings.text_processes,
+            large=1,
+            templates=settings.max_concurrent_templates,
+            max_waiting=settings.max_waiting_text,
+        )
+        self._text_limits = Limits(settings.text_seconds, settings.text_memory)
+        self._template_limits = Limits(settings.template_seconds, settings.template_memory)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="windlass-answers")
+
+    # ---- life --------------------------------------------------------------------------------------------------------
+    def spawn(self) -> None:
+        """Begin to load the processes, and to compute what early refusals need: it visits the whole vocabulary once."""
+        self._pool.spawn()
+        self._threads.submit(lambda: self._tokenizer.max_token_chars)
+
+    def wait_loaded(self) -> None:
+        """Load; blocks. Raises LoadError where the chat template cannot be used."""
+        self._pool.wait_loaded()
+
+    def close(self) -> None:
+        """End processes and threads without waiting for their work."""
+        self._pool.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- work --------------------------------------------------------------------------------------------------------
+    async def on_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function of bounded cost beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def encode(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,
+        max_model_len: int,
+        truncate: int | None,
+        param: str,
+        caller: str,
+    ) -> list[Prompt]:
+        """Tokenize `texts`; raises ApiError for one that cannot fit, before tokenizing it.
+
+        truncate: keep the last so many tokens. The text may then be longer than the context, but not by any amount.
+        """
+        for text in texts:
+            await self._refuse_long(len(text), max_model_len, truncated=truncate is not None, param=param)
+        prompts: list[Prompt] = []
+        for batch in _batches(texts):
+            with _told(param, "tokenizing this text", self._text_limits):
+                packed = await self._pool.run(
+                    "encode",
+                    batch,
+                    add_special_tokens,
+                    size=sum(map(len, batch)),
+                    limits=self._text_limits,
+                    caller=caller,
+                )
+            for text, ids in zip(batch, packed, strict=True):
+                count = count_ids(ids)
+                if truncate is None and count > max_model_len:
+                    raise context_length_exceeded(max_model_len, count, param=param)
+                cut = truncate is not None and count > truncate
+                kept = last_ids(ids, truncate) if cut and truncate else ids
+                prompts.append(Prompt(await self.on_thread(unpack_ids, kept), None if cut else text))
+        return prompts
+
+    async def encode_words(self, words: Sequence[str], *, param: str, caller: str) -> tuple[tuple[int, ...], ...]:
+        """Id sequences of words as they begin a text and as they stand after a space."""
+        with _told(param, "tokenizing this text", self._text_limits):
+            size = sum(map(len, words))
+            found: tuple[tuple[int, ...], ...] = await self._pool.run(
+                "encode_words", words, size=size, limits=self._text_limits, caller=caller
+            )
+        return found
+
+    async def decode(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool, caller: str) -> list[str]:
+        """The text of each list of token ids."""
+        with _told("prompt", "detokenizing this prompt", self._text_limits):
+            texts: list[str] = await self._pool.run(
+                "decode",
+                [pack_ids(ids) for ids in prompts],
+                skip_special_tokens,
+                size=sum(map(len, prompts)),
+                limits=self._text_limits,
+                caller=caller,
+            )
+        return texts
+
+    async def tokenize(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool,
+        offsets: bool,
+        token_strs: bool,
+        max_model_len: int | None,
+        param: str,
+        caller: str,
+    ) -> bytes:
+        """The JSON answer of /tokenize."""
+        with _told(param, "tokenizing this text", self._text_limits):
+            answer: bytes = await self._pool.run(
+                "tokenize",
+                text,
+                add_special_tokens,
+                offsets,
+                token_strs,
+                max_model_len,
+                size=len(text),
+                limits=self._text_limits,
+                caller=caller,
+            )
+        return answer
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, caller: str
+    ) -> bytes:
+        """The JSON answer of /detokenize."""
+        with _told("tokens", "detokenizing these tokens", self._text_limits):
+            answer: bytes = await self._pool.run(
+                "detokenize",
+                pack_ids(token_ids),
+                skip_special_tokens,
+                offsets,
+                size=len(token_ids),
+                limits=self._text_limits,
+                caller=caller,
+            )
+        return answer
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool | None,
+        variables: dict[str, Any] | None,
+        caller: str,
+        max_model_len: int | None = None,
+        truncated: bool = False,
+    ) -> str:
+        """The chat as one text; raises ApiError 400 where there is no template or it refuses the messages.
+
+        max_model_len: refuse messages before rendering them if their text alone cannot fit into so many tokens.
+        truncated: their tokens will be cut to the last ones, so they may be longer than that.
+        """
+        source = self._template_source
+        if source is None:
+            raise bad_request(
+                "this model has no chat template: use /v1/completions, or start the server with a chat template",
+                "messages",
+                "no_chat_template",
+            )
+        size = sum(len(message.content or "") for message in messages)
+        if max_model_len is not None:
+            await self._refuse_long(size, max_model_len, truncated=truncated, param="messages")
+        continuing = bool(continue_final_message)
+        if continuing and add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
+            )
+        if continuing and messages[-1].role != "assistant":
+            raise bad_request("continue_final_message needs a last message of role assistant", "continue_final_message")
+        with _told("messages", "the chat template, on these messages,", self._template_limits, "template"):
+            text: str = await self._pool.run(
+                "render",
+                [_plain(message, source) for message in messages],
+                (not continuing) if add_generation_prompt is None else add_generation_prompt,
+                continuing,
+                variables,
+                size=size,
+                limits=self._template_limits,
+                caller=caller,
+                lane=self._pool.templates,
+            )
+        return text
+
+    async def _refuse_long(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> None:
+        if characters <= max_model_len:
+            return  # a token has at least one character
+        per_token = await self.on_thread(lambda: self._tokenizer.max_token_chars)
+        if not truncated:
+            if characters > max_model_len * per_token:
+                tokens = -(-characters // per_token)
+                raise context_length_exceeded(max_model_len, tokens, param=param, at_least=True)
+        elif characters > (most := max(max_model_len * per_token, self._settings.max_tokenize_chars)):
+            raise bad_request(
+                f"{param} holds {characters} characters, at most {most} are tokenized to be truncated: send its end only",
+                param,
+                "string_too_long",
+            )
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Short texts together, a long one alone."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        if batch and (len(batch) == BATCH or size + len(text) > LARGE_JOB):
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _told(param: str, subject: str, limits: Limits, kind: str = "text") -> Iterator[None]:
+    """The pool's errors as the caller shall read them. subject: what was at work. kind: "text" or "template"."""
+    try:
+        yield
+    except RefusedError as error:
+        raise bad_request(str(error), param, "chat_template_error" if kind == "template" else None) from None
+    except TooSlowError:
+        raise bad_request(f"{subject} took more than {limits.seconds:g} s", param, f"{kind}_timeout") from None
+    except OutOfMemoryError:
+        mib = limits.memory >> 20
+        raise bad_request(f"{subject} took more than {mib} MiB of memory", param, f"{kind}_memory") from None
+    except ProcessDiedError as error:
+        raise bad_request(f"{subject} ended the process it ran in ({error})", param, f"{kind}_failed") from None
+    except LaneFullError:
+        raise ApiError(
+            429,
+            "too much text waits to be tokenized already: try again later",
+            type="rate_limit_error",
+            code="too_much_text",
+            retry_after=1,
+        ) from None
+    except (ClosedError, LoadError) as error:
+        raise unavailable(str(error), code="text_unavailable", retry_after=1) from None
+
+
+def _plain(message: ChatMessage, source: str) -> dict[str, Any]:
+    """The message as templates expect it: `developer` is OpenAI's newer name of `system`."""
+    plain = message.model_dump(exclude_none=True, exclude={"type", "refusal", "annotations", "audio", "function_call"})
+    if plain["role"] == "developer" and "developer" not in source:
+        plain["role"] = "system"
+    if "tool_calls" not in plain:
+        plain.setdefault("content", "")
+    return plain
