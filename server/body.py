@@ -18,9 +18,14 @@ M = TypeVar("M", bound=StrictModel)
 
 LARGE_BODY = 256 * 1024  # bytes from which parsing leaves the event loop
 MAX_STRUCTURE = 200_000  # keys, objects and arrays in a body: far above any real one, and parsed in well under a second
+MAX_VALUES = (
+    2_200_000  # values in all, such as token ids: more would hold the interpreter lock for too long when parsed
+)
 
-# Strings as a whole (one that never ends goes to the end, so scanning stays linear), and what gives JSON its structure.
-_STRING_OR_STRUCTURE = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)|[\[{:]', re.DOTALL)
+# A run outside strings up to what gives JSON its structure or begins a string, and a piece of a string's inside. Both
+# bounded, since a match holds the interpreter lock.
+_OUTSIDE = re.compile(rb'[^"\[{:,]{0,65536}+(["\[{:,]?)')
+_INSIDE = re.compile(rb'(?:[^"\\]{1,16384}+|\\.){0,64}+("?)', re.DOTALL)
 
 
 async def read_body(request: Request, model: type[M], *, stall_seconds: float) -> M:
@@ -99,17 +104,33 @@ async def _read(request: Request, stall_seconds: float) -> bytearray:
 
 
 def _refuse_structure(raw: bytes | bytearray) -> None:
-    """Refuse millions of tiny objects before they are made: they would take seconds and gigabytes.
+    """Refuse millions of tiny values before they are made: they would take seconds and gigabytes.
 
-    Brackets inside strings are no structure, so a suspicious body is looked at more closely.
+    Brackets and commas inside strings are no structure, so a suspicious body is looked at more closely.
     """
-    if raw.count(b"[") + raw.count(b"{") + raw.count(b":") <= MAX_STRUCTURE:
+    structure, commas = sum(map(raw.count, (b"[", b"{", b":"))), raw.count(b",")
+    if structure <= MAX_STRUCTURE and commas <= MAX_VALUES:
         return
-    structure = 0
-    for number, match in enumerate(_STRING_OR_STRUCTURE.finditer(raw)):
-        structure += match[0][0] != ord('"')
-        if structure > MAX_STRUCTURE or number > 2 * MAX_STRUCTURE:
-            raise bad_request(f"the body has more than {MAX_STRUCTURE} keys, objects and arrays", code="invalid_json")
+    structure = commas = position = 0
+    inside = False
+    while position < len(raw):
+        match = (_INSIDE if inside else _OUTSIDE).match(raw, position)
+        assert match is not None  # both may match nothing at all
+        found = match[1]
+        if found == b'"':
+            inside = not inside
+            structure += inside  # strings cost as much as objects
+        elif found == b",":
+            commas += 1
+        elif found:
+            structure += 1
+        if structure > 2 * MAX_STRUCTURE or commas > MAX_VALUES:
+            raise bad_request(
+                f"the body has more than {MAX_STRUCTURE} keys, strings, objects and arrays, or more than {MAX_VALUES} "
+                "values: send less at once, token ids as text",
+                code="invalid_json",
+            )
+        position = max(match.end(), position + 1)
 
 
 def _not_a_number(raw: bytes | bytearray) -> str | None:

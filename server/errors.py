@@ -61,6 +61,16 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: st
     )
 
 
+def answer_too_large(size: int, most: int, *, grown: bool = False) -> ApiError:
+    """The 400 for an answer of too many bytes, with both numbers. grown: it was found while it was written."""
+    return bad_request(
+        f"the answer {'has grown to' if grown else 'could become'} {size} bytes, and this server sends at most {most} at "
+        "once (--max-response-bytes): ask for fewer tokens, prompts, choices or log-probabilities"
+        f"{'' if grown else ', or stream it'}",
+        code="response_too_large",
+    )
+
+
 def unavailable(message: str, *, code: str, retry_after: int) -> ApiError:
     """A 503: the server cannot take work now, but will."""
     return ApiError(503, message, code=code, retry_after=retry_after)

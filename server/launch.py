@@ -25,6 +25,7 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
 from windlass.server.display import LoadingDisplay, say, summary
 from windlass.server.hub import resolve_model
+from windlass.server.memory import keep_startup_objects, return_large_pieces
 from windlass.server.options import EngineOptions, ServerOptions, check_log_level
 from windlass.server.rotary import check_profiles
 from windlass.server.settings import ServerSettings
@@ -68,6 +69,8 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
             app = _make_app(client, path, settings)
             with contextlib.closing(app.state.windlass) as state:
                 state.text.wait_loaded()
+                return_large_pieces()
+                keep_startup_objects()
                 return asyncio.run(_run(app, client, listener, server, settings, not_default(engine, server)))
         finally:
             client.kill()

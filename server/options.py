@@ -198,10 +198,7 @@ class EngineOptions:
         if self.target_step_ms < 0:
             raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
         self.profiles()
-        try:
-            memory = parse_size(self.kv_cache_memory) if self.kv_cache_memory is not None else None
-        except LoadError as error:
-            raise LoadError(f"--kv-cache-memory: {error}") from error
+        memory = None if self.kv_cache_memory is None else _size("--kv-cache-memory", self.kv_cache_memory)
         return EngineConfig(
             model=str(model),
             device=self.device,
@@ -258,6 +255,11 @@ class ServerOptions:
     default_max_tokens: Annotated[
         int, option("--default-max-tokens", panel=_server, help="Longest answer of a chat that sets no max_tokens.")
     ] = 1024
+    max_response_bytes: Annotated[
+        str,
+        option("--max-response-bytes", panel=_server, metavar="SIZE", help="Largest answer that is not streamed; what could "
+               "become larger is refused before it is generated."),
+    ] = "64MiB"  # fmt: skip
     request_timeout: Annotated[
         float | None,
         option("--request-timeout", panel=_server, help="Deadline in seconds of requests that set none."),
@@ -301,6 +303,7 @@ class ServerOptions:
             api_keys=self._api_keys(),
             cors_origins=tuple(_split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
+            max_response_bytes=_size("--max-response-bytes", self.max_response_bytes),
             default_timeout=self.request_timeout,
             grace_seconds=self.grace_period,
             rope_profiles=engine.profiles(),
@@ -373,6 +376,13 @@ def expands_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def _dtype(name: str, value: str, parse: Callable[[str], str] = parse_dtype) -> str:
     try:
         return parse(value)
+    except LoadError as error:
+        raise LoadError(f"{name}: {error}") from error
+
+
+def _size(name: str, value: str) -> int:
+    try:
+        return parse_size(value)
     except LoadError as error:
         raise LoadError(f"{name}: {error}") from error
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from windlass.engine.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.server.answers.base import AnswerOptions, AnswerWriter
-from windlass.server.errors import bad_request
+from windlass.server.answers.size import estimate_bytes
+from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.generation import Generation, Plan, Tally, TextOptions
 from windlass.server.protocol.generation import GenerationRequest
 from windlass.server.rotary import Rotation, rotation_of
@@ -45,6 +46,8 @@ class Job:
     sampling: SamplingParams
     rotation: Rotation
     options: AnswerOptions
+    chat: bool
+    echo: bool
 
 
 def check(
@@ -57,11 +60,12 @@ def check(
     arrival: float,
     default_max_tokens: int,
     logprobs: int | None,
+    chat: bool,
     echo: bool = False,
 ) -> Job:
     """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
 
-    logprobs: alternatives per generated token, None for no log-probabilities.
+    logprobs: alternatives per generated token, None for no log-probabilities. chat: in the layout of chats.
     echo: whether the prompt is repeated, and with log-probabilities if those are asked for.
     """
     if body.stream_options is not None and not body.stream:
@@ -97,7 +101,10 @@ def check(
             skip_special_tokens=body.skip_special_tokens is not False,
             usage_at_end=usage is not None and bool(usage.include_usage),
             usage_always=usage is not None and bool(usage.continuous_usage_stats),
+            max_bytes=state.settings.max_response_bytes,
         ),
+        chat=chat,
+        echo=echo,
     )
 
 
@@ -120,6 +127,7 @@ async def run(
             if delta.prompt_logprobs is not None:
                 prompt_index = delta.choice // plan.samples
                 await state.text.on_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
+                delta.prompt_logprobs = None  # its text is kept instead
             if not streaming:
                 writer.add(delta)
             elif events := writer.event(delta):
@@ -127,7 +135,7 @@ async def run(
     if streaming:
         await exchange.finish(writer.last_event())
     else:
-        await exchange.send_json(writer.answer())
+        await exchange.send_json(await state.text.on_thread(writer.pieces) if writer.large else writer.pieces())
 
 
 async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
@@ -156,6 +164,7 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
             )
         )
         rotary_plans.append(rotation.plan(len(prompt.token_ids) + max_tokens))
+    _refuse_large(job, requests)
     return Plan(
         prompts=prompts,
         requests=requests,
@@ -169,6 +178,14 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
         ),
         window=max(1, info.max_num_seqs // sampling.n),
     )
+
+
+def _refuse_large(job: Job, requests: Sequence[EngineRequest]) -> None:
+    """Raise ApiError where the answer could become larger than it may."""
+    lengths = ((len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests)
+    size = estimate_bytes(job.options, lengths, chat=job.chat, echo=job.echo, stream=bool(job.body.stream))
+    if size > job.options.max_bytes:
+        raise answer_too_large(size, job.options.max_bytes)
 
 
 def envelope(prefix: str, kind: str, job: Job) -> dict[str, Any]:

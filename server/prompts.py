@@ -27,6 +27,8 @@ def split_prompts(value: Any, *, max_prompts: int) -> list[str] | list[list[int]
     return value  # type: ignore[no-any-return]
 
 
+_IDS_AT_ONCE = 100_000  # checked in one go: each go holds the interpreter lock
+
 _NAMES: dict[Any, str] = {str: "string", list: "list of token ids"}
 
 
@@ -42,13 +44,18 @@ def check_token_prompts(prompts: list[list[int]], info: ModelInfo, *, truncate: 
                 raise context_length_exceeded(info.max_model_len, len(ids), param="prompt")
     checked = []
     for ids in prompts:
-        if set(map(type, ids)) != {int}:
-            raise bad_request("prompt: token ids must be integers", "prompt")
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
-            shown = str(wrong) if abs(wrong) < 2**63 else "of more than 64 bits"
-            raise bad_request(
-                f"prompt: token id {shown} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", "prompt"
-            )
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            _check_ids(ids[start : start + _IDS_AT_ONCE], vocab_size)
         checked.append(ids if truncate is None else ids[-truncate:])
     return checked
+
+
+def _check_ids(ids: list[int], vocab_size: int) -> None:
+    if set(map(type, ids)) != {int}:
+        raise bad_request("prompt: token ids must be integers", "prompt")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        shown = str(wrong) if abs(wrong) < 2**63 else "of more than 64 bits"
+        raise bad_request(
+            f"prompt: token id {shown} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", "prompt"
+        )

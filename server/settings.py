@@ -22,6 +22,7 @@ class ServerSettings:
     default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
     keep_alive_seconds: silence on a stream after which a comment line is sent (0: never).
     grace_seconds: how long running streams may go on once draining has begun.
+    max_response_bytes: largest answer that is not streamed, estimated before it is generated.
     max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
     default_timeout: deadline of a request that names none; None means no deadline.
     body_stall_seconds: how long a client may pause while it sends its body.
@@ -47,6 +48,7 @@ class ServerSettings:
     max_body_bytes: int = 32 * MIB
     max_header_bytes: int = 64 * 1024
     body_stall_seconds: float = 30.0
+    max_response_bytes: int = 64 * MIB
     max_in_flight: int = 4096
     max_prompts: int = 1024
     max_tokenize_chars: int = 4 * MIB
@@ -73,6 +75,7 @@ class ServerSettings:
             "completion_max_tokens",
             "max_body_bytes",
             "max_header_bytes",
+            "max_response_bytes",
             "max_in_flight",
             "max_prompts",
             "text_processes",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from windlass.server.errors import ApiError, from_exception, internal_error
 from windlass.server.request_id import direct_send, request_id
+from windlass.server.slices import send_whole
 from windlass.server.state import ServerState
 
 DONE = b"data: [DONE]\n\n"
@@ -77,9 +78,9 @@ class Exchange(Response):
         if self._state.settings.keep_alive_seconds > 0:
             self._schedule_keep_alive()
 
-    async def send_json(self, payload: dict[str, Any]) -> None:
-        """The whole answer as JSON."""
-        await self._send_body(200, to_json(payload), {})
+    async def send_json(self, pieces: Sequence[bytes]) -> None:
+        """The whole answer: JSON text in pieces."""
+        await self._send_body(200, pieces, {})
 
     async def send_events(self, events: bytes) -> None:
         """Events already encoded, one or several."""
@@ -173,18 +174,14 @@ class Exchange(Response):
                 if self._streaming:
                     await self.finish(sse(error.body()))
                 else:
-                    await self._send_body(error.status, to_json(error.body()), error.headers)
+                    await self._send_body(error.status, [to_json(error.body())], error.headers)
         except TimeoutError:
             _logger.info("request %s: its client does not read; the stream ends without its error event", self._id)
 
-    async def _send_body(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+    async def _send_body(self, status: int, pieces: Sequence[bytes], headers: dict[str, str]) -> None:
         self._stop_keep_alive()
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        length = (b"content-length", str(len(body)).encode())
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [*_JSON_HEADERS, length, *encoded]}
-        )
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await send_whole(self._send, status, [*_JSON_HEADERS, *encoded], pieces)
 
     async def _start_stream(self) -> None:
         self._streaming = True

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 
-from windlass.engine.client.wire import Abort, Aborted, Add, Message, Rejected, StepDone
+from windlass.engine.client.wire import Abort, Aborted, Add, Message, PromptLogprobs, Rejected, StepDone
 from windlass.engine.errors import EngineError, RequestError
-from windlass.engine.request import EngineRequest, RequestOutput
+from windlass.engine.request import EngineRequest, RequestOutput, TokenLogprobs
 
 
 class _Stream:
     """Outputs of one request that its consumer has not taken yet. Unbounded: the engine never waits for a consumer."""
 
-    __slots__ = ("_outputs", "_unfinished", "_waiter", "error")
+    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "error")
 
     def __init__(self, samples: int) -> None:
         self._outputs: deque[RequestOutput] = deque()
+        self._prompt_parts: list[TokenLogprobs | None] = []
         self._unfinished = set(range(samples))
         self._waiter: asyncio.Future[None] | None = None
         self.error: Exception | None = None
@@ -35,10 +37,17 @@ class _Stream:
         if output.error is not None:
             self.fail(output.error)
             return
+        if self._prompt_parts and output.prompt_logprobs is not None:
+            output = replace(output, prompt_logprobs=(*self._prompt_parts, *output.prompt_logprobs))
+            self._prompt_parts = []
         self._outputs.append(output)
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
         self._wake()
+
+    def put_prompt_part(self, entries: Sequence[TokenLogprobs | None]) -> None:
+        """Keep these log-probabilities for the output that has the last of them."""
+        self._prompt_parts += entries
 
     def fail(self, error: Exception) -> None:
         self.error = self.error or error
@@ -111,6 +120,9 @@ class RequestRouter:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
                         stream.put(output)
+            case PromptLogprobs(request_id, entries):
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.put_prompt_part(entries)
             case Rejected(request_id, error):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.fail(error)

@@ -14,9 +14,10 @@ from typing import Any
 
 from windlass.engine import errors
 from windlass.engine.config import EngineConfig
-from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 
 _LENGTH = struct.Struct("!I")
+PROMPT_PART = 512  # prompt tokens whose log-probabilities travel in one frame: some milliseconds of the reader's time
 
 
 # ---- parent to child -------------------------------------------------------------------------------------------------
@@ -100,6 +101,14 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """A part of a long prompt's log-probabilities; the output that they belong to follows and bears the last part."""
+
+    request_id: str
+    entries: tuple[TokenLogprobs | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Crashed:
     """A step raised something unexpected; the child is about to exit."""
 
@@ -119,17 +128,36 @@ Message = (
     | Aborted
     | Stats
     | StepDone
+    | PromptLogprobs
     | Crashed
 )
 
 
 def encode(message: Message) -> bytes:
-    """One frame, length included."""
-    content: Any = message
-    if type(message) is StepDone:  # by far the most frequent: plain tuples pickle several times faster than dataclasses
-        content = ([_to_tuple(output) for output in message.outputs], message.seconds, message.stats)
+    """Its frame, length included; several where it would take the other side long to read in one go."""
+    if type(message) is not StepDone:
+        return _frame(message)
+    # By far the most frequent: plain tuples pickle several times faster than dataclasses.
+    before, outputs = b"", []
+    for output in message.outputs:
+        if output.prompt_logprobs is not None and len(output.prompt_logprobs) > PROMPT_PART:
+            parts, output = _in_parts(output)
+            before += parts
+        outputs.append(_to_tuple(output))
+    return before + _frame((outputs, message.seconds, message.stats))
+
+
+def _frame(content: Any) -> bytes:
     body = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(body)) + body
+
+
+def _in_parts(output: RequestOutput) -> tuple[bytes, RequestOutput]:
+    """Frames of all but the last part of its prompt log-probabilities, and the output with that."""
+    entries = output.prompt_logprobs or ()
+    starts = range(0, len(entries), PROMPT_PART)
+    parts = [_frame(PromptLogprobs(output.request_id, entries[start : start + PROMPT_PART])) for start in starts[:-1]]
+    return b"".join(parts), replace(output, prompt_logprobs=entries[starts[-1] :])
 
 
 def decode(body: bytes | bytearray | memoryview) -> Message:

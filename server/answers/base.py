@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import to_json
 
 from windlass.engine.request import TokenLogprobs
 from windlass.engine.rotary.policy import RotaryReport
+from windlass.server.answers.pieces import JsonList, encode, encode_pieces
+from windlass.server.errors import answer_too_large
 from windlass.server.generation import Delta, Tally
 from windlass.server.logprobs import prompt_logprobs_object
 from windlass.server.rotary import report_object
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
     from windlass.server.tokenizer import Tokenizer
 
 
+T = TypeVar("T")
+
+ITEMS_AT_ONCE = 256  # tokens with log-probabilities that are written in one go
+LARGE_ANSWER = 256 * 1024  # bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
     """What the caller wants to see.
@@ -27,6 +35,7 @@ class AnswerOptions:
     n: choices per prompt; samples: outputs per prompt, of which the n likeliest are shown.
     logprobs, prompt_logprobs: alternatives per token, None for no log-probabilities at all.
     usage_at_end, usage_always: `stream_options`.
+    max_bytes: a whole answer that grows larger is refused.
     """
 
     n: int = 1
@@ -37,15 +46,17 @@ class AnswerOptions:
     skip_special_tokens: bool = True
     usage_at_end: bool = False
     usage_always: bool = False
+    max_bytes: int = 2**63
 
 
 @dataclass(slots=True)
 class Result:
-    """A choice put together from its deltas."""
+    """A choice put together from its deltas. logprob_sum, num_logprobs: of its own tokens, for best_of."""
 
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprob_sum: float = 0.0
+    num_logprobs: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     rotary: RotaryReport | None = None
@@ -54,7 +65,8 @@ class Result:
         """Append what a delta brings."""
         self.parts.append(delta.text)
         self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
+        self.logprob_sum += sum(entry.logprob for entry in delta.logprobs)
+        self.num_logprobs += len(delta.logprobs)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
             self.rotary = delta.rotary
@@ -65,15 +77,14 @@ class Result:
 
     def mean_logprob(self) -> float:
         """What best_of ranks by: log-probability per token."""
-        if not self.logprobs:
-            return float("-inf")
-        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
+        return self.logprob_sum / self.num_logprobs if self.num_logprobs else float("-inf")
 
 
 class AnswerWriter(ABC):
     """Writes one request's answer. `event` for streams; `add` and `answer` for whole answers.
 
-    envelope: the fields every chunk begins with (id, object, created, model).
+    Log-probabilities are turned into JSON as they come, so that a whole answer keeps their text and not millions of
+    objects. envelope: the fields every chunk begins with (id, object, created, model).
     """
 
     def __init__(
@@ -89,7 +100,7 @@ class AnswerWriter(ABC):
         self.tally = tally
         self.options = options
         self.envelope = envelope
-        self.prompt_objects: dict[int, list[dict[str, Any] | None]] = {}
+        self.prompt_objects: dict[int, JsonList] = {}
         self.results: dict[int, Result] = {}
         # A plain chunk is joined from bytes: everything but its text is known beforehand.
         self._head = b"data: " + to_json(envelope)[:-1] + b',"choices":['
@@ -97,6 +108,7 @@ class AnswerWriter(ABC):
         self._detailed = options.logprobs is not None or options.return_token_ids or options.usage_always
         self._begun: set[int] = set()
         self._reports: dict[int, RotaryReport] = {}  # of the choices of a stream that ended
+        self._size = 0  # bytes that a whole answer has so far, without its frame
 
     # ---- to be filled in ---------------------------------------------------------------------------------------------
     @abstractmethod
@@ -114,6 +126,10 @@ class AnswerWriter(ABC):
     @abstractmethod
     def whole(self, index: int, choice: int, result: Result) -> dict[str, Any]:
         """The choice object of a whole answer; `index` is the number it gets, `choice` the output it shows."""
+
+    @abstractmethod
+    def keep_logprobs(self, delta: Delta) -> int:
+        """Keep the log-probabilities of a delta for `whole`; returns the bytes they take."""
 
     def extras(self) -> dict[str, Any]:
         """Further top-level fields of a whole answer."""
@@ -154,13 +170,34 @@ class AnswerWriter(ABC):
             payload["usage"] = None
         return b"data: " + to_json(payload) + b"\n\n"
 
+    def opening(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        """A chunk that may hold lists written in pieces."""
+        payload = {**self.envelope, "choices": choices, **fields}
+        if self.options.usage_at_end or self.options.usage_always:
+            payload["usage"] = self.tally.usage() if self.options.usage_always else None
+        return b"data: " + encode(payload) + b"\n\n"
+
     # ---- whole answers -----------------------------------------------------------------------------------------------
     def add(self, delta: Delta) -> None:
-        """Keep what a delta brings until `answer`."""
+        """Keep what a delta brings until `answer`. Raises ApiError where the answer becomes too large."""
         self.results.setdefault(delta.choice, Result()).add(delta)
+        self._size += len(delta.text)
+        if self.options.logprobs is not None:
+            self._size += self.keep_logprobs(delta)
+        if self._size > self.options.max_bytes:
+            raise answer_too_large(self._size, self.options.max_bytes, grown=True)
+
+    def pieces(self) -> list[bytes]:
+        """The answer's JSON once every choice has finished. Slow for large ones: call it beside the event loop then."""
+        return list(encode_pieces(self.answer()))
+
+    @property
+    def large(self) -> bool:
+        """Whether `pieces` would hold up the event loop."""
+        return self._size > LARGE_ANSWER or bool(self.prompt_objects)
 
     def answer(self) -> dict[str, Any]:
-        """The answer once every choice has finished."""
+        """The answer as an object; long lists in it are `JsonList`."""
         n, samples = self.options.n, self.options.samples
         choices: list[dict[str, Any]] = []
         reports: list[RotaryReport | None] = []
@@ -179,9 +216,15 @@ class AnswerWriter(ABC):
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         """Lay out a prompt's log-probabilities. Slow for long prompts: call it beside the event loop."""
         if self.options.prompt_logprobs is not None:
-            self.prompt_objects[prompt_index] = prompt_logprobs_object(
-                self.tokenizer, entries, self.options.prompt_logprobs
-            )
+            found = self.prompt_objects[prompt_index] = JsonList()
+            for piece in in_pieces(entries):
+                found.extend(prompt_logprobs_object(self.tokenizer, piece, self.options.prompt_logprobs))
+
+
+def in_pieces(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """The items, as many at once as are written in one go."""
+    for start in range(0, len(items), ITEMS_AT_ONCE):
+        yield items[start : start + ITEMS_AT_ONCE]
 
 
 def _place_reports(choices: list[dict[str, Any]], reports: list[RotaryReport | None]) -> dict[str, Any]:

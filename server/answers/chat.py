@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.server.answers.base import AnswerWriter, Result
+from windlass.server.answers.pieces import JsonList
 from windlass.server.generation import Delta
 from windlass.server.logprobs import chat_logprobs
 
@@ -12,10 +13,14 @@ from windlass.server.logprobs import chat_logprobs
 class ChatWriter(AnswerWriter):
     """A chat has one prompt, so what concerns the prompt stands at the top level of the answer."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._contents: dict[int, JsonList] = {}  # log-probabilities by choice
+
     def begin(self, choice: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
         first = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self.chunk([first], **self.extras())
+        return self.opening([first], **self.extras())
 
     def plain(self, choice: int, text: bytes) -> bytes:
         return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (choice, text)
@@ -45,10 +50,17 @@ class ChatWriter(AnswerWriter):
             "stop_reason": result.stop_reason,
         }
         if self.options.logprobs is not None:
-            fields["logprobs"] = chat_logprobs(self.tokenizer, result.logprobs, self.options.logprobs)
+            fields["logprobs"] = {"content": self._contents.get(choice) or JsonList(), "refusal": None}
         if self.options.return_token_ids:
             fields["token_ids"] = result.token_ids
         return fields
+
+    def keep_logprobs(self, delta: Delta) -> int:
+        assert self.options.logprobs is not None
+        content = self._contents.setdefault(delta.choice, JsonList())
+        before = content.size
+        content.extend(chat_logprobs(self.tokenizer, delta.logprobs, self.options.logprobs)["content"])
+        return content.size - before
 
     def extras(self) -> dict[str, Any]:
         fields: dict[str, Any] = {}

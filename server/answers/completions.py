@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.request import TokenLogprobs
-from windlass.server.answers.base import AnswerOptions, AnswerWriter, Result
+from windlass.server.answers.base import AnswerOptions, AnswerWriter, Result, in_pieces
+from windlass.server.answers.pieces import JsonList
 from windlass.server.generation import Delta, Tally
 from windlass.server.logprobs import CompletionLogprobs
 from windlass.server.text.service import Prompt
@@ -23,7 +24,7 @@ class _Echo:
     """The prompt as its choices repeat it. `end`: where the text goes on, in characters."""
 
     text: str
-    logprobs: dict[str, Any] | None = None
+    logprobs: dict[str, JsonList] | None = None
     end: int = 0
 
 
@@ -42,13 +43,17 @@ class CompletionWriter(AnswerWriter):
         super().__init__(tokenizer, prompts, tally, options, envelope)
         self._echoes = None if echoes is None else [_Echo(text) for text in echoes]
         self._layouts: dict[int, CompletionLogprobs] = {}
+        self._lists: dict[int, dict[str, JsonList]] = {}  # log-probabilities by choice
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         super().take_prompt_logprobs(prompt_index, entries)
         if self._echoes is not None and self.options.logprobs is not None:
             echo = self._echoes[prompt_index]
             layout = self._new_layout(0)
-            echo.logprobs = layout.layout(self.prompts[prompt_index].token_ids, entries)
+            echo.logprobs = _empty_lists()
+            pairs = list(zip(self.prompts[prompt_index].token_ids, entries, strict=True))
+            for piece in in_pieces(pairs):
+                _extend(echo.logprobs, layout.layout(*zip(*piece, strict=True)))
             echo.end = layout.position
 
     def begin(self, choice: int) -> bytes:
@@ -65,7 +70,7 @@ class CompletionWriter(AnswerWriter):
             text, logprobs = echo.text, echo.logprobs
         if not (first or text or logprobs):
             return b""
-        return self.chunk([{"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None, **first}])
+        return self.opening([{"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None, **first}])
 
     def plain(self, choice: int, text: bytes) -> bytes:
         return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}' % (choice, text)
@@ -84,7 +89,7 @@ class CompletionWriter(AnswerWriter):
         text = result.text if echo is None else echo.text + result.text
         fields = self._choice(index, text, result.finish_reason, result.stop_reason)
         if self.options.logprobs is not None:
-            generated = self._layout(choice).layout(result.token_ids, result.logprobs)
+            generated = self._lists.get(choice) or _empty_lists()
             if echo is not None and echo.logprobs is not None:
                 generated = {name: echo.logprobs[name] + generated[name] for name in _LISTS}
             fields["logprobs"] = generated
@@ -94,6 +99,10 @@ class CompletionWriter(AnswerWriter):
         if prompt_index in self.prompt_objects:
             fields["prompt_logprobs"] = self.prompt_objects[prompt_index]
         return fields
+
+    def keep_logprobs(self, delta: Delta) -> int:
+        lists = self._lists.setdefault(delta.choice, _empty_lists())
+        return _extend(lists, self._layout(delta.choice).layout(delta.token_ids, delta.logprobs))
 
     @staticmethod
     def _choice(index: int, text: str, finish_reason: str | None, stop_reason: str | int | None) -> dict[str, Any]:
@@ -114,3 +123,15 @@ class CompletionWriter(AnswerWriter):
         return CompletionLogprobs(
             self.tokenizer, top, skip_special_tokens=self.options.skip_special_tokens, start=start
         )
+
+
+def _empty_lists() -> dict[str, JsonList]:
+    return {name: JsonList() for name in _LISTS}
+
+
+def _extend(lists: dict[str, JsonList], layout: dict[str, Any]) -> int:
+    """Append what was laid out; returns the bytes that took."""
+    before = sum(found.size for found in lists.values())
+    for name, found in lists.items():
+        found.extend(layout[name])
+    return sum(found.size for found in lists.values()) - before

@@ -47,6 +47,7 @@ async def create_chat_completion(request: Request) -> Response:
         arrival=arrival,
         default_max_tokens=state.settings.default_max_tokens,
         logprobs=_logprobs(body),
+        chat=True,
     )
 
     async def work(exchange: Exchange) -> None:

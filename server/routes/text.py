@@ -11,6 +11,7 @@ from windlass.server.errors import bad_request
 from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.sampling import check_ids
+from windlass.server.slices import LargeJson
 from windlass.server.state import ServerState
 
 router = APIRouter()
@@ -46,7 +47,7 @@ async def tokenize(request: Request) -> Response:
         param=param,
         caller=caller,
     )
-    return Response(answer, media_type="application/json")
+    return LargeJson(answer)
 
 
 @router.post(
@@ -66,7 +67,7 @@ async def detokenize(request: Request) -> Response:
         offsets=body.return_offsets is not False,
         caller=caller_of(request),
     )
-    return Response(answer, media_type="application/json")
+    return LargeJson(answer)
 
 
 def _check_length(state: ServerState, body: TokenizeRequest) -> None:

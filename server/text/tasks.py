@@ -40,30 +40,36 @@ class TextTasks:
         return tuple(found)
 
     def tokenize(
-        self, text: str, add_special_tokens: bool, offsets: bool, token_strs: bool, max_model_len: int | None
+        self,
+        text: str,
+        add_special_tokens: bool,
+        offsets: bool,
+        token_strs: bool,
+        max_model_len: int | None,
+        max_bytes: int,
     ) -> bytes:
-        """The JSON answer of /tokenize."""
+        """The JSON answer of /tokenize, of at most max_bytes."""
         ids, spans = self._encode(text, add_special_tokens)
         payload: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
         if offsets:
             payload["offsets"] = spans
         if token_strs:
             payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
-        return to_json(payload)
+        return _within(to_json(payload), max_bytes, "prompt")
 
     def decode(self, prompts: Sequence[bytes], skip_special_tokens: bool) -> list[str]:
         """The text of each list of packed ids."""
         return [self._tokenizer.decode(unpack_ids(ids), skip_special_tokens=skip_special_tokens) for ids in prompts]
 
-    def detokenize(self, packed: bytes, skip_special_tokens: bool, offsets: bool) -> bytes:
-        """The JSON answer of /detokenize."""
+    def detokenize(self, packed: bytes, skip_special_tokens: bool, offsets: bool, max_bytes: int) -> bytes:
+        """The JSON answer of /detokenize, of at most max_bytes."""
         ids = unpack_ids(packed)
         payload: dict[str, Any] = {"prompt": self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)}
         if offsets:
             counter = TextOffsets(self._tokenizer, skip_special_tokens=skip_special_tokens)
             starts = [counter.advance(token_id) for token_id in ids]
             payload["offsets"] = list(zip(starts, [*starts[1:], counter.position], strict=False))
-        return to_json(payload)
+        return _within(to_json(payload), max_bytes, "tokens")
 
     def render(
         self,
@@ -89,3 +95,12 @@ class TextTasks:
         except BaseException as error:  # a panic inside the Rust library is no Exception: a pattern that gave up, say
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise RequestError(f"the model's tokenizer cannot process this text ({reason})") from None
+
+
+def _within(answer: bytes, max_bytes: int, param: str) -> bytes:
+    if len(answer) > max_bytes:
+        raise RequestError(
+            f"the answer has {len(answer)} bytes, and this server sends at most {max_bytes} at once "
+            f"(--max-response-bytes): send less in {param}, or leave offsets and token_strs out"
+        )
+    return answer
