@@ -44,18 +44,20 @@ def check_token_prompts(prompts: list[list[int]], info: ModelInfo, *, truncate: 
                 raise context_length_exceeded(info.max_model_len, len(ids), param="prompt")
     checked = []
     for ids in prompts:
-        for start in range(0, len(ids), _IDS_AT_ONCE):
-            _check_ids(ids[start : start + _IDS_AT_ONCE], vocab_size)
+        check_token_ids(ids, vocab_size, "prompt")
         checked.append(ids if truncate is None else ids[-truncate:])
     return checked
 
 
-def _check_ids(ids: list[int], vocab_size: int) -> None:
-    if set(map(type, ids)) != {int}:
-        raise bad_request("prompt: token ids must be integers", "prompt")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        shown = str(wrong) if abs(wrong) < 2**63 else "of more than 64 bits"
-        raise bad_request(
-            f"prompt: token id {shown} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", "prompt"
-        )
+def check_token_ids(ids: list[Any], vocab_size: int, param: str) -> None:
+    """Raise ApiError unless all are integers inside the vocabulary. Slow for millions: call it beside the event loop."""
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        some = ids[start : start + _IDS_AT_ONCE]
+        if set(map(type, some)) != {int}:
+            raise bad_request(f"{param}: token ids must be integers", param)
+        if min(some) < 0 or max(some) >= vocab_size:
+            wrong = min(some) if min(some) < 0 else max(some)
+            shown = str(wrong) if abs(wrong) < 2**63 else "of more than 64 bits"
+            raise bad_request(
+                f"{param}: token id {shown} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", param
+            )

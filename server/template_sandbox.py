@@ -83,14 +83,19 @@ def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's immutable sandbox, which leaves all arithmetic to rendering: `9 ** 9 ** 9` would else be compiled."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+
+
 def sandboxed_environment() -> jinja2.Environment:
     """An environment with everything chat templates expect, as transformers sets it up."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
         cache_size=0,
-        optimized=False,  # else constants are computed when a template is compiled
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(

@@ -8,9 +8,9 @@ from starlette.responses import Response
 
 from windlass.server.body import read_body
 from windlass.server.errors import bad_request
+from windlass.server.prompts import check_token_ids
 from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, caller_of, state_of
-from windlass.server.sampling import check_ids
 from windlass.server.slices import LargeJson
 from windlass.server.state import ServerState
 
@@ -60,7 +60,7 @@ async def detokenize(request: Request) -> Response:
     state.check_model(body.model)
     info = state.engine.info
     vocab_size = max(state.tokenizer.vocab_size, 0 if info is None else info.vocab_size)
-    check_ids(body.tokens, vocab_size, "tokens")
+    await state.text.on_thread(check_token_ids, body.tokens, vocab_size, "tokens")
     answer = await state.text.detokenize(
         body.tokens,
         skip_special_tokens=bool(body.skip_special_tokens),

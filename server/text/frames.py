@@ -9,13 +9,13 @@ import pickle
 import socket
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
 _PIECE = 1 << 20  # bytes taken from a socket at once
-_IDS_AT_ONCE = 100_000  # unpacked in one go: longer ones would hold the interpreter lock too long
+_IDS_AT_ONCE = 100_000  # packed or unpacked in one go, which holds the interpreter lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,6 @@ class TextSource:
     tokenizer: str
     special_tokens: dict[str, str]
     chat_template: str | None
-    template_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +58,12 @@ class OutOfMemory:
 Result = Done | Refused | OutOfMemory
 
 
-def pack_ids(ids: Iterable[int]) -> bytes:
+def pack_ids(ids: Sequence[int]) -> bytes:
     """Token ids as bytes, 4 each in this machine's order."""
-    return array("I", ids).tobytes()
+    packed = array("I")
+    for start in range(0, len(ids), _IDS_AT_ONCE):
+        packed.extend(ids[start : start + _IDS_AT_ONCE])
+    return packed.tobytes()
 
 
 def count_ids(packed: bytes) -> int:

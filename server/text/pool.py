@@ -114,23 +114,31 @@ class TextPool:
     # ---- on threads --------------------------------------------------------------------------------------------------
     def _call(self, job: Job, seconds: float, size: int, holder: _Holder) -> frames.Result:
         body = frames.encode(job)
-        process = self._take()
-        if not holder.hold(process):
-            process.kill()
-            raise ProcessDiedError("cancelled")
-        result = process.run(body, seconds)
+        process, fresh = self._take()
+        try:
+            result = holder.run(process, body, seconds)
+        except ProcessDiedError:
+            if fresh:
+                raise
+            process = self._fork()  # it may have died while it was idle, through no fault of this job
+            result = holder.run(process, body, seconds)
         process.tired |= size >= TIRED_BY or not isinstance(result, Done)
         self._put(process)
         return result
 
-    def _take(self) -> TextProcess:
+    def _take(self) -> tuple[TextProcess, bool]:
+        """A process, and whether it is a new one."""
         with self._lock:
             if self._idle:
-                return self._idle.pop()
+                return self._idle.pop(), False
+        return self._fork(), True
+
+    def _fork(self) -> TextProcess:
+        with self._lock:
             for _ in range(2):
                 with contextlib.suppress(OSError):  # the fork server was killed: another takes its place
                     return self._ensure_server().fork()
-            raise ClosedError("the processes for tokenizing and chat templates cannot be started")
+        raise ClosedError("the processes for tokenizing and chat templates cannot be started")
 
     def _put(self, process: TextProcess) -> None:
         with self._lock:
@@ -142,15 +150,16 @@ class TextPool:
     def _ensure_server(self) -> ForkServer:
         if self._closed:
             raise ClosedError("the server is shutting down")
-        if self._server is not None and self._loaded and not self._server.alive:
+        if self._server is not None and not self._server.alive:
             self._server.kill()
             self._server, self._loaded = None, False
         self.spawn()
-        assert self._server is not None
+        server = self._server
+        assert server is not None
         if not self._loaded:
-            self._server.wait_loaded()
+            server.wait_loaded()
             self._loaded = True
-        return self._server
+        return server
 
 
 class _Holder:
@@ -161,11 +170,15 @@ class _Holder:
         self._process: TextProcess | None = None
         self._cancelled = False
 
-    def hold(self, process: TextProcess) -> bool:
-        """False where the job was cancelled before it began."""
+    def run(self, process: TextProcess, body: bytes, seconds: float) -> frames.Result:
+        """As `TextProcess.run`. Raises ClosedError where the job is cancelled already."""
         with self._lock:
             self._process = process
-            return not self._cancelled
+            cancelled = self._cancelled
+        if cancelled:
+            process.kill()
+            raise ClosedError("cancelled")
+        return process.run(body, seconds)
 
     def cancel(self) -> None:
         with self._lock:

@@ -21,6 +21,7 @@ from windlass.server.text.fork_commands import ANSWER, COMMAND, FORK, REAP
 from windlass.server.text.frames import Done, Refused, Result, TextSource
 
 LOAD_SECONDS = 120.0  # for the tokenizer, which this process has loaded before
+COMPILE_SECONDS = 5.0  # for the chat template
 PATIENCE = 0.25  # seconds after which a job steps back behind the engine and everybody's streams
 LOWER_PRIORITY = 10
 
@@ -57,12 +58,13 @@ class ForkServer:
             self._control.settimeout(LOAD_SECONDS)
             frames.send(self._control, self._source)
             self._expect("the tokenizer cannot be loaded in a process of its own")
-            self._control.settimeout(self._source.template_seconds)
+            self._control.settimeout(COMPILE_SECONDS)
             self._expect("the chat template cannot be used")
         except TimeoutError:
             self.kill()
-            seconds = self._source.template_seconds
-            raise LoadError(f"the chat template cannot be used: compiling it takes more than {seconds:g} s") from None
+            raise LoadError(
+                f"the chat template cannot be used: compiling it takes more than {COMPILE_SECONDS:g} s"
+            ) from None
         except OSError as error:
             self.kill()
             raise LoadError(f"the process for tokenizing and chat templates ended while loading ({error})") from None

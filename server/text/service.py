@@ -57,7 +57,6 @@ class TextService:
                 tokenizer=tokenizer.backend.to_str(),
                 special_tokens=tokenizer.special_tokens,
                 chat_template=self._template_source,
-                template_seconds=settings.template_seconds,
             ),
             short=settings.text_processes,
             large=1,
@@ -180,7 +179,7 @@ class TextService:
         with _told("tokens", "detokenizing these tokens", self._text_limits):
             answer: bytes = await self._pool.run(
                 "detokenize",
-                pack_ids(token_ids),
+                await self.on_thread(pack_ids, token_ids),
                 skip_special_tokens,
                 offsets,
                 self._settings.max_response_bytes,
