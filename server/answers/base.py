@@ -108,7 +108,7 @@ class AnswerWriter(ABC):
         self._detailed = options.logprobs is not None or options.return_token_ids or options.usage_always
         self._begun: set[int] = set()
         self._reports: dict[int, RotaryReport] = {}  # of the choices of a stream that ended
-        self._size = 0  # bytes that a whole answer has so far, without its frame
+        self.size = 0  # bytes of what is kept for a whole answer, or for the first events of a stream
 
     # ---- to be filled in ---------------------------------------------------------------------------------------------
     @abstractmethod
@@ -181,11 +181,11 @@ class AnswerWriter(ABC):
     def add(self, delta: Delta) -> None:
         """Keep what a delta brings until `answer`. Raises ApiError where the answer becomes too large."""
         self.results.setdefault(delta.choice, Result()).add(delta)
-        self._size += len(delta.text)
+        self.size += len(delta.text)
         if self.options.logprobs is not None:
-            self._size += self.keep_logprobs(delta)
-        if self._size > self.options.max_bytes:
-            raise answer_too_large(self._size, self.options.max_bytes, grown=True)
+            self.size += self.keep_logprobs(delta)
+        if self.size > self.options.max_bytes:
+            raise answer_too_large(self.size, self.options.max_bytes, grown=True)
 
     def pieces(self) -> list[bytes]:
         """The answer's JSON once every choice has finished. Slow for large ones: call it beside the event loop then."""
@@ -194,7 +194,7 @@ class AnswerWriter(ABC):
     @property
     def large(self) -> bool:
         """Whether `pieces` would hold up the event loop."""
-        return self._size > LARGE_ANSWER or bool(self.prompt_objects)
+        return self.size > LARGE_ANSWER
 
     def answer(self) -> dict[str, Any]:
         """The answer as an object; long lists in it are `JsonList`."""
@@ -219,6 +219,7 @@ class AnswerWriter(ABC):
             found = self.prompt_objects[prompt_index] = JsonList()
             for piece in in_pieces(entries):
                 found.extend(prompt_logprobs_object(self.tokenizer, piece, self.options.prompt_logprobs))
+            self.size += found.size
 
 
 def in_pieces(items: Sequence[T]) -> Iterator[Sequence[T]]:
