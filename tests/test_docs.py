@@ -241,6 +241,7 @@ LIMITS = {
     "max_header_bytes": "64 KiB",
     "max_prompts": "1,024",
     "max_tokenize_chars": "4,194,304",
+    "max_response_bytes": "64 MiB",
     "max_in_flight": "4,096",
 }
 
