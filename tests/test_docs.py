@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -203,9 +204,10 @@ def test_the_first_answer_in_the_readme_is_one_the_server_gives():
     report = demo_report(None, None, 7, 40, 512)
 
     async def ask() -> dict:
-        transport = httpx.ASGITransport(create_toy_app(ScriptedEngine(report=lambda request: report)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return (await client.post("/v1/completions", json={"prompt": "a"})).json()
+        app = create_toy_app(ScriptedEngine(report=lambda request: report))
+        with closing(app.state.windlass):
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+                return (await client.post("/v1/completions", json={"prompt": "a"})).json()
 
     real = asyncio.run(ask())
     assert list(answer) == list(real)
