@@ -1,99 +1,25 @@
-"""A client for Windlass servers, synchronous and asynchronous. It needs httpx and nothing else of Windlass."""
+"""A client for Windlass servers, synchronous and asynchronous. It needs httpx and nothing else of Windlass.
+
+Its names are loaded when the first of them is asked for: command lines lie below this package, and starting one shall
+not wait for an HTTP client.
+"""
 
 from __future__ import annotations
 
-from windlass.clients.async_client import AsyncClient
-from windlass.clients.client import Client
-from windlass.clients.errors import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    AuthenticationError,
-    BadRequestError,
-    NotFoundError,
-    RateLimitError,
-    ResponseError,
-    ServerError,
-    StreamError,
-)
-from windlass.clients.metrics import Metrics, MetricSample
-from windlass.clients.options import ChatOptions, CompletionOptions, DetokenizeOptions, RetryPolicy, TokenizeOptions
-from windlass.clients.rope import RopeScaling
-from windlass.clients.streams import AsyncStream, Stream
-from windlass.clients.types import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    Completion,
-    CompletionChoice,
-    CompletionChunk,
-    Detokenization,
-    Health,
-    Logprobs,
-    Model,
-    PromptTokensDetails,
-    Rotary,
-    RotaryGroup,
-    RotaryInspection,
-    RotaryInspectionGroup,
-    RotarySettings,
-    Tokenization,
-    TokenLogprob,
-    TopLogprob,
-    Usage,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "APIConnectionError",
-    "APIError",
-    "APIStatusError",
-    "APITimeoutError",
-    "AsyncClient",
-    "AsyncStream",
-    "AuthenticationError",
-    "BadRequestError",
-    "ChatChoice",
-    "ChatChunkChoice",
-    "ChatCompletion",
-    "ChatCompletionChunk",
-    "ChatDelta",
-    "ChatLogprobs",
-    "ChatMessage",
-    "ChatOptions",
-    "Client",
-    "Completion",
-    "CompletionChoice",
-    "CompletionChunk",
-    "CompletionOptions",
-    "Detokenization",
-    "DetokenizeOptions",
-    "Health",
-    "Logprobs",
-    "MetricSample",
-    "Metrics",
-    "Model",
-    "NotFoundError",
-    "PromptTokensDetails",
-    "RateLimitError",
-    "ResponseError",
-    "RetryPolicy",
-    "RopeScaling",
-    "Rotary",
-    "RotaryGroup",
-    "RotaryInspection",
-    "RotaryInspectionGroup",
-    "RotarySettings",
-    "ServerError",
-    "Stream",
-    "StreamError",
-    "TokenLogprob",
-    "Tokenization",
-    "TokenizeOptions",
-    "TopLogprob",
-    "Usage",
-]
+if TYPE_CHECKING:
+    from windlass.clients._exports import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__" or not name.startswith("__"):
+        exports = import_module("windlass.clients._exports")
+        if name == "__all__" or name in exports.__all__:
+            return getattr(exports, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("windlass.clients._exports").__all__})

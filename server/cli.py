@@ -6,21 +6,21 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from windlass import __version__
+from windlass.clients.loadtest.cli.app import add_commands
+from windlass.clients.terminal.options import expands_options
+from windlass.clients.terminal.run import run_app
 from windlass.engine.errors import EngineError
-from windlass.server import bench_results
-from windlass.server.bench_serve import bench_serve
 from windlass.server.options import (
     EngineOptions,
     LogLevel,
     ModelArgument,
     ModelOption,
     ServerOptions,
-    expands_options,
     option,
 )
 from windlass.server.rope.commands import app as rope
@@ -33,13 +33,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
-bench_results.register(bench)
+add_commands(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
-bench.command("serve")(bench_serve)
-
-# Older typers use click's exceptions, newer ones their own copy of them.
-_ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 @app.command()
@@ -149,34 +145,12 @@ def version() -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; errors are one line on standard error."""
-    try:
-        code = app(args=None if arguments is None else list(arguments), prog_name="windlass", standalone_mode=False)
-        return code if isinstance(code, int) else 0
-    except _ClickError as error:
-        return _usage_error(error)
-    except EngineError as error:
-        return _fail(str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
+    return run_app(app, "windlass", arguments, errors=(EngineError,))
 
 
 def main() -> None:
     """Entry point of the `windlass` script."""
     sys.exit(run())
-
-
-def _usage_error(error: Exception) -> int:
-    if type(error).__name__ == "NoArgsIsHelpError":
-        error.show()  # type: ignore[attr-defined]  # the help page
-        return 2
-    context = getattr(error, "ctx", None)
-    hint = f" (see {context.command_path} --help)" if context is not None else ""
-    return _fail(error.format_message().rstrip(".") + hint)  # type: ignore[attr-defined]
-
-
-def _fail(message: str) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr, flush=True)
-    return 2
 
 
 if __name__ == "__main__":

@@ -7,15 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from windlass import __version__
+from windlass.clients.terminal.lines import say
 from windlass.engine.request import ModelInfo
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-
-def say(line: str) -> None:
-    """One line on standard error."""
-    print(line, file=sys.stderr, flush=True)
 
 
 class LoadingDisplay:

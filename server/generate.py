@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
+from windlass.clients.terminal.lines import say
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.request import EngineRequest, SamplingParams
-from windlass.server.display import LoadingDisplay, say
+from windlass.server.display import LoadingDisplay
 from windlass.server.hub import resolve_model
 from windlass.server.launch import check_scalings, make_client
 from windlass.server.options import EngineOptions

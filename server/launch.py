@@ -19,11 +19,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from windlass.clients.terminal.lines import say
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.client.threads import pin, split_cores
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
-from windlass.server.display import LoadingDisplay, say, summary
+from windlass.server.display import LoadingDisplay, summary
 from windlass.server.hub import resolve_model
 from windlass.server.memory import keep_startup_objects, return_large_pieces
 from windlass.server.options import EngineOptions, ServerOptions, check_log_level

@@ -6,13 +6,11 @@ imports neither torch nor fastapi.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -337,40 +335,6 @@ def check_log_level(level: str) -> str:
     if level.lower() not in _LOG_LEVELS:
         raise LoadError(f"--log-level must be one of {', '.join(_LOG_LEVELS)}, got {level!r}")
     return level.lower()
-
-
-def expands_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command so that each parameter annotated with an options dataclass becomes that dataclass's options."""
-    hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name not in groups:
-            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        group = groups[parameter.name]
-        group_hints = get_type_hints(group, include_extras=True)
-        for item in fields(group):
-            default = item.default_factory() if callable(item.default_factory) else item.default
-            if default is MISSING:
-                default = inspect.Parameter.empty
-            parameters.append(
-                inspect.Parameter(
-                    item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=group_hints[item.name]
-                )
-            )
-
-    @functools.wraps(function)
-    def command(**values: Any) -> Any:
-        for name, group in groups.items():
-            values[name] = group(**{item.name: values.pop(item.name) for item in fields(group)})
-        return function(**values)
-
-    # typer reads the signature, and the annotations of what it believes to be the function.
-    del command.__wrapped__  # type: ignore[attr-defined]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return command
 
 
 def _dtype(name: str, value: str, parse: Callable[[str], str] = parse_dtype) -> str:

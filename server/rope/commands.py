@@ -35,7 +35,7 @@ def inspect(
     from windlass.server.rope.inspection import inspect_scaling
 
     if png is not None:
-        from windlass.server.rope.outputs import check_outputs
+        from windlass.clients.terminal.outputs import check_outputs
         from windlass.server.rope.pictures import require_matplotlib
 
         require_matplotlib()

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.outputs import check_outputs
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling, original_len
-from windlass.server.display import LoadingDisplay, say
+from windlass.server.display import LoadingDisplay
 from windlass.server.rope.inspection import read_groups
-from windlass.server.rope.outputs import check_outputs
 from windlass.server.rope.plan import (
     Candidate,
     factor_of,

@@ -12,9 +12,10 @@ from helpers.scripted_llm import asked, scripted_llm
 from typer.main import get_command
 
 from windlass.clients.loadtest import health, runner, wire
+from windlass.clients.loadtest.cli import options
 from windlass.clients.loadtest.results import ABANDONED, RunResult
 from windlass.clients.loadtest.trace import read_trace
-from windlass.server import cli, load_options
+from windlass.server import cli
 
 PAGE = (Path(__file__).parents[3] / "docs" / "load-testing.md").read_text(encoding="utf-8")
 COMMAND = get_command(cli.app).commands["bench"].commands["serve"]  # type: ignore[attr-defined]
@@ -52,7 +53,7 @@ def test_defaults_on_the_page_are_the_code_s(option, shown):
 
 
 def test_limits_on_the_page_are_the_code_s():
-    assert f"default {load_options.DEFAULT_PROMPTS}" in PAGE
+    assert f"default {options.DEFAULT_PROMPTS}" in PAGE
     assert f"more than {health.BUSY_LIMIT:.0%}".replace("%", " %") in PAGE.replace("\n", " ")
     assert f"than {health.LAG_LIMIT_MS:g} ms late" in PAGE.replace("\n", " ")
     assert f"{runner._PREPARED_REQUESTS:,} requests" in PAGE and f"{runner._PREPARED_BYTES >> 20} MiB" in PAGE

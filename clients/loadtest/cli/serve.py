@@ -1,4 +1,4 @@
-"""`windlass bench serve`: options in, a load test run, tables and files out. The test itself is `windlass.clients.loadtest`."""
+"""The command `serve`: options in, a load test run, tables and files out. The test itself is `windlass.clients.loadtest`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.errors import LoadError
-from windlass.server.display import say
-from windlass.server.load_options import (
+from windlass.clients.loadtest.cli.options import (
     ArrivalOptions,
     OutputOptions,
     SloOptions,
@@ -21,8 +19,10 @@ from windlass.server.load_options import (
     first_rate,
     make_plan,
 )
-from windlass.server.options import expands_options
-from windlass.server.rope.outputs import check_outputs
+from windlass.clients.terminal.errors import CommandError
+from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.options import expands_options
+from windlass.clients.terminal.outputs import check_outputs
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.results import RunResult
@@ -51,7 +51,7 @@ def bench_serve(
         with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
             result, stopped_by = runner.run(_run(plan, arrivals, slo))
     except LoadTestError as error:
-        raise LoadError(str(error)) from error
+        raise CommandError(str(error)) from error
     _show(result)
     _write(result, output, write_html)
     return 0 if stopped_by is None else 128 + stopped_by
@@ -138,7 +138,7 @@ def _html_writer() -> Callable[[Any, Path], None]:
     try:
         from windlass.clients.loadtest.report import write_html
     except ImportError as error:
-        raise LoadError(f"--html is not available here ({error}): leave it out") from error
+        raise CommandError(f"--html is not available here ({error}): leave it out") from error
     writer: Callable[[Any, Path], None] = write_html
     return writer
 
@@ -160,7 +160,7 @@ def _show(result: RunResult | SweepResult) -> None:
 def _write(
     result: RunResult | SweepResult, output: OutputOptions, write_html: Callable[[Any, Path], None] | None
 ) -> None:
-    """Write the files asked for. Raises LoadError."""
+    """Write the files asked for. Raises CommandError."""
     from windlass.clients.loadtest.export import write_csv, write_sweep
     from windlass.clients.loadtest.results import write_json
     from windlass.clients.loadtest.sweep import SweepResult
@@ -176,6 +176,6 @@ def _write(
         if output.html is not None and write_html is not None:
             write_html(result, output.html)
     except OSError as error:
-        raise LoadError(f"cannot write {error.filename}: {error.strerror}") from error
+        raise CommandError(f"cannot write {error.filename}: {error.strerror}") from error
     except ValueError as error:
-        raise LoadError(f"cannot write the report: {error}") from error
+        raise CommandError(f"cannot write the report: {error}") from error

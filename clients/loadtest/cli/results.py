@@ -1,4 +1,4 @@
-"""`windlass bench report` and `windlass bench compare`: what is made of load tests that have run. Reads files only."""
+"""The commands `report` and `compare`: what is made of load tests that have run. Reads files only."""
 
 from __future__ import annotations
 
@@ -10,25 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windlass.engine.errors import EngineError
+from windlass.clients.terminal.errors import CommandError
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.compare import Comparison, Line
     from windlass.clients.loadtest.files import Measured, NamedRun
 
 
-class ResultsError(EngineError):
-    """Files that cannot be read, written or compared; the message is one line that names them."""
-
-
-def register(bench: typer.Typer) -> None:
-    """Add both commands."""
-    bench.command("report")(report)
-    bench.command("compare")(compare)
-
-
 def report(
-    files: Annotated[list[Path], typer.Argument(metavar="JSON...", help="Runs or sweeps of `windlass bench serve`.")],
+    files: Annotated[list[Path], typer.Argument(metavar="JSON...", help="What `serve --json` wrote: runs or sweeps.")],
     html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The page to write; it needs no other file.")],
     name: Annotated[
         list[str] | None,
@@ -41,7 +31,7 @@ def report(
     from windlass.clients.loadtest.report import write_html
 
     if name and len(name) != len(files):
-        raise ResultsError(
+        raise CommandError(
             f"--name was given {len(name)} times for {len(files)} files: give it once per file or not at all"
         )
     names = unique(name or [path.stem for path in files])
@@ -52,7 +42,7 @@ def report(
             measured[0] if len(files) == 1 else [run for each in measured for run in each.runs], html, title=heading
         )
     except OSError as error:
-        raise ResultsError(f"cannot write {html}: {error.strerror or error}") from None
+        raise CommandError(f"cannot write {html}: {error.strerror or error}") from None
     print(f"wrote {html}")
 
 
@@ -68,7 +58,7 @@ def compare(
     from windlass.clients.loadtest.compare import compare as compare_runs
 
     if not 0.5 <= confidence < 1:
-        raise ResultsError("--confidence must be at least 0.5 and below 1")
+        raise CommandError("--confidence must be at least 0.5 and below 1")
     runs = [_single(path) for path in (first, second)]
     result = compare_runs(runs[0].result, runs[1].result, confidence=confidence, resamples=resamples, seed=seed)
     if as_json:
@@ -83,17 +73,17 @@ def _read(path: Path) -> Measured:
     try:
         return read_file(path)
     except OSError as error:
-        raise ResultsError(f"cannot read {path}: {error.strerror or error}") from None
+        raise CommandError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:
-        raise ResultsError(f"{path}: {error}") from None
+        raise CommandError(f"{path}: {error}") from None
 
 
 def _single(path: Path) -> NamedRun:
     measured = _read(path)
     if measured.sweep:
-        raise ResultsError(
+        raise CommandError(
             f"{path} holds a sweep of {len(measured.runs)} runs: compare two single runs, or show the sweep with "
-            "windlass bench report"
+            "the command report"
         )
     return measured.runs[0]
 

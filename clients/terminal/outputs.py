@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from windlass.engine.errors import LoadError
+from windlass.clients.terminal.errors import CommandError
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path] | None = None) -> None:
-    """Raise LoadError for a file that cannot be written, and for two options that name one file.
+    """Raise CommandError for a file that cannot be written, and for two options that name one file.
 
     outputs: the file each option is to write, None where it was not given. inputs: files that are read, so that no
     output replaces one.
@@ -21,11 +21,11 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]
             continue
         target = path.resolve()
         if target.is_dir():
-            raise LoadError(f"cannot write {option} {path}: it is a directory, give the name of a file")
+            raise CommandError(f"cannot write {option} {path}: it is a directory, give the name of a file")
         if not target.parent.is_dir():
-            raise LoadError(f"cannot write {option} {path}: {target.parent} is no directory")
+            raise CommandError(f"cannot write {option} {path}: {target.parent} is no directory")
         if not os.access(target if target.exists() else target.parent, os.W_OK):
-            raise LoadError(f"cannot write {option} {path}: no permission")
+            raise CommandError(f"cannot write {option} {path}: no permission")
         if target in taken:
-            raise LoadError(f"{taken[target]} and {option} are both {path}: give each a file of its own")
+            raise CommandError(f"{taken[target]} and {option} are both {path}: give each a file of its own")
         taken[target] = option

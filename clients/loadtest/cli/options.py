@@ -1,4 +1,4 @@
-"""The options of `windlass bench serve` as dataclasses, and the load they describe. Imports nothing that takes time."""
+"""The options of the command `serve` as dataclasses, and the load they describe. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windlass.engine.errors import LoadError
+from windlass.clients.terminal.errors import CommandError
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.runner import LoadPlan
@@ -49,21 +49,21 @@ class TargetOptions:
     endpoint: Annotated[str, _option("--endpoint", _server, "completions or chat.")] = "completions"
 
     def to_target(self) -> Target:
-        """Raises LoadTestError or LoadError."""
+        """Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.target import Target
 
         headers = {}
         for text in self.header:
             name, colon, value = text.partition(":")
             if not colon or not name.strip():
-                raise LoadError(f"--header {text!r}: write NAME:VALUE")
+                raise CommandError(f"--header {text!r}: write NAME:VALUE")
             headers[name.strip()] = value.strip()
         return Target(url=self.url, model=self.model, api_key=self.api_key, headers=headers)
 
     @property
     def chat(self) -> bool:
         if self.endpoint not in ("completions", "chat"):
-            raise LoadError(f"--endpoint must be completions or chat, got {self.endpoint!r}")
+            raise CommandError(f"--endpoint must be completions or chat, got {self.endpoint!r}")
         return self.endpoint == "chat"
 
 
@@ -105,37 +105,37 @@ class ArrivalOptions:
     seed: Annotated[int, _option("--seed", _load, "The same seed gives the same prompts at the same times.")] = 0
 
     def gap_shape(self) -> float | None:
-        """The burstiness of arrivals, None for constant gaps. Raises LoadError."""
+        """The burstiness of arrivals, None for constant gaps. Raises CommandError."""
         if self.arrival not in ("poisson", "gamma", "constant"):
-            raise LoadError(f"--arrival must be poisson, gamma or constant, got {self.arrival!r}")
+            raise CommandError(f"--arrival must be poisson, gamma or constant, got {self.arrival!r}")
         if self.arrival == "constant":
             if self.burstiness is not None:
-                raise LoadError("--burstiness does not go with constant arrivals: leave one of the two out")
+                raise CommandError("--burstiness does not go with constant arrivals: leave one of the two out")
             return None
         if self.arrival == "gamma" and self.burstiness is None:
-            raise LoadError("--arrival gamma needs --burstiness")
+            raise CommandError("--arrival gamma needs --burstiness")
         return 1.0 if self.burstiness is None else self.burstiness
 
     def to_schedule(self, count: int | None, trace: list[TraceEntry]) -> Schedule | None:
-        """None for a closed loop. Raises LoadTestError or LoadError."""
+        """None for a closed loop. Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.schedule import Arrivals, Replay, ramp
 
         shape = self.gap_shape()
         timed = bool(trace) and trace[0].timestamp is not None
         if timed:
             if self.request_rate is not None:
-                raise LoadError("the trace has times of its own: leave --request-rate out, or the timestamps")
+                raise CommandError("the trace has times of its own: leave --request-rate out, or the timestamps")
             return Replay([entry.timestamp or 0.0 for entry in trace], self.trace_speed)
         if self.request_rate is None:
             for name, value in (("--ramp-to", self.ramp_to), ("--burstiness", self.burstiness)):
                 if value is not None:
-                    raise LoadError(f"{name} needs a --request-rate")
+                    raise CommandError(f"{name} needs a --request-rate")
             return None
         if self.ramp_to is not None:
             return ramp(self.request_rate, self.ramp_to, count, self.duration, shape)
         if self.request_rate == float("inf"):
             if count is None:
-                raise LoadError("--request-rate inf needs --num-prompts")
+                raise CommandError("--request-rate inf needs --num-prompts")
             return Replay([0.0] * count)
         return Arrivals(self.request_rate, shape)
 
@@ -206,7 +206,7 @@ class WorkloadOptions:
     text_prompts: Annotated[bool, _option("--text-prompts", _workload, "Send text even where ids would do.")] = False
 
     def to_spec(self, chat: bool, trace: list[TraceEntry]) -> WorkloadSpec:
-        """Raises LoadTestError or LoadError."""
+        """Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.lengths import Lengths
         from windlass.clients.loadtest.scalings import WeightedScaling
         from windlass.clients.loadtest.workload import WorkloadSpec
@@ -237,9 +237,9 @@ class WorkloadOptions:
         try:
             value = json.loads(self.extra_body or "{}")
         except (ValueError, RecursionError) as error:
-            raise LoadError(f"--extra-body is not valid JSON ({error}): write '{{\"top_p\": 0.9}}'") from None
+            raise CommandError(f"--extra-body is not valid JSON ({error}): write '{{\"top_p\": 0.9}}'") from None
         if not isinstance(value, dict):
-            raise LoadError("--extra-body must be a JSON object: write '{\"top_p\": 0.9}'")
+            raise CommandError("--extra-body must be a JSON object: write '{\"top_p\": 0.9}'")
         return value
 
 
@@ -263,14 +263,14 @@ class SloOptions:
     sweep_runs: Annotated[int, _option("--sweep-runs", _target, "Most runs of a sweep.", min=1)] = 12
 
     def limits(self) -> dict[str, float]:
-        """Milliseconds by measure. Raises LoadError."""
+        """Milliseconds by measure. Raises CommandError."""
         found = {}
         for text in self.slo:
             name, _, value = text.replace("=", ":").partition(":")
             try:
                 found[name.strip().lower()] = float(value)
             except ValueError:
-                raise LoadError(f"--slo {text}: write NAME:MS, such as ttft:500") from None
+                raise CommandError(f"--slo {text}: write NAME:MS, such as ttft:500") from None
         return found
 
 
@@ -297,7 +297,7 @@ def first_rate(arrivals: ArrivalOptions) -> float:
 def make_plan(
     target: TargetOptions, arrivals: ArrivalOptions, workload: WorkloadOptions, slo: SloOptions, output: OutputOptions
 ) -> LoadPlan:
-    """The load that the options describe. Raises LoadTestError or LoadError, one line that names the option."""
+    """The load that the options describe. Raises LoadTestError or CommandError, one line that names the option."""
     from dataclasses import asdict
 
     from windlass.clients.loadtest.runner import LoadPlan
@@ -305,7 +305,7 @@ def make_plan(
     from windlass.clients.loadtest.trace import read_trace
 
     if slo.sweep and (arrivals.trace is not None or arrivals.ramp_to is not None):
-        raise LoadError("a sweep sets the rate itself: leave --trace and --ramp-to out")
+        raise CommandError("a sweep sets the rate itself: leave --trace and --ramp-to out")
     trace = read_trace(arrivals.trace) if arrivals.trace is not None else []
     count = arrivals.num_prompts
     if trace:

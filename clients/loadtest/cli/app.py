@@ -1,0 +1,62 @@
+"""Puts the commands together, and is the `windlass-bench` program. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from windlass.clients.loadtest.cli.results import compare, report
+from windlass.clients.loadtest.cli.serve import bench_serve
+from windlass.clients.terminal.run import run_app
+
+_PROGRAM = "windlass-bench"
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Give an app the commands serve, report and compare."""
+    app.command("serve")(bench_serve)
+    app.command("report")(report)
+    app.command("compare")(compare)
+
+
+app = typer.Typer(
+    name=_PROGRAM,
+    help="Load tests of servers that speak OpenAI's API.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+add_commands(app)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(_PROGRAM, metadata.version("windlass-client"))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Load tests of servers that speak OpenAI's API."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code; errors are one line on standard error."""
+    return run_app(app, _PROGRAM, arguments)
+
+
+def main() -> None:
+    """Entry point of the `windlass-bench` script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

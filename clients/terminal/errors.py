@@ -1,0 +1,7 @@
+"""The error of a command that a person can mend."""
+
+from __future__ import annotations
+
+
+class CommandError(Exception):
+    """An option, an argument or a file is at fault; the message is one line that says what to change."""

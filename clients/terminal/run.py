@@ -1,0 +1,48 @@
+"""Runs a typer app as a command: an exit code comes back, and every error a person can cause is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from windlass.clients.terminal.errors import CommandError
+from windlass.clients.terminal.lines import say
+
+# Older typers use click's exceptions, newer ones their own copy of them.
+_ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def run_app(
+    app: typer.Typer, name: str, arguments: Sequence[str] | None, errors: tuple[type[Exception], ...] = ()
+) -> int:
+    """Run one command and return the exit code; errors are one line on standard error.
+
+    name: what the program is called in its help. arguments: None for those of the process. errors: classes whose
+    messages are lines for the person who typed the command, beside CommandError; 2 is their exit code.
+    """
+    mendable: tuple[type[Exception], ...] = (CommandError, *errors)
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except _ClickError as error:
+        return _usage_error(error)
+    except mendable as error:
+        return _fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def _usage_error(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()  # the help page
+        return 2
+    context = getattr(error, "ctx", None)
+    hint = f" (see {context.command_path} --help)" if context is not None else ""
+    return _fail(error.format_message().rstrip(".") + hint)
+
+
+def _fail(message: str) -> int:
+    say("error: " + " ".join(message.split()))
+    return 2
