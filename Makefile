@@ -5,40 +5,58 @@ VENV   ?= .venv
 HOST   ?= 127.0.0.1
 PORT   ?= 8000
 MODEL  ?=
+# What is installed beside the server: hub, plots, or both as EXTRAS=hub,plots.
+EXTRAS ?=
 BIN    := $(VENV)/bin
 
 # Tests and servers share two cores on small machines; a spinning thread pool each would slow all of them.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help serve test test-slow check format bench clean
+.PHONY: help serve test test-slow soak check format bench clean
 
 help:
-	@echo "make serve   install if needed and serve the bundled model on $(HOST):$(PORT)   (PORT=, HOST=, MODEL=)"
-	@echo "make test    install if needed with the dev extra and run every test but the slow ones"
-	@echo "make test-slow, make check (format, lint, types), make bench (beside the peers in work/peers; BENCH=options), make clean"
+	@echo "make serve      install if needed and serve the bundled model on $(HOST):$(PORT)   (PORT=, HOST=, MODEL=, EXTRAS=hub,plots)"
+	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
+	@echo "make test-slow  the slow tests; make soak: attacks in their long form"
+	@echo "make check      format, lint, types; make format mends the first two"
+	@echo "make bench      beside the peers in work/peers (BENCH=options)"
+	@echo "make clean      away with $(VENV), the compiled kernels and what the tools keep"
 
-# A stamp per set of extras: pip runs only when the requirements have changed since.
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found: install Python 3.11 to 3.13 or set PYTHON="; exit 2; }
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else "error: Windlass needs Python 3.11 to 3.13, $(PYTHON) is %d.%d: set PYTHON=, for example make serve PYTHON=python3.12" % v[:2])'
+	@echo "== making $(VENV)"
 	@$(PYTHON) -m venv $(VENV) || { echo "error: could not make $(VENV): on Debian or Ubuntu install python3-venv"; exit 2; }
 
-$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+# A stamp per set of extras: pip runs only when requirements or kernels have changed since, and setup.py compiles only kernels
+# that have.
+SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+$(VENV)/.installed: $(BIN)/python $(SOURCES)
+	@echo "== installing into $(VENV): what Windlass needs; kernels that have changed are compiled (all: half a minute on two cores)"
+	$(INSTALL) -e .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+$(VENV)/.installed-%: $(BIN)/python $(SOURCES)
+	@echo "== installing into $(VENV): what Windlass needs, and $*; kernels that have changed are compiled (all: half a minute on two cores)"
+	$(INSTALL) -e '.[$*]'
+	@touch $@ $(VENV)/.installed
 
-serve: $(VENV)/.installed
+serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "not slow"
+	@echo "== testing"
+	$(BIN)/pytest -m "not slow and not soak"
 
 test-slow: $(VENV)/.installed-dev
+	@echo "== testing: the slow ones"
 	$(BIN)/pytest -m slow
+
+soak: $(VENV)/.installed-dev
+	@echo "== attacking, in the long form"
+	$(BIN)/pytest -m soak
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
@@ -55,4 +73,4 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/context_cost.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist kernels/cpu/*.so src/*.egg-info clients/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,3 +1,3 @@
 """Windlass: an inference server for language models with rotary attention."""
 
-__version__ = "0.1.0"
+from windlass._version import __version__ as __version__

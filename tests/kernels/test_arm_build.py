@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shutil
 import subprocess
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,11 +22,11 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The package's sources compiled for ARM with its own flags, by the name of the instruction set."""
     if shutil.which(f"{TOOLS}g++") is None:
         pytest.skip("no cross compiler for ARM (g++-aarch64-linux-gnu)")
-    (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    extension = runpy.run_path(str(ROOT / "setup.py"))["kernels"]
     folder = tmp_path_factory.mktemp("arm")
-    flags = ["-O1" if flag.startswith("-O") else flag for flag in extension["extra-compile-args"]]
+    flags = ["-O1" if flag.startswith("-O") else flag for flag in extension.extra_compile_args]
     built = {}
-    for source in extension["sources"]:
+    for source in extension.sources:
         target = folder / f"{Path(source).stem}.o"
         subprocess.run([f"{TOOLS}g++", *flags, "-fPIC", "-c", source, "-o", target], cwd=ROOT, check=True, timeout=120)
         built[target.stem.removeprefix("isa_")] = target

@@ -1,0 +1,73 @@
+"""What pyproject.toml cannot say: where the client comes from, and how the kernels are compiled."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
+
+ROOT = Path(__file__).resolve().parent
+KERNELS = ROOT / "src" / "windlass" / "kernels" / "cpu"
+
+
+def requirements() -> list[str]:
+    """Those of pyproject.toml, and the client: from its folder in a clone, by its version where a source archive has none."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    client = ROOT / "clients"
+    if (client / "pyproject.toml").is_file():
+        place = f" @ {client.as_uri()}"
+    else:
+        place = "==" + runpy.run_path(str(ROOT / "src" / "windlass" / "_version.py"))["__version__"]
+    return [*settings["tool"]["windlass"]["dependencies"], "windlass-client" + place]
+
+
+class BuildKernels(build_ext):
+    """Compiles the files side by side; an editable install that has them compiled keeps them until they change."""
+
+    def build_extension(self, extension: Extension) -> None:
+        kept = Path("src", self.get_ext_filename(extension.name))
+        made_from = [str(path) for path in (ROOT / "setup.py", *KERNELS.glob("*.cpp"), *KERNELS.glob("*.h"))]
+        if self.editable_mode and kept.exists() and not newer_group(made_from, str(kept)):
+            target = Path(self.get_ext_fullpath(extension.name))
+            self.mkpath(str(target.parent))
+            self.copy_file(str(kept), str(target))
+            return
+        compile_files = self.compiler.compile
+
+        def side_by_side(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                compiled = pool.map(lambda source: compile_files([source], **options), sources)
+                return [name for names in compiled for name in names]
+
+        self.compiler.compile = side_by_side
+        super().build_extension(extension)
+
+
+# A plain shared object, loaded by ctypes. Without a compiler the package installs all the same and says at run time that it
+# works without it. No -march: each file names its own instruction set, chosen at run time.
+kernels = Extension(
+    "windlass.kernels.cpu._windlass_cpu",
+    sources=sorted(str(path.relative_to(ROOT)) for path in KERNELS.glob("isa_*.cpp")),
+    extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-g0"],
+    extra_link_args=["-fopenmp"],
+    language="c++",
+    optional=True,
+)
+
+if __name__ == "__main__":
+    # In a folder that goes away: what an earlier build left behind must not come into a wheel.
+    with TemporaryDirectory() as folder:
+        setup(
+            install_requires=requirements(),
+            ext_modules=[kernels],
+            cmdclass={"build_ext": BuildKernels},
+            options={"build": {"build_base": folder}},
+        )

@@ -1,0 +1,1 @@
+../../clients/_version.py
