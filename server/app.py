@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -16,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass import __version__
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
 from windlass.server.auth import AuthMiddleware
@@ -75,7 +74,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 
     app = FastAPI(
         title="Windlass",
-        version=_version(),
+        version=__version__,
         description="An inference server for language models with rotary attention, compatible with OpenAI's API.",
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
@@ -135,10 +134,3 @@ def _describe(app: FastAPI) -> dict[str, Any]:
         schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
         app.openapi_schema = schema
     return app.openapi_schema
-
-
-def _version() -> str:
-    try:
-        return installed_version("windlass")
-    except PackageNotFoundError:
-        return "0+unknown"

@@ -12,7 +12,7 @@ import typer
 
 from windlass import __version__
 from windlass.clients.loadtest.cli.app import add_commands
-from windlass.clients.terminal.options import expands_options
+from windlass.clients.terminal.options import expands_options, version_option
 from windlass.clients.terminal.run import run_app
 from windlass.engine.errors import EngineError
 from windlass.server.options import (
@@ -36,6 +36,11 @@ bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
 add_commands(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
+
+
+@app.callback()
+def program(version: Annotated[bool, version_option(f"windlass {__version__}")] = False) -> None:
+    """What stands before a command."""
 
 
 @app.command()

@@ -110,7 +110,8 @@ def _download(repo: str, revision: str) -> Path:
         import huggingface_hub
     except ImportError as error:
         raise LoadError(
-            f"{tried}; to download it run `pip install 'windlass[hub]'`, or give a model directory"
+            f"{tried}; to download it run `.venv/bin/pip install -c constraints.txt -e '.[hub]'` in Windlass's folder, or "
+            "give a model directory"
         ) from error
     import httpx  # here, late: most models are on disk, and the engine is started only once this module is imported
 

@@ -1,4 +1,4 @@
-"""Options as dataclasses: written once, taken by every command that names them. Knows none of them."""
+"""Options as dataclasses, written once and taken by every command that names them; and --version. Knows no other option."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
+
+import typer
+
+
+def version_option(line: str) -> Any:
+    """The option --version, short -V: prints the line and ends the program."""
+
+    def tell(asked: bool) -> None:
+        if asked:
+            print(line)
+            raise typer.Exit
+
+    return typer.Option("--version", "-V", is_eager=True, callback=tell, help="Print the version.")
 
 
 def expands_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -38,8 +38,7 @@ def require_matplotlib() -> None:
     """Raise LoadError, one line, where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise LoadError(
-            "pictures need matplotlib: run `pip install 'windlass[plots]'`, or in a clone "
-            "`.venv/bin/pip install -c constraints.txt -e '.[plots]'`"
+            "pictures need matplotlib: run `.venv/bin/pip install -c constraints.txt -e '.[plots]'` in Windlass's folder"
         )
 
 

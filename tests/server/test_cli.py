@@ -15,6 +15,7 @@ import pytest
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
+from windlass import __version__
 from windlass.engine.config import EngineConfig
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server import cli, launch
@@ -242,7 +243,10 @@ def test_help_names_every_option_and_variable(capsys):
     for command in ("generate", "version", "bench"):
         assert cli.run([command, "--help"]) == 0
     assert cli.run(["version"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "0.1.0"
+    assert capsys.readouterr().out.splitlines()[-1] == __version__
+    for spelling in ("--version", "-V"):
+        assert cli.run([spelling]) == 0
+        assert capsys.readouterr().out == f"windlass {__version__}\n"
     assert cli.run([]) == 2
     assert "Usage: windlass" in "".join(capsys.readouterr())
     assert "frobnicate" in error_of(capsys, "frobnicate")

@@ -136,7 +136,7 @@ def test_offline_fails_quickly_and_says_what_was_tried(home, monkeypatch):
 
 def test_without_huggingface_hub(home, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "pip install 'windlass[hub]'" in one_line("org/name")
+    assert ".venv/bin/pip install -c constraints.txt -e '.[hub]'" in one_line("org/name")
     snapshot = cache_model(home / "hf" / "hub", "org/name")
     assert hub.resolve_model("org/name") == snapshot
 

@@ -131,8 +131,9 @@ def test_without_matplotlib_pictures_say_what_to_install(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
     )
-    assert "pip install 'windlass[plots]'" in error_of(capsys, "inspect", YARN, "--model", str(model), "--png", "x.png")
-    assert "pip install 'windlass[plots]'" in error_of(capsys, "sweep", "--text", "x.txt", "--out", "x.html")
+    advice = ".venv/bin/pip install -c constraints.txt -e '.[plots]'"
+    assert advice in error_of(capsys, "inspect", YARN, "--model", str(model), "--png", "x.png")
+    assert advice in error_of(capsys, "sweep", "--text", "x.txt", "--out", "x.html")
     assert inspect_json(capsys, YARN, "--model", str(model))["rope_type"] == "yarn"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated
 
 import typer
 
+from windlass.clients._version import __version__
 from windlass.clients.loadtest.cli.results import compare, report
 from windlass.clients.loadtest.cli.serve import bench_serve
+from windlass.clients.terminal.options import version_option
 from windlass.clients.terminal.run import run_app
 
 _PROGRAM = "windlass-bench"
@@ -33,19 +34,9 @@ app = typer.Typer(
 add_commands(app)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(_PROGRAM, metadata.version("windlass-client"))
-        raise typer.Exit
-
-
 @app.callback()
-def options(
-    version: Annotated[
-        bool, typer.Option("--version", "-V", is_eager=True, callback=_print_version, help="Print the version.")
-    ] = False,
-) -> None:
-    """Load tests of servers that speak OpenAI's API."""
+def program(version: Annotated[bool, version_option(f"{_PROGRAM} {__version__}")] = False) -> None:
+    """What stands before a command."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ import sys
 import pytest
 from helpers.scripted_llm import asked, scripted_llm
 
+import windlass
 from windlass.clients.loadtest.cli import app as program
 from windlass.server import cli
 
@@ -64,6 +65,9 @@ def test_help_and_no_command(capsys):
     text = capsys.readouterr().out
     assert all(name in text for name in ("windlass-bench", "serve", "report", "compare", "--version"))
     assert program.run([]) == 2
+    capsys.readouterr()
+    assert program.run(["-V"]) == 0
+    assert capsys.readouterr().out == f"windlass-bench {windlass.__version__}\n"
 
 
 @pytest.mark.parametrize("module", ["windlass.clients.loadtest.cli.app", "windlass.server.cli"])
