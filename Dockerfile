@@ -1,5 +1,6 @@
 # CPU image:  docker build -t windlass . && docker run -p 127.0.0.1:8000:8000 windlass
 # CUDA image: docker build -t windlass:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 127.0.0.1:8000:8000 windlass:cuda
+# Nothing of Windlass was ever run on a GPU, nor this image built: there it would compute in plain torch, without kernels of its own.
 ARG DEVICE=cpu
 
 FROM python:3.11-slim-bookworm AS build
@@ -23,7 +24,7 @@ RUN case "$DEVICE" in \
     esac \
     && pip install --no-cache-dir --constraint constraints.txt "$@" torch
 
-COPY pyproject.toml README.md LICENSE NOTICE ./
+COPY pyproject.toml setup.py README.md LICENSE NOTICE ./
 COPY src src
 COPY server server
 COPY engine engine

@@ -52,11 +52,11 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	@echo "== testing: the slow ones"
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m "slow"
 
 soak: $(VENV)/.installed-dev
 	@echo "== attacking, in the long form"
-	$(BIN)/pytest -m soak
+	$(BIN)/pytest -m "soak"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

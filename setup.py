@@ -30,12 +30,12 @@ def requirements() -> list[str]:
 
 
 class BuildKernels(build_ext):
-    """Compiles the files side by side; an editable install that has them compiled keeps them until they change."""
+    """Compiles the files side by side, and only where what an editable install left beside them is older than they are."""
 
     def build_extension(self, extension: Extension) -> None:
         kept = Path("src", self.get_ext_filename(extension.name))
         made_from = [str(path) for path in (ROOT / "setup.py", *KERNELS.glob("*.cpp"), *KERNELS.glob("*.h"))]
-        if self.editable_mode and kept.exists() and not newer_group(made_from, str(kept)):
+        if kept.exists() and not newer_group(made_from, str(kept)):
             target = Path(self.get_ext_fullpath(extension.name))
             self.mkpath(str(target.parent))
             self.copy_file(str(kept), str(target))

@@ -1,74 +1,128 @@
-"""The wheel carries everything a server needs: the packages, the compiled kernels, the bundled model."""
+"""Two wheels: the server's carries everything but the client, the client's nothing but itself; both go into one folder."""
 
 from __future__ import annotations
 
+import email
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.builds import build, copy_clone
 
-ROOT = Path(__file__).parents[1]
+from windlass import __version__
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from the tracked files, unpacked."""
-    folder = tmp_path_factory.mktemp("wheel")
-    tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    assert tracked.returncode == 0, "run the tests in a git checkout"
-    for name in tracked.stdout.splitlines():
-        source, target = ROOT / name, folder / "source" / name
-        if name.startswith(("tests/", "docs/", "benchmarks/")) or not (source.exists() or source.is_symlink()):
-            continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target, follow_symlinks=False)
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(folder),
-        str(folder / "source"),
-    ]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
-    (wheel,) = folder.glob("*.whl")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_clone(tmp_path_factory.mktemp("clone"))
+
+
+@pytest.fixture(scope="module")
+def client(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(clone / "clients", "wheel", tmp_path_factory.mktemp("client"))
+
+
+@pytest.fixture(scope="module")
+def server(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(clone, "wheel", tmp_path_factory.mktemp("server"))
+
+
+def names_in(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
 
 
-def test_the_wheel_serves_its_own_model(installed: Path) -> None:
-    names = {str(path.relative_to(installed)) for path in installed.rglob("*") if path.is_file()}
-    for package in ("server/app.py", "engine/core.py", "kernels/reference.py", "clients/client.py"):
+def metadata_of(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
+
+
+def requirement_of_the_client(metadata: email.message.Message) -> str:
+    (found,) = [text for text in metadata.get_all("Requires-Dist", []) if text.startswith("windlass")]
+    return found
+
+
+def test_the_client_s_wheel_is_its_folder_and_nothing_else(clone: Path, client: Path) -> None:
+    folder = clone / "clients"
+    wanted = {
+        str(path.relative_to(folder)) for pattern in ("*.py", "*.j2", "assets/*") for path in folder.rglob(pattern)
+    }
+    wanted = {name for name in wanted if "build" not in Path(name).parts} - {"setup.py"} | {"py.typed"}
+    assert len(wanted) > 50
+    # No windlass/__init__.py: the name is a namespace, which the server's wheel makes a package.
+    assert names_in(client) == {f"windlass/clients/{name}" for name in wanted}
+    assert metadata_of(client)["Name"] == "windlass-client" and metadata_of(client)["Version"] == __version__
+    # Nothing of the build stays where the package lies.
+    assert not (folder / "build").exists()
+
+
+def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: Path, tmp_path: Path) -> None:
+    names = names_in(server)
+    for package in ("__init__.py", "_version.py", "server/app.py", "engine/core.py", "kernels/reference.py"):
         assert f"windlass/{package}" in names
-    for asset in (
-        "report.html.j2",
-        "assets/report.css",
-        "assets/report.js",
-        "assets/chart.js",
-        "assets/uPlot.iife.min.js",
-    ):
-        assert f"windlass/clients/loadtest/{asset}" in names
+    assert not names & names_in(client) and not any(name.startswith("windlass/clients") for name in names)
     assert "windlass/py.typed" in names and "windlass/models/demo/model.safetensors" in names
     assert shutil.which("g++") is None or any(name.endswith(".so") for name in names)
-    assert sum((installed / name).stat().st_size for name in names) < 40 << 20
+    for wheel in (server, client):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 40 << 20
     code = (
         "import windlass, sys; from windlass.server.cli import main; print(windlass.__file__, file=sys.stderr); main()"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, "generate", "The", "--max-tokens", "3", "--temperature", "0"],
-        cwd=installed,
-        env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    assert str(installed) in run.stderr and len(run.stdout) > 3
+    assert str(tmp_path) in run.stderr and len(run.stdout) > 3
+
+
+def test_from_a_clone_the_server_asks_for_the_client_beside_it(clone: Path, server: Path) -> None:
+    metadata = metadata_of(server)
+    assert metadata["Name"] == "windlass-llm" and metadata["Version"] == __version__
+    assert requirement_of_the_client(metadata) == f"windlass-client @ {(clone / 'clients').as_uri()}"
+
+
+@pytest.mark.parametrize("arguments", [["."], ["-e", "."]], ids=["install", "editable"])
+def test_pip_installs_a_clone_without_any_index_that_knows_the_client(clone: Path, arguments: list[str]) -> None:
+    """What pip would do, all other requirements being met here."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", "--quiet"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
+    planned = subprocess.run(
+        [*command, "--report", "-", *arguments], cwd=clone, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert planned.returncode == 0, planned.stderr
+    found = {item["metadata"]["name"]: item for item in json.loads(planned.stdout)["install"]}
+    assert set(found) == {"windlass-llm", "windlass-client"}
+    assert found["windlass-client"]["download_info"]["url"] == (clone / "clients").as_uri()
+
+
+def test_a_source_archive_asks_for_the_client_by_its_version(clone: Path, tmp_path: Path) -> None:
+    archive = build(clone, "sdist", tmp_path / "sdist")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    source = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert not (source / "clients").exists() and not list(source.glob("src/windlass/clients*"))
+    code = (
+        "import sys; from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]))"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], cwd=source, capture_output=True, text=True, timeout=60
+    )
+    assert made.returncode == 0, made.stderr
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    assert (
+        requirement_of_the_client(email.message_from_bytes(metadata.read_bytes())) == f"windlass-client=={__version__}"
+    )

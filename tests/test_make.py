@@ -1,0 +1,85 @@
+"""The commands of the Makefile: what they would run, and that kernels are compiled once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.builds import ROOT, copy_clone
+
+
+def commands(venv: Path, *words: str) -> list[str]:
+    """What make would run, one command a line."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    command = ["make", "--dry-run", f"VENV={venv}", *words]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30, check=True)
+    return run.stdout.splitlines()
+
+
+def installs(lines: list[str]) -> list[str]:
+    return [line.split("-c constraints.txt ")[1] for line in lines if " pip install " in line]
+
+
+def install(venv: Path, *stamps: str) -> Path:
+    """An environment in which these sets are installed, as far as make can tell."""
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").touch()
+    now = time.time() + 60  # newer than any source
+    for stamp in stamps:
+        (venv / stamp).touch()
+        os.utime(venv / stamp, (now, now))
+    return venv
+
+
+def test_the_first_command_installs_once_and_says_so(tmp_path: Path) -> None:
+    served, tested = commands(tmp_path / "a", "serve"), commands(tmp_path / "b", "test")
+    assert installs(served) == ["-e ."] and installs(tested) == ["-e '.[dev]'"]
+    assert "--quiet" not in "".join(served + tested)
+    for lines in (served, tested):
+        assert sum(line.startswith('echo "== ') and "compiled" in line for line in lines) == 1
+
+
+def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
+    venv = install(tmp_path / "venv", ".installed")
+    assert installs(commands(venv, "serve")) == []
+    assert installs(commands(venv, "test")) == ["-e '.[dev]'"]
+    assert installs(commands(venv, "serve", "EXTRAS=hub,plots")) == ["-e '.[hub,plots]'"]
+    # The development tools come on top of the server, so a server needs nothing after them.
+    assert any(f"touch {venv}/.installed-dev {venv}/.installed" in line for line in commands(venv, "test"))
+    for goal in ("test", "test-slow", "soak", "check"):
+        assert installs(commands(install(tmp_path / goal, ".installed", ".installed-dev"), goal)) == []
+
+
+@pytest.mark.parametrize(
+    ("goal", "marks"), [("test", "not slow and not soak"), ("test-slow", "slow"), ("soak", "soak")]
+)
+def test_each_goal_runs_its_tests(tmp_path: Path, goal: str, marks: str) -> None:
+    venv = install(tmp_path / "venv", ".installed-dev")
+    assert commands(venv, goal)[-1] == f'{venv}/bin/pytest -m "{marks}"'
+
+
+def test_a_build_takes_compiled_kernels_and_compiles_changed_ones(tmp_path: Path) -> None:
+    clone = copy_clone(tmp_path / "clone")
+    code = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
+    suffix = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    compiled = clone / "kernels" / "cpu" / f"_windlass_cpu{suffix}"
+    compiled.write_bytes(b"compiled before")
+    header = clone / "kernels" / "cpu" / "simd.h"
+
+    def build() -> str:
+        code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+        # A compiler that is no compiler: the build goes on without kernels, and says that it tried.
+        environment = {**os.environ, "CC": "false", "CXX": "false"}
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        run = subprocess.run(command, cwd=clone, env=environment, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        return run.stdout + run.stderr
+
+    assert "failed" not in build() and compiled.read_bytes() == b"compiled before"
+    later = compiled.stat().st_mtime + 10
+    os.utime(header, (later, later))
+    assert 'building extension "windlass.kernels.cpu._windlass_cpu" failed' in build()
