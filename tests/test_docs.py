@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from contextlib import closing
+import shlex
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import ScriptedEngine
+from helpers.scripted_llm import asked, scripted_llm
 from typer.main import get_command
 
 from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
@@ -274,3 +276,54 @@ def test_links_lead_to_files_and_headings(page):
         if anchor:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in {slug(heading) for heading in headings}, target
+
+
+def commands_on(page: str) -> list[tuple[int, str]]:
+    """Where each line of a shell block stands, and the line."""
+    blocks = re.finditer(r"```(?:bash|sh)\n(.*?)```", page, re.DOTALL)
+    return [
+        (block.start(1) + line.start(), line.group())
+        for block in blocks
+        for line in re.finditer(r"^.+$", block[1], re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_says_how_to_have_its_commands_before_the_first_of_them(page):
+    """A clone has windlass in .venv/bin, not on the path."""
+    text = page.read_text(encoding="utf-8")
+    bare = [place for place, line in commands_on(text) if line.startswith(("windlass ", "windlass-bench "))]
+    if bare:
+        assert ". .venv/bin/activate" in text[: bare[0]]
+
+
+def test_the_pages_with_commands_are_found():
+    found = {page.name for page in PAGES if any(c.startswith("windlass ") for _, c in commands_on(page.read_text()))}
+    assert found >= {"README.md", "serving.md", "rotary.md", "load-testing.md", "load-test-reports.md"}
+
+
+def test_nothing_advises_to_install_windlass_by_name():
+    """The name is a stranger's on the package index, and nothing of this project is published there."""
+    code = [path for folder in ("server", "engine", "kernels", "clients") for path in (ROOT / folder).rglob("*.py")]
+    files = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "Dockerfile", ROOT / "Makefile", *code]
+    assert len(files) > 150
+    by_name = re.compile(r"pip3? install [^`\n]*\bwindlass(?!-llm/|/)(-llm|-client)?\b(\[|['\"` ]|$)", re.MULTILINE)
+    assert by_name.search("run `pip install 'windlass[hub]'`") and by_name.search("pip install -q windlass-client\n")
+    assert [str(path) for path in files if by_name.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_the_first_load_test_in_the_readme_makes_what_it_compares(tmp_path, monkeypatch, capsys):
+    """Its commands as they stand, but for the address: two files, and a comparison with intervals."""
+    lines = [line for _, line in commands_on(section(README, "## A first load test").replace("\\\n", " "))]
+    assert len(lines) == 3
+    monkeypatch.chdir(tmp_path)
+    with scripted_llm(asked()) as llm:
+        for line in lines:
+            program, *words = shlex.split(line)
+            assert program == "windlass"
+            assert cli.run([llm.url if word == "http://127.0.0.1:8000" else word for word in words]) == 0, line
+    rows = capsys.readouterr().out.split("B − A")[1].splitlines()
+    latencies = [row for row in rows if re.search(r"\b(mean|p50|p90|p95)\b", row)]
+    assert len(latencies) >= 16
+    assert all(re.search(r"[+-][\d.,]+ to [+-]", row) for row in latencies), "\n".join(rows)
+    assert (tmp_path / "second.html").exists()
