@@ -559,6 +559,9 @@ def test_import_is_light():
 def test_public_names():
     for name in windlass.clients.__all__:
         assert hasattr(windlass.clients, name)
+    assert set(windlass.clients.__all__) <= set(dir(windlass.clients))
+    with pytest.raises(AttributeError, match="no attribute 'Klient'"):
+        _ = windlass.clients.Klient
     errors = [value for value in vars(windlass.clients.errors).values() if inspect.isclass(value)]
     assert all(issubclass(error, APIError) and error.__name__ in windlass.clients.__all__ for error in errors)
 
