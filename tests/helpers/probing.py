@@ -65,6 +65,7 @@ async def _watch(url: str, prompt: str) -> None:
     async def stream(client: httpx.AsyncClient) -> None:
         nonlocal tokens
         body = {"prompt": prompt, "max_tokens": 100_000, "stream": True, "ignore_eos": True, "temperature": 0}
+        body["return_token_ids"] = True  # an event for each token, also for one that has no text
         while not stop.is_set():
             last = None
             async with client.stream("POST", "/v1/completions", json=body) as response:
