@@ -33,6 +33,7 @@ from windlass.engine.schedule import KVGroupLayout
 from windlass.engine.scheduler import Scheduler, SchedulerConfig
 from windlass.engine.speculation import SpeculationConfig
 from windlass.engine.validation import validate_request
+from windlass.engine.warm_up import warm_up
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
@@ -83,6 +84,12 @@ class EngineCore:
             eos_token_ids=spec.eos_token_ids,
         )
         self.info = _describe(config, model, num_blocks, max_model_len, notices, time.perf_counter() - started)
+
+    def warm_up(self) -> None:
+        """Run a few steps that nobody sees, before the first request: see `windlass.engine.warm_up`."""
+        room = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
+        specs = make_plan(self._groups, room, "frozen").stage(1).specs
+        warm_up(self.runner, specs, len(self.info.num_kv_blocks), self.info.block_size, room)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""

@@ -63,11 +63,13 @@ CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
 
 
 def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
-    """The real engine. Imported here, late, because it brings torch."""
+    """The real engine, warmed up. Imported here, late, because it brings torch."""
     prepare_this_process(config.cores)
     from windlass.engine.core import EngineCore
 
-    return EngineCore(config, progress)
+    core = EngineCore(config, progress)
+    core.warm_up()
+    return core
 
 
 class EngineLoop:

@@ -130,7 +130,9 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises LoadError that says what to do about an address that cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # The protocol is named because asyncio turns Nagle's algorithm off only where it is: a stream's first token
+        # would wait for the acknowledgement of its headers, 40 ms.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise LoadError(f"--host {host} is no address of this machine ({error.strerror or error})") from error
     try:
@@ -168,7 +170,9 @@ def _make_app(client: ProcessClient, path: Path, settings: ServerSettings) -> Fa
     from windlass.server.app import create_app
     from windlass.server.tokenizer import Tokenizer
 
-    return create_app(client, Tokenizer.from_directory(path), settings)
+    app = create_app(client, Tokenizer.from_directory(path), settings)
+    app.openapi()  # kept for whoever asks: making it would hold up streams
+    return app
 
 
 async def _run(

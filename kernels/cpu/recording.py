@@ -137,6 +137,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._tensors = recording, tensors
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: keeping torch's compiler away imports it first, a second or more in the middle of a stream."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), func.name()
         if name == _EMPTY:
