@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -145,12 +146,21 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
         text = f"no rate kept {limits}"
     ended = {"runs": "; the search ended at its most runs", "interrupted": "; it was interrupted"}
     ended["failed"] = "; it ended as the server no longer answered"
+    if sweep.ended == "short":
+        last = sweep.judgements[-1]
+        ended["short"] = (
+            f"; a longer run is needed to test {last.offered:,.4g}: give --duration {math.ceil(last.needed_s)} "
+            "or more, or leave it out"
+        )
+    for judged in sweep.judgements:
+        console.print(judged.line(), markup=False, highlight=False, soft_wrap=True)
     console.print(text + ended.get(sweep.ended, ""), markup=False, highlight=False, soft_wrap=True)
 
 
 def _facts(run: RunResult, summary: dict[str, Any]) -> list[tuple[str, str]]:
     abandoned = "".join(f", {count} {kind}" for kind, count in sorted(run.abandoned.items()))
-    rate = "" if run.offered_rate is None else f" (offered {run.offered_rate:,.4g})"
+    achieved = "" if run.achieved_rate is None else f", achieved {run.achieved_rate:,.4g}"
+    rate = "" if run.offered_rate is None else f" (offered {run.offered_rate:,.4g}{achieved})"
     facts = [
         ("requests", f"{summary['completed']} completed, {summary['failed']} failed{abandoned}"),
         ("duration", f"{summary['duration_s']:,.2f} s"),

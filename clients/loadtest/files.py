@@ -15,7 +15,8 @@ from typing import Any
 
 from windlass.clients.loadtest.results import FORMAT, RequestRecord, RunResult
 
-SWEEP_FORMAT = "windlass-bench-sweep/1"
+SWEEP_FORMAT = "windlass-bench-sweep/2"
+_OLDER_SWEEP = "windlass-bench-sweep/1"  # its highest rate was one whose answers were in time, kept up with or not
 
 _Number = int | float
 
@@ -56,7 +57,7 @@ def read_file(path: Path) -> Measured:
         raise ValueError("not a JSON file: it is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a JSON file: {error}") from None
-    if isinstance(data, Mapping) and data.get("format") == SWEEP_FORMAT:
+    if isinstance(data, Mapping) and data.get("format") in (SWEEP_FORMAT, _OLDER_SWEEP):
         return _read_sweep(data)
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ValueError(
@@ -77,7 +78,8 @@ def _read_sweep(data: Mapping[str, Any]) -> Measured:
     runs = data.get("runs")
     if not isinstance(runs, Sequence) or isinstance(runs, str) or not runs:
         raise ValueError("this sweep holds no `runs`")
-    highest, slo = data.get("highest_rate"), data.get("slo") or {}
+    highest = data.get("highest_rate") if data["format"] == SWEEP_FORMAT else None
+    slo = data.get("slo") or {}
     if not _is_number(highest, optional=True):
         raise ValueError("the sweep's `highest_rate` is not a number")
     _check_numbers("slo", slo)

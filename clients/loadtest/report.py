@@ -215,7 +215,8 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
         tail, tail_unit = words.duration(summary[f"{measure}_ms"]["p99"])
         return tile(label, value, unit, f"median; p99 {tail} {tail_unit}")
 
-    offered = summary["offered_rate"]
+    offered, achieved = summary["offered_rate"], summary["achieved_rate"]
+    kept = "" if achieved is None else f", {words.per_second(achieved)} achieved"
     span = f"in {words.number(float(result.duration_s))} s"
     tiles = [
         tile(
@@ -228,7 +229,7 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
             "Requests",
             words.per_second(summary["request_rate"]),
             "per s",
-            "no rate set" if offered is None else f"offered {words.per_second(offered)} per s",
+            "no rate set" if offered is None else f"{words.per_second(offered)} offered{kept}",
         ),
         latency("Time to first token", "ttft"),
         latency("Inter-token latency", "itl"),
@@ -298,7 +299,7 @@ def _overview(runs: Sequence[NamedRun]) -> list[dict[str, Any]]:
     rows = []
     for run in runs if len(runs) > 1 else ():
         summary = run.result.summary()
-        rates = ("offered_rate", "request_rate", "output_tokens_per_second", "goodput")
+        rates = ("offered_rate", "achieved_rate", "request_rate", "output_tokens_per_second", "goodput")
         latencies = [("ttft_ms", "p50"), ("ttft_ms", "p99"), ("itl_ms", "p50"), ("itl_ms", "p99"), ("e2el_ms", "p50")]
         rows.append(
             {

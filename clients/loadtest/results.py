@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from windlass.clients.loadtest.fits import Fit, linear_fit
+
 FORMAT = "windlass-bench/1"
 PERCENTILES = (50, 90, 95, 99)
+
+_LATER_TURN = re.compile(r"turn (?!1\b)\d")
 
 # Requests that this side ended on purpose: neither completed nor failed.
 ABANDONED = frozenset({"disconnected", "interrupted"})
@@ -80,6 +85,11 @@ class RequestRecord:
     def gaps_ms(self) -> list[float]:
         """The gaps between its chunks: what inter-token latency pools over all requests."""
         return [(b - a) * 1000 for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether the schedule says when it is sent, and not, as with later turns of a conversation, an earlier answer."""
+        return _LATER_TURN.match(self.label or "") is None
 
     @property
     def lag_ms(self) -> float | None:
@@ -152,6 +162,32 @@ class RunResult:
         """Requests that this side ended on purpose, by kind."""
         return self._count(lambda outcome: outcome in ABANDONED)
 
+    @property
+    def pace(self) -> Fit | None:
+        """The line through when requests ended over when they were to be sent, the gaps between sends made even; None for
+        fewer than three.
+
+        Its slope is 1 where answers end as far apart as requests were meant to come, 3 where a second of them takes three.
+        """
+        served = sorted((r for r in self.records if r.scheduled and _served(r)), key=lambda r: r.intended)
+        sends = linear_fit([[(float(place), r.intended)] for place, r in enumerate(served)])
+        if sends is None or sends.slope <= 0:
+            return None
+        return linear_fit([[(place * sends.slope, r.ended or 0.0)] for place, r in enumerate(served)])
+
+    @property
+    def achieved_rate(self) -> float | None:
+        """Requests per second that the server kept up with: the offered rate less what failed, by the slope of `pace`.
+
+        None in a closed loop, and where there is no such line.
+        """
+        scheduled = [record for record in self.records if record.scheduled]
+        served = sum(map(_served, scheduled))
+        if self.offered_rate is None or not scheduled or (served and self.pace is None):
+            return None
+        slope = self.pace.slope if self.pace is not None else 1.0
+        return self.offered_rate * served / len(scheduled) / max(1.0, slope)
+
     def _count(self, wanted: Callable[[str], bool]) -> dict[str, int]:
         return dict(Counter(r.outcome for r in self.records if not r.completed and wanted(r.outcome)))
 
@@ -183,6 +219,7 @@ class RunResult:
             "output_tokens_per_second": output_tokens * per_second,
             "request_rate": len(done) * per_second,
             "offered_rate": self.offered_rate,
+            "achieved_rate": self.achieved_rate,
             "goodput": sum(map(self.meets_slo, done)) * per_second if self.slo else None,
             "ttft_ms": asdict(Summary.of(record.ttft_ms for record in done)),
             "ttft_actual_ms": asdict(Summary.of(record.ttft_actual_ms for record in done)),
@@ -213,6 +250,10 @@ class RunResult:
             return cls(records=records, **{name: data[name] for name in names if name in data})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the JSON of this load test cannot be read: {error}") from error
+
+
+def _served(record: RequestRecord) -> bool:
+    return record.ended is not None and (record.completed or record.outcome in ABANDONED)
 
 
 def _record(entry: Mapping[str, Any]) -> RequestRecord:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Any
 from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.exchange import Exchanges
 from windlass.clients.loadtest.health import Health, MeasuredLoop
+from windlass.clients.loadtest.judgement import Judgement
 from windlass.clients.loadtest.metrics import changes
 from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult
 from windlass.clients.loadtest.schedule import Schedule, intended_times
@@ -162,15 +164,19 @@ async def sweep_load(
     stop: asyncio.Event | None = None,
     workload: Workload,
     server: Server,
-    told: Callable[[float, RunResult, bool], None] | None = None,
+    told: Callable[[Judgement, RunResult], None] | None = None,
 ) -> SweepResult:
     """A run of the plan per rate, with the schedule that `arrivals` makes of it, until the highest rate is found.
 
-    Each run draws other prompts of the same kind. Raises LoadTestError.
+    Each run draws other prompts of the same kind. Where the plan has no duration, a run sends more than its count if its
+    rate needs more to show a queue. Raises LoadTestError.
     """
 
-    async def run(rate: float, number: int) -> RunResult:
-        own = dataclasses.replace(plan, schedule=arrivals(rate), seed=plan.seed + number)
+    async def run(rate: float, number: int, seconds: float) -> RunResult:
+        count = plan.count
+        if plan.duration_s is None:
+            count = max(count or 0, math.ceil(rate * seconds))
+        own = dataclasses.replace(plan, schedule=arrivals(rate), seed=plan.seed + number, count=count)
         other = workload.with_seed(own.seed)
         return await run_load(own, progress=progress, stop=stop, workload=other, server=server)
 

@@ -261,6 +261,12 @@ class SloOptions:
         0.99
     )
     sweep_runs: Annotated[int, _option("--sweep-runs", _target, "Most runs of a sweep.", min=1)] = 12
+    sweep_seconds: Annotated[
+        float,
+        _option(
+            "--sweep-seconds", _target, "That each run of a sweep sends for, at least; longer where answers are slow."
+        ),
+    ] = 5.0
 
     def limits(self) -> dict[str, float]:
         """Milliseconds by measure. Raises CommandError."""

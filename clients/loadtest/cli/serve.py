@@ -25,6 +25,7 @@ from windlass.clients.terminal.options import expands_options
 from windlass.clients.terminal.outputs import check_outputs
 
 if TYPE_CHECKING:
+    from windlass.clients.loadtest.judgement import Judgement
     from windlass.clients.loadtest.results import RunResult
     from windlass.clients.loadtest.runner import LoadPlan
     from windlass.clients.loadtest.sweep import SweepResult
@@ -78,12 +79,16 @@ async def _run(
             result: Any = await run_load(plan, progress=display, stop=stop, workload=workload, server=server)
         else:
             shape = arrivals.gap_shape()
-            spec = SweepSpec(start=first_rate(arrivals), share=slo.sweep_share, most_runs=slo.sweep_runs)
+            spec = SweepSpec(
+                start=first_rate(arrivals),
+                share=slo.sweep_share,
+                most_runs=slo.sweep_runs,
+                least_seconds=slo.sweep_seconds,
+            )
 
-            def told(rate: float, run: RunResult, met: bool) -> None:
+            def told(judged: Judgement, run: RunResult) -> None:
                 display.stop()
-                tokens = run.summary()["output_tokens_per_second"]
-                say(f"{rate:.4g} requests per second: {'meets' if met else 'misses'} the SLOs, {tokens:,.0f} tokens/s")
+                say(f"{judged.line()}, {run.summary()['output_tokens_per_second']:,.0f} tokens/s")
 
             result = await sweep_load(
                 plan,

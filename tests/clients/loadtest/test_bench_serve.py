@@ -162,14 +162,15 @@ def test_csv_and_texts(tmp_path):
 
 def test_a_sweep_by_its_options(tmp_path, capsys):
     with scripted_llm(asked()) as llm:
-        arguments = ["--sweep", "--slo", "e2el:60000", "--request-rate", 100, "--sweep-runs", 2, "--num-prompts", 2]
+        arguments = ["--sweep", "--slo", "e2el:60000", "--request-rate", 20, "--sweep-runs", 2, "--sweep-seconds", 0.5]
+        arguments += ["--num-prompts", 2]
         assert bench(llm.url, *arguments, "--json", tmp_path / "sweep.json", "--csv", tmp_path / "sweep.csv") == 0
     data = json.loads((tmp_path / "sweep.json").read_text())
-    assert data["format"] == "windlass-bench-sweep/1" and data["highest_rate"] == 200 and len(data["runs"]) == 2
+    assert data["format"] == "windlass-bench-sweep/2" and data["highest_rate"] == 40 and len(data["runs"]) == 2
     captured = capsys.readouterr()
-    assert "100 requests per second: meets the SLOs" in captured.err
-    assert "200 requests per second is the highest rate found" in captured.out
-    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 5
+    assert "20 requests per second: " in captured.err and "achieved, meets the SLOs" in captured.err
+    assert "40 requests per second is the highest rate found" in captured.out
+    assert len((tmp_path / "sweep.csv").read_text().splitlines()) == 1 + 10 + 20
 
 
 def test_the_page_is_written_by_the_report(tmp_path, monkeypatch):
@@ -180,7 +181,7 @@ def test_the_page_is_written_by_the_report(tmp_path, monkeypatch):
     page = tmp_path / "run.html"
     with scripted_llm(asked()) as llm:
         assert bench(llm.url, "--num-prompts", 1, "--html", page) == 0
-        sweep = ["--sweep", "--slo", "ttft:60000", "--sweep-runs", 1, "--num-prompts", 1]
+        sweep = ["--sweep", "--slo", "ttft:60000", "--sweep-runs", 1, "--request-rate", 50, "--sweep-seconds", 0.2]
         assert bench(llm.url, *sweep, "--html", page) == 0
     assert written == [("RunResult", page), ("SweepResult", page)]
 

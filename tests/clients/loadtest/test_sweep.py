@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import io
 import json
+import math
+from random import Random
 
 import pytest
 from helpers.scripted_llm import scripted_llm, stream
+from rich.console import Console
 
+from windlass.clients.loadtest.display import print_sweep
 from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.export import write_csv, write_sweep
+from windlass.clients.loadtest.judgement import attainment, judge
 from windlass.clients.loadtest.lengths import Lengths
 from windlass.clients.loadtest.results import RequestRecord, RunResult
 from windlass.clients.loadtest.runner import LoadPlan, prepare, sweep_load
 from windlass.clients.loadtest.schedule import Arrivals
-from windlass.clients.loadtest.sweep import SweepSpec, attainment, find_highest_rate
+from windlass.clients.loadtest.sweep import SweepSpec, find_highest_rate
 from windlass.clients.loadtest.target import Control, Target
 from windlass.clients.loadtest.workload import WorkloadSpec
 
@@ -22,13 +29,21 @@ SLO = {"ttft": 100.0}
 
 
 def result(rate: float, good: int = 100, bad: int = 0, outcome: str = "completed", **fields) -> RunResult:
-    """A run of so many requests inside the SLO and so many that are not."""
+    """A run of so many requests inside the SLO and so many that are not, at times that keep up with the rate."""
     records = [
-        RequestRecord(index=n, intended=0.0, sent=0.0, chunks=(0.05 if n < good else 0.5,), ended=1.0, output_tokens=1)
+        RequestRecord(
+            index=n,
+            intended=n / rate,
+            sent=n / rate,
+            chunks=(n / rate + (0.05 if n < good else 0.5),),
+            ended=n / rate + 0.6,
+            output_tokens=1,
+        )
         for n in range(good + (bad if outcome == "completed" else 0))
     ]
     if outcome != "completed":
-        records += [RequestRecord(index=good + n, intended=0.0, outcome=outcome) for n in range(bad)]
+        ended = None if outcome == "connection" else 1.0
+        records += [RequestRecord(index=good + n, intended=0.0, ended=ended, outcome=outcome) for n in range(bad)]
     return RunResult(records=tuple(records), duration_s=1.0, offered_rate=rate, slo=SLO, **fields)
 
 
@@ -40,10 +55,30 @@ class Server:
         self.rates: list[float] = []
         self.numbers: list[int] = []
 
-    async def run(self, rate: float, number: int) -> RunResult:
+    async def run(self, rate: float, number: int, seconds: float) -> RunResult:
         self.rates.append(rate)
         self.numbers.append(number)
-        return result(rate) if rate <= self.capacity else result(rate, good=50, bad=50)
+        count = max(100, math.ceil(rate * seconds))
+        return result(rate, count) if rate <= self.capacity else result(rate, count // 2, bad=count // 2)
+
+
+class Queue:
+    """Answers one request after the other, each for 1/`capacity` seconds, and is as slow besides as its latency says."""
+
+    def __init__(self, capacity: float, latency: float = 0.01, count: int = 32, most_seconds: float = math.inf) -> None:
+        self.capacity, self.latency, self.count, self.most_seconds = capacity, latency, count, most_seconds
+        self.sent: list[tuple[float, int]] = []
+
+    async def run(self, rate: float, number: int, seconds: float) -> RunResult:
+        count = max(self.count, math.ceil(rate * min(seconds, self.most_seconds)))
+        self.sent.append((rate, count))
+        chance, free, now, records = Random(number), 0.0, 0.0, []
+        for index in range(count):
+            free = max(free, now) + 1 / self.capacity
+            ended = free + self.latency * chance.uniform(0.7, 1.3)
+            records.append(RequestRecord(index=index, intended=now, sent=now, chunks=(ended,), ended=ended))
+            now += chance.expovariate(rate)
+        return RunResult(records=tuple(records), duration_s=ended, offered_rate=rate, slo={"e2el": 60_000.0})
 
 
 def search(run, slo=SLO, **fields):
@@ -71,7 +106,7 @@ def test_the_number_of_runs_is_bounded_and_the_best_so_far_counts():
 
 
 def test_a_server_that_stops_answering_ends_the_search():
-    async def run(rate: float, number: int) -> RunResult:
+    async def run(rate: float, number: int, seconds: float = 0.0) -> RunResult:
         return result(rate) if number < 2 else result(rate, good=0, bad=10, outcome="connection")
 
     found = search(run)
@@ -79,7 +114,7 @@ def test_a_server_that_stops_answering_ends_the_search():
 
 
 def test_a_server_that_refuses_too_much_has_only_missed_the_slo():
-    async def run(rate: float, number: int) -> RunResult:
+    async def run(rate: float, number: int, seconds: float = 0.0) -> RunResult:
         return result(rate) if rate <= 3 else result(rate, good=0, bad=10, outcome="http_429")
 
     found = search(run, most_runs=30)
@@ -87,7 +122,7 @@ def test_a_server_that_refuses_too_much_has_only_missed_the_slo():
 
 
 def test_an_interrupted_run_ends_the_search_and_proves_nothing():
-    async def run(rate: float, number: int) -> RunResult:
+    async def run(rate: float, number: int, seconds: float = 0.0) -> RunResult:
         return result(rate, interrupted=number == 2)
 
     found = search(run)
@@ -95,13 +130,13 @@ def test_an_interrupted_run_ends_the_search_and_proves_nothing():
 
 
 def test_a_run_that_cannot_begin():
-    async def first(rate: float, number: int) -> RunResult:
+    async def first(rate: float, number: int, seconds: float) -> RunResult:
         raise LoadTestError("no server")
 
     with pytest.raises(LoadTestError, match="no server"):
         search(first)
 
-    async def later(rate: float, number: int) -> RunResult:
+    async def later(rate: float, number: int, seconds: float) -> RunResult:
         if number:
             raise LoadTestError("no server")
         return result(rate)
@@ -116,10 +151,62 @@ def test_failures_miss_the_slo_and_clients_that_left_do_not_count():
     assert attainment(result(1.0, good=0)) == 0.0
 
 
-@pytest.mark.parametrize("fields", [{"start": 0.0}, {"share": 0.0}, {"share": 1.1}, {"most_runs": 0}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"start": 0.0}, {"start": math.inf}, {"share": 0.0}, {"share": 1.1}, {"most_runs": 0}, {"least_seconds": 0.0}],
+)
 def test_what_makes_no_sweep_is_refused(fields):
     with pytest.raises(LoadTestError):
         SweepSpec(**fields)
+
+
+@pytest.mark.parametrize(("capacity", "latency"), [(20.0, 0.01), (20.0, 1.5), (3.0, 4.0)])
+def test_a_rate_counts_only_where_the_server_keeps_up_with_it(capacity, latency):
+    """The SLO is wide: 32 requests at once are answered in time, whatever the rate they were sent at."""
+    found = search(Queue(capacity, latency).run, most_runs=20)
+    assert found.ended == "found" and 0.8 * capacity < found.highest_rate < 1.06 * capacity
+    at = {judged.offered: judged for judged in found.judgements}
+    assert at[found.highest_rate].verdict == "met" and at[found.highest_rate].achieved >= 0.95 * found.highest_rate
+    behind = [judged for judged in found.judgements if judged.verdict == "behind"]
+    assert behind and all(judged.achieved < 0.95 * judged.offered for judged in behind)
+    assert any(judged.achieved == pytest.approx(capacity, rel=0.1) for judged in behind)
+    assert "achieved, the server falls behind" in behind[0].line()
+
+
+def test_runs_send_for_as_long_as_their_answers_need():
+    server = Queue(1000.0, latency=2.0)
+    found = search(server.run, start=8.0, most_runs=3)
+    assert [rate for rate, _ in server.sent] == [8, 8, 16]  # 5 s are too short beside answers of 2 s
+    assert [judged.verdict for judged in found.judgements] == ["short", "met", "met"]
+    assert server.sent[-1][1] >= 16 * 9 and found.highest_rate == 16
+
+
+def test_a_run_that_cannot_be_long_enough_ends_the_search_and_says_what_is_needed():
+    found = search(Queue(1000.0, latency=2.0, count=1, most_seconds=5.0).run, start=8.0)
+    assert (found.ended, found.highest_rate, len(found.runs)) == ("short", None, 2)
+    console = Console(width=200, file=io.StringIO())
+    print_sweep(found, console)
+    text = console.file.getvalue()
+    assert "no rate kept ttft 100 ms; a longer run is needed to test 8: give --duration 1" in text
+    assert "too short beside these answers" in text
+
+
+def test_few_requests_at_an_absurd_rate_prove_nothing():
+    """Thirty-two at once, all in time: 20 a second were done of the 2,048 that were offered."""
+    run = asyncio.run(Queue(20.0, 0.01).run(2048.0, 0, 0.0))
+    judged = judge(run, 0.99, 5.0)
+    assert judged.attainment == 1.0 and judged.verdict == "behind" and 10 < judged.achieved < 40
+
+
+def test_later_turns_of_a_conversation_are_not_offered_by_the_schedule():
+    run = result(10.0, 60)
+    later = [
+        dataclasses.replace(r, index=100 + r.index, intended=5 * r.intended, ended=9 * r.intended, label="turn 2")
+        for r in run.records
+    ]
+    both = dataclasses.replace(run, records=(*run.records, *later))
+    assert both.achieved_rate == run.achieved_rate == pytest.approx(10.0)
+    assert dataclasses.replace(run, offered_rate=None).achieved_rate is None
 
 
 def test_a_sweep_needs_an_slo():
@@ -134,7 +221,7 @@ def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path)
         plan = LoadPlan(
             target=Target(url=url),
             workload=spec,
-            schedule=Arrivals(50.0),
+            schedule=Arrivals(4.0),
             concurrency=None,
             count=3,
             slo={"e2el": 60_000.0},
@@ -145,24 +232,26 @@ def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path)
         told = []
         found = await sweep_load(
             plan,
-            SweepSpec(start=50.0, most_runs=3),
+            SweepSpec(start=20.0, most_runs=2, least_seconds=0.5),
             Arrivals,
             workload=workload,
             server=server,
-            told=lambda *seen: told.append((seen[0], seen[2])),
+            told=lambda judged, run: told.append((judged.offered, judged.verdict)),
         )
-        assert told == [(50, True), (100, True), (200, True)]
+        assert told == [(20, "met"), (40, "met")]
         return found
 
     with scripted_llm(stream(0.001, 0.001)) as llm:
         found = asyncio.run(sweep(llm.url))
-    assert len({tuple(body["prompt"]) for body in llm.bodies}) == len(llm.bodies) == 9
-    assert found.highest_rate == 200
+    assert len({tuple(body["prompt"]) for body in llm.bodies}) == len(llm.bodies) == 10 + 20
+    assert found.highest_rate == 40
     write_sweep(found, tmp_path / "sweep.json")
     data = json.loads((tmp_path / "sweep.json").read_text())
     assert data == json.loads(json.dumps(found.to_dict()))
-    assert (data["format"], data["slo"], data["highest_rate"]) == ("windlass-bench-sweep/1", {"e2el": 60000}, 200)
-    assert [RunResult.from_dict(run).offered_rate for run in data["runs"]] == [50, 100, 200]
+    assert (data["format"], data["slo"], data["highest_rate"]) == ("windlass-bench-sweep/2", {"e2el": 60000}, 40)
+    assert [RunResult.from_dict(run).offered_rate for run in data["runs"]] == [20, 40]
+    assert [rate["verdict"] for rate in data["rates"]] == ["met"] * 2
+    assert all(rate["achieved"] == run["achieved_rate"] for rate, run in zip(data["rates"], data["runs"], strict=True))
     write_csv(found, tmp_path / "sweep.csv")
     rows = (tmp_path / "sweep.csv").read_text().splitlines()
-    assert len(rows) == 10 and rows[-1].startswith("2,200")
+    assert len(rows) == 31 and rows[-1].startswith("1,40")

@@ -97,3 +97,9 @@ def test_other_encodings_and_missing_files_are_told_apart(tmp_path):
 
 def test_names_are_made_unique():
     assert unique(["a", "a", "b", "a", "a (2)"]) == ["a", "a (2)", "b", "a (3)", "a (2) (2)"]
+
+
+def test_an_older_sweep_has_no_highest_rate_as_it_did_not_ask_what_was_kept_up_with(tmp_path):
+    older = {**sweep(1, 2), "format": "windlass-bench-sweep/1"}
+    measured = read_file(write(tmp_path, older))
+    assert measured.sweep and len(measured.runs) == 2 and measured.highest_rate is None
