@@ -1,32 +1,33 @@
-"""Two load tests side by side: every measure's values, the interval of their difference, and a plain verdict.
+"""Load tests side by side: every measure's values, the interval of their difference, and a plain verdict.
 
-`intervals.py` has the methods; here are the measures, which way of each is better, and what makes two runs hard to
-compare. numpy is loaded by a comparison, not by an import.
+A verdict needs several runs of each side: one run is one sample of its machine's day, and what differs from run to run of
+the same server cannot be seen inside of it. `intervals.py` has the methods; here are the measures and which way of each is
+better, in `comparability.py` what makes runs hard to compare. numpy is loaded by a comparison, not by an import.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from windlass.clients.loadtest import words
+from windlass.clients.loadtest.comparability import cautions, differing
 from windlass.clients.loadtest.figures import MEASURES, beginning, tokens_per_chunk
 from windlass.clients.loadtest.results import PERCENTILES, RequestRecord, RunResult
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.intervals import Difference
 
-FORMAT = "windlass-bench-comparison/1"
-Verdict = Literal["better", "worse", "no difference shown", "too few requests"]
+FORMAT = "windlass-bench-comparison/2"
+Verdict = Literal["better", "worse", "no difference shown", "too few requests", "one run cannot tell"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One figure of both runs. measure and statistic name it; interval: of second - first, in `unit`; change: second over
-    first less one, None where the first is 0. verdict: whether the second run is better."""
+    """One figure of both sides. measure and statistic name it; first, second: the value of the run, or the mean of the
+    values of the runs; interval: of second - first, in `unit`; change: second over first less one, None where the first
+    is 0. verdict: whether the second side is better."""
 
     measure: str
     statistic: str
@@ -43,11 +44,15 @@ class Line:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """lines: the figures; cautions: what a reader should know first; differing: settings that are not the same.
-    paired: both runs sent the same requests, and latencies were compared request by request."""
+    runs: how many of each side. intervals_over: what the intervals cover: "runs", or where a side has one run only
+    "requests within a run", which leaves out what differs from run to run. paired: one run each, which sent the same
+    requests, so that latencies were compared request by request."""
 
     lines: tuple[Line, ...]
     cautions: tuple[str, ...]
     differing: dict[str, tuple[str, str]]
+    runs: tuple[int, int]
+    intervals_over: Literal["runs", "requests within a run"]
     paired: bool
     confidence: float
     resamples: int
@@ -59,19 +64,73 @@ class Comparison:
 
 
 def compare(
-    first: RunResult, second: RunResult, *, confidence: float = 0.95, resamples: int = 2000, seed: int = 0
+    first: RunResult | Sequence[RunResult],
+    second: RunResult | Sequence[RunResult],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
 ) -> Comparison:
-    """Set `second` against `first`. Equal arguments give equal results. confidence: of every interval, 0 to 1."""
-    differing = _differing(first, second)
+    """Set `second` against `first`, each a run or several runs of the same thing. Equal arguments give equal results.
+
+    Verdicts need at least two runs of each side, three are better. With one of each the intervals are those within the
+    runs, and no verdict is given. confidence: of every interval, 0 to 1. resamples, seed: of the bootstrap within runs.
+
+    Raises ValueError for a side without runs, and for one run beside several.
+    """
+    sides = [[side] if isinstance(side, RunResult) else list(side) for side in (first, second)]
+    if not all(sides):
+        raise ValueError("a comparison needs a run of each side")
+    single = max(map(len, sides)) == 1
+    if not single and min(map(len, sides)) == 1:
+        raise ValueError("one run of a side cannot be set against several of the other: repeat it, too")
+    if single:
+        lines = [*_rates(sides[0][0], sides[1][0], confidence)]
+        lines += _latencies(sides[0][0], sides[1][0], confidence, resamples, seed)
+    else:
+        lines = list(_over_runs(sides, confidence))
     return Comparison(
-        lines=(*_rates(first, second, confidence), *_latencies(first, second, confidence, resamples, seed)),
-        cautions=tuple(_cautions(first, second)),
-        differing=differing,
-        paired=_same_requests(first, second),
+        lines=tuple(lines),
+        cautions=tuple(cautions(*sides)),
+        differing=differing(*sides),
+        runs=(len(sides[0]), len(sides[1])),
+        intervals_over="requests within a run" if single else "runs",
+        paired=single and _same_requests(sides[0][0], sides[1][0]),
         confidence=confidence,
         resamples=resamples,
         seed=seed,
     )
+
+
+def _over_runs(sides: Sequence[Sequence[RunResult]], confidence: float) -> Iterator[Line]:
+    """Every figure's values of the runs, one a run, and Welch's interval of the difference of their means."""
+    from windlass.clients.loadtest.intervals import Clustered, compare_means, compare_repeated_shares, enough
+
+    def line(name: tuple[str, str, str], values: list[list[float]], *, less: bool, known: bool = True) -> Line:
+        difference = compare_means(values[0], values[1], confidence)
+        return _line(*name, difference, lower_is_better=less, known=known, over_runs=True)
+
+    runs = [run for side in sides for run in side]
+    summaries = [[run.summary() for run in side] for side in sides]
+    rates = [("output", "output_tokens_per_second", "tokens/s"), ("requests", "request_rate", "requests/s")]
+    if runs[0].slo and all(run.slo == runs[0].slo for run in runs):
+        rates.append(("goodput", "goodput", "requests/s"))
+    if all(run.duration_s > 0 for run in runs):
+        for measure, name, unit in rates:
+            values = [[summary[name] for summary in side] for side in summaries]
+            yield line((measure, "per second", unit), values, less=False)
+    if all(summary["failed"] + summary["completed"] for side in summaries for summary in side):
+        shares = [[(each["failed"], each["failed"] + each["completed"]) for each in side] for side in summaries]
+        difference = compare_repeated_shares(shares[0], shares[1], confidence)
+        yield _line("failed", "share", "", difference, lower_is_better=True, over_runs=True)
+    for measure in MEASURES:
+        data = [[Clustered(_by_request(run, measure)) for run in side] for side in sides]
+        if not all(len(each) for side in data for each in side):
+            continue
+        for percent in (None, *PERCENTILES):
+            values = [[each.mean() if percent is None else each.percentile(percent) for each in side] for side in data]
+            known = all(enough(each, percent) for side in data for each in side)
+            yield line((measure, "mean" if percent is None else f"p{percent:g}", "ms"), values, less=True, known=known)
 
 
 def _latencies(first: RunResult, second: RunResult, confidence: float, resamples: int, seed: int) -> Iterator[Line]:
@@ -119,20 +178,20 @@ def _values(record: RequestRecord, measure: str) -> list[float]:
 
 
 def _rates(first: RunResult, second: RunResult, confidence: float) -> Iterator[Line]:
-    from windlass.clients.loadtest.intervals import compare_rates, compare_shares
+    from windlass.clients.loadtest.intervals import compare_means, compare_shares
 
     runs = (first, second)
     if first.duration_s > 0 and second.duration_s > 0:
         tokens = [_batches(run, _token_arrivals(run)) for run in runs]
-        yield _line("output", "per second", "tokens/s", compare_rates(tokens[0], tokens[1], confidence))
+        yield _line("output", "per second", "tokens/s", compare_means(tokens[0], tokens[1], confidence))
         ends = [_batches(run, ((r.ended, 1.0) for r in run.completed if r.ended is not None)) for run in runs]
-        yield _line("requests", "per second", "requests/s", compare_rates(ends[0], ends[1], confidence))
+        yield _line("requests", "per second", "requests/s", compare_means(ends[0], ends[1], confidence))
         if first.slo and first.slo == second.slo:
             good = [
                 _batches(run, ((r.ended, 1.0) for r in run.completed if r.ended is not None and run.meets_slo(r)))
                 for run in runs
             ]
-            yield _line("goodput", "per second", "requests/s", compare_rates(good[0], good[1], confidence))
+            yield _line("goodput", "per second", "requests/s", compare_means(good[0], good[1], confidence))
     shares = [(failed, failed + len(run.completed)) for run in runs for failed in [sum(run.errors.values())]]
     yield _line("failed", "share", "", compare_shares(shares[0], shares[1], confidence), lower_is_better=True)
 
@@ -155,13 +214,25 @@ def _batches(run: RunResult, arrivals: Iterator[tuple[float, float]]) -> list[fl
     return [amount / width for amount in amounts]
 
 
-def _line(measure: str, statistic: str, unit: str, difference: Difference, *, lower_is_better: bool = False) -> Line:
-    interval = difference.interval
-    verdict: Verdict = "too few requests"
-    if interval is not None:
-        verdict = "no difference shown"
-        if interval.excludes_zero:
-            verdict = "better" if (interval.high < 0) == lower_is_better else "worse"
+def _line(
+    measure: str,
+    statistic: str,
+    unit: str,
+    difference: Difference,
+    *,
+    lower_is_better: bool = False,
+    over_runs: bool = False,
+    known: bool = True,
+) -> Line:
+    """over_runs: the interval is one over runs, so that it may be judged. known: the runs have enough requests."""
+    interval = difference.interval if known else None
+    verdict: Verdict = "no difference shown"
+    if interval is None:
+        verdict = "too few requests"
+    elif not over_runs:
+        verdict = "one run cannot tell"
+    elif interval.excludes_zero:
+        verdict = "better" if (interval.high < 0) == lower_is_better else "worse"
     ends = [
         None if each is None else (each.low, each.high)
         for each in (difference.first_interval, difference.second_interval, interval)
@@ -179,43 +250,3 @@ def _line(measure: str, statistic: str, unit: str, difference: Difference, *, lo
         change=second / first - 1 if first and second is not None else None,
         verdict=verdict,
     )
-
-
-def _differing(first: RunResult, second: RunResult) -> dict[str, tuple[str, str]]:
-    """Settings and facts of the server but its address that are not the same, absent ones as –."""
-    found = {}
-    for prefix, mappings in (("", (first.settings, second.settings)), ("server.", (first.server, second.server))):
-        flat = [dict(words.flat(mapping, prefix)) for mapping in mappings]
-        for name in dict.fromkeys([*flat[0], *flat[1]]):
-            values = flat[0].get(name, "–"), flat[1].get(name, "–")
-            if values[0] != values[1] and name != "server.url":
-                found[name] = values
-    return found
-
-
-def _cautions(first: RunResult, second: RunResult) -> Iterator[str]:
-    for name, run in (("first", first), ("second", second)):
-        if run.interrupted:
-            yield f"the {name} run was interrupted"
-        if run.generator.get("limited"):
-            yield f"in the {name} run the load generator, not the server, was the limit"
-        failed = sum(run.errors.values())
-        if failed:
-            yield f"{failed:,} of {len(run.records):,} requests of the {name} run failed; latencies leave them out"
-        if run.duration_s <= 0:
-            yield f"the {name} run took no time: its rates cannot be told"
-    if first.slo != second.slo:
-        yield "the runs had different limits: their goodput is not compared"
-    for name, run in (("first", first), ("second", second)):
-        if _drifts(run):
-            yield f"time to first token kept growing during the {name} run: its figures depend on how long it lasted"
-
-
-def _drifts(run: RunResult) -> bool:
-    """Whether each fifth of the requests waited longer for its first token than the one before, the last twice the first."""
-    waits = [value for each in _by_request(run, "ttft") for value in each]
-    size = len(waits) // 5
-    if size < 10:
-        return False
-    fifths = [math.fsum(waits[k * size : (k + 1) * size]) / size for k in range(5)]
-    return all(later > earlier for earlier, later in pairwise(fifths)) and fifths[-1] > 2 * fifths[0]

@@ -8,16 +8,18 @@ together, in blocks of about the cube root of their number. A measure with sever
 between tokens, keeps each request's values together. Intervals are percentile intervals. Where both runs sent the same
 requests, each resample draws the same ones from both: what long and short requests differ by then cancels out.
 
-Rates: batch means (Schmeiser, "Batch size effects in the analysis of simulation output", 1982): the run in twenty equal
-spans of time, Student's t over their rates, Welch's for a difference. Shares: Wilson's interval, Newcombe's method 10
-for a difference ("Interval estimation for the difference between independent proportions", 1998).
+Several runs of each side: their values of a figure, one a run, and Welch's interval of the difference of the means.
+
+Rates of one run: batch means (Schmeiser, "Batch size effects in the analysis of simulation output", 1982): the run in
+twenty equal spans of time, Student's t over their rates, Welch's for a difference. Shares: Wilson's interval, Newcombe's method
+10 for a difference ("Interval estimation for the difference between independent proportions", 1998).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -161,20 +163,20 @@ def _interval(values: _Floats, confidence: float) -> Interval:
     return Interval(float(low), float(high))
 
 
-def compare_rates(first: Sequence[float], second: Sequence[float], confidence: float) -> Difference:
-    """Rates of equal spans of time of two runs; the value of a run is their mean."""
+def compare_means(first: Sequence[float], second: Sequence[float], confidence: float) -> Difference:
+    """Means of two or more independent values of each side, and Welch's interval of their difference."""
     means, errors = [], []
-    for rates in (first, second):
-        data = np.asarray(rates, dtype=np.float64)
+    for values in (first, second):
+        data = np.asarray(values, dtype=np.float64)
         means.append(float(data.mean()))
         errors.append(float(data.var(ddof=1)) / len(data))
     ends = []
-    for mean, error, rates in zip(means, errors, (first, second), strict=True):
-        reach = student_quantile(confidence, len(rates) - 1) * math.sqrt(error)
+    for mean, error, values in zip(means, errors, (first, second), strict=True):
+        reach = student_quantile(confidence, len(values) - 1) * math.sqrt(error)
         ends.append(Interval(mean - reach, mean + reach))
     total = sum(errors)
     gap = means[1] - means[0]
-    parts = sum(error**2 / (len(rates) - 1) for error, rates in zip(errors, (first, second), strict=True))
+    parts = sum(error**2 / (len(values) - 1) for error, values in zip(errors, (first, second), strict=True))
     reach = student_quantile(confidence, total**2 / parts) * math.sqrt(total) if parts > 0 else 0.0
     return Difference(means[0], means[1], ends[0], ends[1], Interval(gap - reach, gap + reach))
 
@@ -191,6 +193,23 @@ def compare_shares(first: tuple[int, int], second: tuple[int, int], confidence: 
     return Difference(p, q, a, b, Interval(low, high))
 
 
+def compare_repeated_shares(
+    first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]], confidence: float
+) -> Difference:
+    """Shares of several runs of each side. The interval holds both what the runs vary by and what chance does within
+    them: runs that all failed at the same few requests are no proof."""
+    means = compare_means([h / n for h, n in first], [h / n for h, n in second], confidence)
+    pooled = compare_shares(_total(first), _total(second), confidence)
+    if means.interval is None or pooled.interval is None:
+        return means
+    low, high = min(means.interval.low, pooled.interval.low), max(means.interval.high, pooled.interval.high)
+    return replace(means, interval=Interval(low, high))
+
+
+def _total(shares: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return sum(hits for hits, _ in shares), sum(total for _, total in shares)
+
+
 def wilson(hits: int, total: int, confidence: float) -> Interval:
     """Wilson's score interval of hits / total."""
     z = NormalDist().inv_cdf((1 + confidence) / 2)
@@ -201,7 +220,16 @@ def wilson(hits: int, total: int, confidence: float) -> Interval:
 
 
 def student_quantile(confidence: float, freedom: float) -> float:
-    """Two-sided quantile of Student's t by the expansion 26.7.5 of Abramowitz and Stegun; 0.1 % off at 5 degrees."""
+    """Two-sided quantile of Student's t, for 1 degree of freedom or more.
+
+    With t = sqrt(n) tan u the probability within t is the integral of cos(u)^(n - 1) to u over that to pi / 2: summed for
+    few degrees; for many the expansion 26.7.5 of Abramowitz and Stegun, which is right to 1e-6 there.
+    """
+    if freedom < 20:
+        angles = np.linspace(0, math.pi / 2, 20_001)
+        heights = np.cos(angles) ** (freedom - 1)
+        within = np.concatenate([[0.0], np.cumsum(heights[1:] + heights[:-1])])
+        return math.sqrt(freedom) * math.tan(float(np.interp(confidence * within[-1], within, angles)))
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     terms = (
         (z**3 + z) / 4,

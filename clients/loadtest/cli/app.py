@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from windlass.clients._version import __version__
-from windlass.clients.loadtest.cli.results import compare, report
+from windlass.clients.loadtest.cli.results import SidesCommand, compare, report
 from windlass.clients.loadtest.cli.serve import bench_serve
 from windlass.clients.terminal.options import version_option
 from windlass.clients.terminal.run import run_app
@@ -21,7 +21,7 @@ def add_commands(app: typer.Typer) -> None:
     """Give an app the commands serve, report and compare."""
     app.command("serve")(bench_serve)
     app.command("report")(report)
-    app.command("compare")(compare)
+    app.command("compare", cls=SidesCommand)(compare)
 
 
 app = typer.Typer(

@@ -6,15 +6,18 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from windlass.clients.terminal.errors import CommandError
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.compare import Comparison, Line
     from windlass.clients.loadtest.files import Measured, NamedRun
+
+_BETWEEN = "\0"  # between the files of both sides: no file has such a name
 
 
 def report(
@@ -47,24 +50,57 @@ def report(
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A.json", help="The run to compare with.")],
-    second: Annotated[Path, typer.Argument(metavar="B.json", help="The run that may be better or worse.")],
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A.json... -- B.json...",
+            help="The runs to compare with, and behind -- those that may be better or worse. Two files need no --.",
+        ),
+    ],
     confidence: Annotated[float, typer.Option("--confidence", help="Of every interval, such as 0.95.")] = 0.95,
     resamples: Annotated[int, typer.Option("--resamples", min=100, help="Of the bootstrap.")] = 2000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the bootstrap: the same gives the same.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
 ) -> None:
-    """Say of every measure whether run B did better or worse than run A, with the interval of the difference."""
+    """Say of every measure whether runs B did better or worse than runs A, with the interval of the difference.
+
+    A verdict takes two runs or more of each, taken in turns; three are better. With one run of each the numbers are shown.
+    """
     from windlass.clients.loadtest.compare import compare as compare_runs
 
     if not 0.5 <= confidence < 1:
         raise CommandError("--confidence must be at least 0.5 and below 1")
-    runs = [_single(path) for path in (first, second)]
-    result = compare_runs(runs[0].result, runs[1].result, confidence=confidence, resamples=resamples, seed=seed)
+    sides = _sides(files)
+    runs = [[_single(path).result for path in side] for side in sides]
+    try:
+        result = compare_runs(runs[0], runs[1], confidence=confidence, resamples=resamples, seed=seed)
+    except ValueError as error:
+        raise CommandError(f"{error}: compare a1.json a2.json a3.json -- b1.json b2.json b3.json") from None
     if as_json:
-        print(json.dumps({**result.to_dict(), "files": [str(first), str(second)]}, allow_nan=False))
+        print(json.dumps({**result.to_dict(), "files": [list(map(str, side)) for side in sides]}, allow_nan=False))
     else:
-        _print(result, (first, second))
+        _print(result, sides)
+
+
+class SidesCommand(TyperCommand):
+    """Keeps the first -- among the arguments, which click would take for the end of the options and drop."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            args[args.index("--")] = _BETWEEN
+        return super().parse_args(ctx, args)
+
+
+def _sides(files: Sequence[str]) -> tuple[list[Path], list[Path]]:
+    """The files of both sides. Raises CommandError."""
+    place = files.index(_BETWEEN) if _BETWEEN in files else 1
+    first, second = files[:place], [name for name in files[place:] if name != _BETWEEN]
+    if not first or not second or (_BETWEEN not in files and len(files) > 2):
+        raise CommandError(
+            f"{len(files)} files do not say which to compare with which: write A.json B.json, or several runs of each "
+            "with -- between, such as a1.json a2.json a3.json -- b1.json b2.json b3.json"
+        )
+    return [Path(name) for name in first], [Path(name) for name in second]
 
 
 def _read(path: Path) -> Measured:
@@ -82,7 +118,7 @@ def _single(path: Path) -> NamedRun:
     measured = _read(path)
     if measured.sweep:
         raise CommandError(
-            f"{path} holds a sweep of {len(measured.runs)} runs: compare two single runs, or show the sweep with "
+            f"{path} holds a sweep of {len(measured.runs)} runs: compare single runs, or show the sweep with "
             "the command report"
         )
     return measured.runs[0]
@@ -98,7 +134,7 @@ def _named(measured: Measured, name: str, alone: bool) -> Measured:
     return dataclasses.replace(measured, runs=tuple(runs))
 
 
-def _print(result: Comparison, files: Sequence[Path]) -> None:
+def _print(result: Comparison, sides: Sequence[Sequence[Path]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.markup import escape
@@ -107,8 +143,8 @@ def _print(result: Comparison, files: Sequence[Path]) -> None:
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width
         console = Console(width=120)
-    for letter, path in zip("AB", files, strict=True):
-        console.print(f"{letter}: {escape(str(path))}", highlight=False)
+    for letter, side in zip("AB", sides, strict=True):
+        console.print(f"{letter}: {escape(', '.join(map(str, side)))}", highlight=False)
     for caution in result.cautions:
         console.print(f"note: {escape(caution)}", style="yellow", highlight=False)
     if result.paired:
@@ -119,7 +155,9 @@ def _print(result: Comparison, files: Sequence[Path]) -> None:
         console.print("note: the runs differ in these settings:", style="yellow")
     for name, (old, new) in result.differing.items():
         console.print(f"  {escape(name)}: {escape(old)} → {escape(new)}", highlight=False)
-    table = Table("measure", "", "A", "B", "change", f"B − A, {result.confidence:.0%}", "B is", box=box.SIMPLE_HEAD)
+    covers = "over runs" if result.intervals_over == "runs" else "within the runs"
+    interval = f"B − A, {result.confidence:.0%} {covers}"
+    table = Table("measure", "", "A", "B", "change", interval, "B is", box=box.SIMPLE_HEAD)
     for column in table.columns[2:6]:
         column.justify = "right"
     colours = {"better": "green", "worse": "red"}
@@ -131,11 +169,19 @@ def _print(result: Comparison, files: Sequence[Path]) -> None:
         table.add_row(name if line.measure != previous else "", statistic, *_cells(line), verdict)
         previous = line.measure
     console.print(table)
-    console.print(
-        f"About {1 - result.confidence:.0%} of the measures that do not differ will seem to. Chance between two runs of the "
-        "same server, such as other work on the machine, is not in these intervals: repeat a run to see it.",
-        highlight=False,
-    )
+    if result.intervals_over == "runs":
+        console.print(
+            f"A and B are means over {result.runs[0]} and {result.runs[1]} runs. About {1 - result.confidence:.0%} of the "
+            "measures that do not differ will seem to.",
+            highlight=False,
+        )
+    else:
+        console.print(
+            "One run of each cannot tell one server from another: the intervals hold chance within these runs, not what "
+            "changes from run to run of the same server. Run each three times in turns, with seeds of their own, and give "
+            "all files: windlass bench compare a1.json a2.json a3.json -- b1.json b2.json b3.json",
+            highlight=False,
+        )
 
 
 def _cells(line: Line) -> list[str]:

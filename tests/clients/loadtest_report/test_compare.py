@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 
 import pytest
 from helpers.load_results import simulated_run
 
 from windlass.clients.loadtest.compare import compare
+from windlass.clients.loadtest.intervals import compare_means
 from windlass.clients.loadtest.results import RequestRecord, RunResult
 
 FAST = {"resamples": 300}
@@ -24,7 +26,7 @@ def test_a_run_beside_itself_shows_no_difference_at_all():
     assert found.paired and not found.differing and not found.cautions
     assert {line.measure for line in found.lines} >= {"output", "requests", "goodput", "failed", "ttft", "itl", "e2el"}
     for line in found.lines:
-        assert line.verdict in ("no difference shown", "too few requests")
+        assert line.verdict in ("one run cannot tell", "too few requests")
         assert line.first == line.second and line.change in (0.0, None)
 
 
@@ -42,10 +44,56 @@ def test_values_are_those_of_the_summaries():
                 assert value == pytest.approx(summary[f"{line.measure}_ms"][line.statistic])
 
 
+def days(*, count: int = 150, slowness: float = 1.0, first_seed: int = 0, spread: float = 0.05) -> list[RunResult]:
+    """Three runs of one server, each on a day of its own: some percent slower or faster throughout."""
+    chance = random.Random(first_seed)
+    return [
+        simulated_run(
+            count=count, seed=first_seed + k, rate=2, slowness=slowness * (1 + spread * chance.uniform(-1, 1))
+        )
+        for k in range(3)
+    ]
+
+
+def test_one_run_of_each_never_gets_a_verdict_however_far_apart_they_are():
+    """One server on two days: every interval within the runs leaves zero out."""
+    first, second = simulated_run(count=150, seed=1, rate=2), simulated_run(count=150, seed=1, rate=2, slowness=0.9)
+    found = compare(first, second, **FAST)
+    lines = {(line.measure, line.statistic): line for line in found.lines}
+    assert lines["itl", "mean"].interval[1] < 0 and lines["itl", "mean"].change == pytest.approx(-0.1, abs=0.02)
+    assert set(verdicts(found).values()) == {"one run cannot tell", "too few requests"}
+    assert found.intervals_over == "requests within a run" and found.runs == (1, 1) and found.paired
+
+
+def test_runs_of_one_server_that_drifts_between_them_show_no_difference():
+    """By chance alone one figure in twenty would: less often, as the figures of one run hang together, but then many."""
+    lucky = 0
+    for seed in range(0, 100, 10):
+        found = verdicts(compare(days(first_seed=seed, count=40), days(first_seed=seed + 1000, count=40), **FAST))
+        lucky += found["itl", "mean"] in ("better", "worse")
+    assert lucky <= 3  # of 10; the chance of more is 0.1 %
+
+
+def test_one_run_beside_several_is_refused():
+    with pytest.raises(ValueError, match="repeat it, too"):
+        compare(simulated_run(), days(), **FAST)
+    with pytest.raises(ValueError, match="a run of each side"):
+        compare([], days(), **FAST)
+
+
+def test_intervals_over_runs_are_welch_s_over_one_value_a_run():
+    first, second = days(first_seed=1), days(first_seed=9, slowness=1.2)
+    found = {(line.measure, line.statistic): line for line in compare(first, second, **FAST).lines}
+    values = [[run.summary()["ttft_ms"]["p50"] for run in side] for side in (first, second)]
+    line, expected = found["ttft", "p50"], compare_means(*values, 0.95)
+    assert line.first == pytest.approx(expected.first) and line.second == pytest.approx(expected.second)
+    assert line.interval == pytest.approx((expected.interval.low, expected.interval.high))
+
+
 def test_a_slower_server_is_found_worse_and_the_other_way_better():
-    quick, slow = simulated_run(count=150, seed=1, rate=2), simulated_run(count=150, seed=2, rate=2, slowness=1.3)
+    quick, slow = days(first_seed=1), days(first_seed=5, slowness=1.4)
     worse, better = verdicts(compare(quick, slow, **FAST)), verdicts(compare(slow, quick, **FAST))
-    for name in [("itl", "mean"), ("itl", "p50"), ("tpot", "mean"), ("ttft", "mean"), ("e2el", "p90")]:
+    for name in [("itl", "mean"), ("itl", "p50"), ("tpot", "mean"), ("ttft", "p50"), ("e2el", "p50")]:
         assert worse[name] == "worse" and better[name] == "better"
     assert worse["ttft", "p99"] == "too few requests"
 
@@ -62,16 +110,19 @@ def test_more_throughput_is_better():
         ]
         return RunResult(records=tuple(records), duration_s=100 * gap)
 
-    found = verdicts(compare(steady(0.3), steady(0.2), **FAST))
+    slow, quick = [steady(gap) for gap in (0.29, 0.3, 0.31)], [steady(gap) for gap in (0.19, 0.2, 0.21)]
+    found = verdicts(compare(slow, quick, **FAST))
     assert found["output", "per second"] == found["requests", "per second"] == "better"
-    assert verdicts(compare(steady(0.2), steady(0.3), **FAST))["output", "per second"] == "worse"
+    assert verdicts(compare(quick, slow, **FAST))["output", "per second"] == "worse"
 
 
 def test_failures_count_and_are_pointed_at():
-    good, bad = simulated_run(count=200, seed=1), simulated_run(count=200, seed=1, failing=20)
+    good = [simulated_run(count=200, seed=seed) for seed in (1, 2)]
+    bad = [simulated_run(count=200, seed=seed, failing=20) for seed in (1, 2)]
     found = compare(good, bad, **FAST)
     assert verdicts(found)["failed", "share"] == "worse"
-    assert any("20 of 200 requests of the second run failed" in caution for caution in found.cautions)
+    assert any("20 of 200 requests of the second side's run 2 failed" in caution for caution in found.cautions)
+    assert any("200 requests of the second run failed" in c for c in compare(good[0], bad[0], **FAST).cautions)
 
 
 def test_what_makes_runs_hard_to_compare_is_said():
@@ -84,6 +135,14 @@ def test_what_makes_runs_hard_to_compare_is_said():
     for part in ("first run was interrupted", "load generator", "different limits"):
         assert part in text
     assert not any(line.measure == "goodput" for line in found.lines)
+
+
+def test_settings_are_compared_side_by_side():
+    first = [simulated_run(seed=seed, rate=4) for seed in (1, 2)]
+    second = [simulated_run(seed=seed, rate=rate) for seed, rate in ((2, 8), (1, 9))]
+    found = compare(first, second, **FAST)
+    assert found.differing == {"rate": ("4", "8, 9")}  # the seeds are the same two
+    assert any("the second side differ among themselves in rate" in caution for caution in found.cautions)
 
 
 def test_waits_that_only_grow_are_pointed_at():
@@ -115,7 +174,7 @@ def test_requests_pair_by_index_and_length_only():
 )
 def test_empty_runs_compare_to_little(run):
     found = compare(simulated_run(count=30), run, **FAST)
-    assert all(line.verdict in ("too few requests", "worse", "no difference shown") for line in found.lines)
+    assert all(line.verdict in ("too few requests", "one run cannot tell") for line in found.lines)
     assert not any(line.measure == "ttft" for line in found.lines)
     json.dumps(found.to_dict(), allow_nan=False)
     json.dumps(compare(run, run, **FAST).to_dict(), allow_nan=False)

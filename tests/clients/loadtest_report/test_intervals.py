@@ -12,7 +12,8 @@ from windlass.clients.loadtest.intervals import (
     Clustered,
     block_length,
     compare_latency,
-    compare_rates,
+    compare_means,
+    compare_repeated_shares,
     compare_shares,
     student_quantile,
     wilson,
@@ -128,7 +129,17 @@ def test_too_few_values_get_no_interval():
 
 @pytest.mark.parametrize(
     ("confidence", "freedom", "printed"),  # any table of Student's t
-    [(0.95, 5, 2.571), (0.95, 10, 2.228), (0.95, 19, 2.093), (0.95, 38, 2.024), (0.99, 19, 2.861), (0.9, 30, 1.697)],
+    [
+        (0.95, 1, 12.706),
+        (0.95, 2, 4.303),
+        (0.99, 3, 5.841),
+        (0.95, 5, 2.571),
+        (0.95, 10, 2.228),
+        (0.95, 19, 2.093),
+        (0.95, 38, 2.024),
+        (0.99, 19, 2.861),
+        (0.9, 30, 1.697),
+    ],
 )
 def test_student_s_t_is_the_printed_one(confidence, freedom, printed):
     assert student_quantile(confidence, freedom) == pytest.approx(printed, rel=2e-3)
@@ -136,7 +147,7 @@ def test_student_s_t_is_the_printed_one(confidence, freedom, printed):
 
 def test_rates_are_compared_by_welch():
     first, second = [10.0, 12.0, 9.0, 11.0, 13.0, 10.5], [14.0, 15.5, 13.0, 16.0, 12.5, 15.0]
-    found = compare_rates(first, second, 0.95)
+    found = compare_means(first, second, 0.95)
     a, b = np.var(first, ddof=1) / 6, np.var(second, ddof=1) / 6
     freedom = (a + b) ** 2 / (a**2 / 5 + b**2 / 5)
     reach = 2.230 * math.sqrt(a + b)  # t at 9.97 degrees lies just above the 2.228 of ten
@@ -151,13 +162,13 @@ def test_batch_means_of_random_arrivals_hold_the_truth_as_often_as_they_say():
     hits = 0
     for trial in range(300):
         chance = np.random.default_rng(trial)
-        found = compare_rates(chance.poisson(4 * 5, size=20) / 5, chance.poisson(5 * 5, size=20) / 5, 0.95)
+        found = compare_means(chance.poisson(4 * 5, size=20) / 5, chance.poisson(5 * 5, size=20) / 5, 0.95)
         hits += found.interval.low <= 1 <= found.interval.high
     assert 0.92 <= hits / 300 <= 0.98
 
 
 def test_rates_that_never_vary_have_no_width():
-    found = compare_rates([5.0] * 4, [5.0] * 4, 0.95)
+    found = compare_means([5.0] * 4, [5.0] * 4, 0.95)
     assert (found.interval.low, found.interval.high) == (0.0, 0.0) and not found.interval.excludes_zero
 
 
@@ -166,6 +177,13 @@ def test_shares_are_those_of_newcombe_s_paper():
     found = compare_shares((48, 80), (56, 70), 0.95)
     assert found.interval.low == pytest.approx(0.0524, abs=5e-5)
     assert found.interval.high == pytest.approx(0.3339, abs=5e-5)
+
+
+def test_shares_that_all_runs_agree_on_are_still_a_matter_of_chance():
+    few = compare_repeated_shares([(0, 100)] * 3, [(1, 100)] * 3, 0.95)
+    assert (few.first, few.second) == (0, 0.01) and not few.interval.excludes_zero
+    assert compare_repeated_shares([(0, 100)] * 3, [(20, 100)] * 3, 0.95).interval.excludes_zero
+    assert not compare_repeated_shares([(0, 100), (40, 100)], [(60, 100), (20, 100)], 0.95).interval.excludes_zero
 
 
 def test_wilson_holds_the_share_and_stays_inside():
