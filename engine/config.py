@@ -9,6 +9,7 @@ from typing import Literal
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.suggestions import did_you_mean
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
@@ -94,8 +95,10 @@ class EngineConfig:
 def parse_dtype(name: str) -> str:
     """Normalise a dtype name ("bf16", "bfloat16", "auto", …) or raise LoadError naming the allowed ones."""
     full = _DTYPE_NAMES.get(name.lower(), name.lower())
-    if full not in ("auto", "float32", "bfloat16", "float16"):
-        raise LoadError(f"unknown dtype {name!r}: use auto, float32, bfloat16 or float16")
+    known = ("auto", "float32", "bfloat16", "float16")
+    if full not in known:
+        meant = did_you_mean(name, known)
+        raise LoadError(f"unknown dtype {name!r}{meant}: use auto, float32, bfloat16 or float16")
     return full
 
 
@@ -106,7 +109,8 @@ def parse_cache_dtype(name: str) -> str:
     try:
         return parse_dtype(name)
     except LoadError:
-        raise LoadError(f"unknown cache dtype {name!r}: use auto, float32, bfloat16, float16 or int8") from None
+        meant = did_you_mean(name, ("auto", "float32", "bfloat16", "float16", "int8"))
+        raise LoadError(f"unknown cache dtype {name!r}{meant}: use auto, float32, bfloat16, float16 or int8") from None
 
 
 def parse_size(text: str) -> int:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
+from windlass.engine.suggestions import did_you_mean
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.protocol.base import MAX_NAME, StrictModel
 
@@ -26,6 +27,9 @@ MAX_VALUES = (
 # bounded, since a match holds the interpreter lock.
 _OUTSIDE = re.compile(rb'[^"\[{:,]{0,65536}+(["\[{:,]?)')
 _INSIDE = re.compile(rb'(?:[^"\\]{1,16384}+|\\.){0,64}+("?)', re.DOTALL)
+
+_SUBJECT = re.compile(r"[A-Z]\w+ (?=should )")  # pydantic's "Input should …", "List should …"
+_VERBS = ("should ", "holds ", "goes ")
 
 
 async def read_body(request: Request, model: type[M], *, stall_seconds: float) -> M:
@@ -174,7 +178,7 @@ def _refuse_null_characters(data: dict[str, Any]) -> None:
 
 def _validation_error(error: ValidationError) -> ApiError:
     """The first thing wrong, with `param` as the caller would write it: `messages[0].content`, `stop`."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors(include_url=False)[0]
     location = [part for part in first["loc"] if not (isinstance(part, str) and "[" in part)]
     context = first.get("ctx") or {}
     kind = first["type"]
@@ -192,4 +196,18 @@ def _validation_error(error: ValidationError) -> ApiError:
     if kind == "missing":
         return bad_request(f"the field {path!r} is missing", path, "missing_field")
     code = kind if kind == "unsupported_field" else "invalid_value"
-    return bad_request(f"{path}: {message}" if path else message, path or None, code)
+    if kind == "literal_error":
+        message += did_you_mean(first["input"], re.findall(r"'([^']*)'", context["expected"]))
+    elif kind == "model_type":
+        message = "should be an object"
+    return bad_request(_sentence(location, path, message), path or None, code)
+
+
+def _sentence(location: list[int | str], path: str, message: str) -> str:
+    """What is wrong with the field at `path` as one sentence, its name at the beginning."""
+    if not path:
+        return message
+    if len(location) == 1 and message.startswith(path):  # it says the name itself
+        return message
+    message = _SUBJECT.sub("", message)
+    return f"{path} {message}" if message.startswith(_VERBS) else f"{path}: {message}"

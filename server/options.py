@@ -7,10 +7,10 @@ imports neither torch nor fastapi.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import typer
 
@@ -19,11 +19,14 @@ from windlass.engine.config import EngineConfig, Quantization, parse_cache_dtype
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.suggestions import did_you_mean
 from windlass.server.profiles import is_profile_name, parse_profiles
 from windlass.server.settings import RopePolicy, ServerSettings
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _ROPE_POLICIES = ("allow", "profiles", "off")
+
+Choice = TypeVar("Choice", bound=str)
 
 _engine = "Engine options"
 _server = "Server options"
@@ -169,9 +172,7 @@ class EngineOptions:
 
     def parse_rope_update(self) -> RopeUpdate | None:
         """Raises LoadError for an unknown policy."""
-        if self.rope_update is not None and self.rope_update not in ROPE_UPDATES:
-            raise LoadError(f"--rope-update must be one of {', '.join(ROPE_UPDATES)}, got {self.rope_update!r}")
-        return self.rope_update
+        return None if self.rope_update is None else _choose("--rope-update", self.rope_update, ROPE_UPDATES)
 
     def _weight_cache(self) -> str | None:
         if self.weight_cache is None or self.weight_cache == "beside":
@@ -189,10 +190,8 @@ class EngineOptions:
 
     def to_config(self, model: Path) -> EngineConfig:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
-        if self.load_format not in ("safetensors", "dummy"):
-            raise LoadError(f"--load-format must be safetensors or dummy, got {self.load_format!r}")
-        if self.quantization not in ("none", "int8", "int4"):
-            raise LoadError(f"--quantization must be none, int8 or int4, got {self.quantization!r}")
+        _choose("--load-format", self.load_format, ("safetensors", "dummy"))
+        _choose("--quantization", self.quantization, ("none", "int8", "int4"))
         if self.target_step_ms < 0:
             raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
         self.profiles()
@@ -286,8 +285,7 @@ class ServerOptions:
         engine: options the two sides share, None for their defaults.
         """
         engine = engine or EngineOptions()
-        if self.rope_policy not in _ROPE_POLICIES:
-            raise LoadError(f"--rope-policy must be one of {', '.join(_ROPE_POLICIES)}, got {self.rope_policy!r}")
+        _choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
         if not 0 <= self.port <= 65535:
             raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
         if self.default_max_tokens < 1:
@@ -332,9 +330,16 @@ LogLevel = Annotated[str, option("--log-level", help=f"{', '.join(_LOG_LEVELS)}.
 
 def check_log_level(level: str) -> str:
     """The level in lower case; raises LoadError for an unknown one."""
-    if level.lower() not in _LOG_LEVELS:
-        raise LoadError(f"--log-level must be one of {', '.join(_LOG_LEVELS)}, got {level!r}")
-    return level.lower()
+    return _choose("--log-level", level.lower(), _LOG_LEVELS)
+
+
+def _choose(name: str, value: str, known: Sequence[Choice]) -> Choice:
+    """The value, which is one of those known; raises LoadError."""
+    for choice in known:
+        if value == choice:
+            return choice
+    *others, last = known
+    raise LoadError(f"{name} must be {', '.join(others)} or {last}, got {value!r}{did_you_mean(value, known)}")
 
 
 def _dtype(name: str, value: str, parse: Callable[[str], str] = parse_dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +41,11 @@ def _usage_error(error: Any) -> int:
         return 2
     context = getattr(error, "ctx", None)
     hint = f" (see {context.command_path} --help)" if context is not None else ""
-    return _fail(error.format_message().rstrip(".") + hint)
+    message: str = error.format_message()
+    if possible := getattr(error, "possibilities", None):
+        meant = difflib.get_close_matches(error.option_name[:64], possible, n=1, cutoff=0.0)[0]
+        message = f"No such option: {error.option_name}: did you mean {meant}?"
+    return _fail(message.rstrip(".") + hint)
 
 
 def _fail(message: str) -> int:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 from windlass.engine.errors import RequestError
+from windlass.engine.suggestions import did_you_mean, nearest
 
 Value = float | int | bool | tuple[float, ...]
 
@@ -69,14 +71,20 @@ def read_rope_type(obj: dict[str, Any], param: str) -> str:
     """The canonical kind of a flat object, from `rope_type` or the older `type`; raises RequestError."""
     names = [key for key in ("rope_type", "type") if obj.get(key) is not None]
     if not names:
-        raise RequestError(f"{param}.rope_type is missing: give one of {_listed(KNOWN)}", f"{param}.rope_type", MISSING)
+        written = next((key for key in islice(obj, 16) if nearest(key, ("rope_type",))), None)
+        meant = "" if written is None else f" (did you mean it by {shown(written)}?)"
+        raise RequestError(
+            f"{param}.rope_type is missing{meant}: give one of {_listed(KNOWN)}", f"{param}.rope_type", MISSING
+        )
     kinds = []
     for key in names:
         kind = obj[key]
         canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
         if canonical not in KINDS:
             raise RequestError(
-                f"{param}.{key} {shown(kind)} is not known: use one of {_listed(KNOWN)}", f"{param}.{key}", INVALID
+                f"{param}.{key} {shown(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {_listed(KNOWN)}",
+                f"{param}.{key}",
+                INVALID,
             )
         kinds.append(canonical)
     if len(set(kinds)) > 1:
@@ -103,8 +111,9 @@ def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[
             )
         if key not in known:
             raise RequestError(
-                f"{param}.{_shown_key(key)} is not a field of rope_type {rope_type!r}: it takes {_listed(known)}",
-                f"{param}.{_shown_key(key)}",
+                f"{param}.{shown_key(key)} is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes "
+                f"{_listed(known)}",
+                f"{param}.{shown_key(key)}",
                 UNKNOWN,
             )
     values = {key: _READERS[key](obj[key], f"{param}.{key}") for key in known if obj.get(key) is not None}
@@ -250,6 +259,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _shown_key(key: Any) -> str:
+def shown_key(key: Any) -> str:
+    """A key as a short piece of a message, what cannot be printed escaped."""
     text = str(key)
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if text.isprintable() else repr(text)[1:-1]

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary import frequencies
-from windlass.engine.rotary.fields import INVALID, KINDS, UNKNOWN, Value, read_fields, read_rope_type, shown
+from windlass.engine.rotary.fields import INVALID, KINDS, UNKNOWN, Value, read_fields, read_rope_type, shown, shown_key
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -63,8 +63,8 @@ class RopeScaling:
         for key in obj:
             if key not in GROUP_NAMES:
                 raise RequestError(
-                    f"{param}.{str(key)[:60]} stands beside group names: put it inside {' or '.join(GROUP_NAMES)}",
-                    f"{param}.{str(key)[:60]}",
+                    f"{param}.{shown_key(key)} stands beside group names: put it inside {' or '.join(GROUP_NAMES)}",
+                    f"{param}.{shown_key(key)}",
                     UNKNOWN,
                 )
         groups = []

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
+from windlass.engine.suggestions import did_you_mean, nearest
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -31,7 +32,10 @@ class StrictModel(BaseModel):
             known = cls.model_fields
             for name in data:
                 if name not in known:
-                    hint = cls.hints.get(name, "remove it")
+                    hint = cls.hints.get(name)
+                    if hint is None:
+                        meant = nearest(name, known)
+                        hint = "remove it" if meant is None else f"did you mean {meant!r}?"
                     raise PydanticCustomError(
                         "unknown_field", "unknown field: {hint}", {"name": name[:MAX_NAME], "hint": hint}
                     )
@@ -98,8 +102,11 @@ def _rope_update(value: Any) -> Any:
         *others, last = map(repr, ROPE_UPDATES)
         raise PydanticCustomError(
             "type",
-            "should be {allowed}",
-            {"allowed": f"{', '.join(others)} or {last}, or an object {{'policy': …, 'exact': …}}"},
+            "should be {allowed}{meant}",
+            {
+                "allowed": f"{', '.join(others)} or {last}, or an object {{'policy': …, 'exact': …}}",
+                "meant": did_you_mean(value, ROPE_UPDATES),
+            },
         )
     return {"policy": value}
 

@@ -27,7 +27,7 @@ PRINTS = {
     "docs/clients.md-4": r"^rotate 512\.0 0\n[\s\S]*'factor': 2\.0\}$",
     "docs/clients.md-5": r"beta_fast should not be below beta_slow",
     "docs/clients.md-6": r"^long \{'rope_type': 'yarn', 'factor': 2\.0\} [0-9a-f]{64}\nyarn$",
-    "docs/clients.md-8": r"^change temperature because ",
+    "docs/clients.md-8": r"^change the request: temperature should be greater than or equal to 0$",
     "docs/openai.md-1": r"^dynamic 512\.0 None\n",
     "docs/openai.md-2": r"yarn 2\.0\n$",
     "docs/openai.md-4": r"^rope_scaling\.factor invalid_value \S+ rope_scaling\.factor must be",

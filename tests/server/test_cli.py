@@ -203,12 +203,12 @@ def test_server_options(launched, monkeypatch, tmp_path):
         (["--rope-scaling", '{"rope_type": "spiral"}'], "spiral"),
         (["--rope-scaling", "long"], "--rope-scaling long: no --rope-profile has that name"),
         (["--rope-profile", 'long={"rope_type": "yarn", "factor": 0}'], "--rope-profile long.factor"),
-        (["--rope-update", "sometimes"], "--rope-update must be one of frozen, recompute, rotate, got 'sometimes'"),
-        (["--rope-policy", "maybe"], "--rope-policy must be one of allow, profiles, off, got 'maybe'"),
+        (["--rope-update", "sometimes"], "--rope-update must be frozen, recompute or rotate, got 'sometimes'"),
+        (["--rope-policy", "maybe"], "--rope-policy must be allow, profiles or off, got 'maybe'"),
         (["--grace-period", "-1"], "--grace-period must not be negative"),
         (["--request-timeout", "0"], "--request-timeout must be more than 0"),
         (["--default-max-tokens", "0"], "--default-max-tokens must be at least 1"),
-        (["--log-level", "loud"], "--log-level must be one of debug, info"),
+        (["--log-level", "loud"], "--log-level must be debug, info, warning or error"),
         (["--api-key", " , "], "--api-key is empty"),
         (["--api-key-file", "/no/such/file"], "cannot read --api-key-file"),
         (["--weight-cache", ""], "--weight-cache is empty"),
@@ -221,6 +221,32 @@ def test_server_options(launched, monkeypatch, tmp_path):
 )
 def test_a_bad_option_is_one_line(arguments, expected, capsys):
     assert expected in error_of(capsys, "serve", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["sevre"], "'serve'"),
+        (["bench", "srve"], "'serve'"),
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--rope-polcy", "off"], "--rope-policy"),
+        (["generate", "--tempratur", "1", "x"], "--temperature"),
+        (["serve", "--quantization", "int9"], "'int8'"),
+        (["serve", "--quantization", "INT4"], "'int4'"),
+        (["serve", "--dtype", "bfloat"], "'bfloat16'"),
+        (["serve", "--rope-update", "frzen"], "'frozen'"),
+        (["serve", "--rope-policy", "profile"], "'profiles'"),
+        (["serve", "--rope-scaling", '{"rope_type": "yarm", "factor": 4}'], "'yarn'"),
+        (["serve", "--rope-scaling", '{"rope_type": "yarn", "facto": 4}'], "'factor'"),
+    ],
+)
+def test_what_was_mistyped_is_suggested(arguments, meant, capsys):
+    assert f"did you mean {meant}?" in error_of(capsys, *arguments).lower().replace("?)", "?")
+
+
+@pytest.mark.parametrize("name", ["--" + "x" * 100_000, "--prot\x1b[31m\n", "--'", "--"])
+def test_no_option_however_odd_is_more_than_a_line(name, capsys):
+    assert "\n" not in error_of(capsys, "serve", name, "/no/such/model")
 
 
 @pytest.mark.parametrize(("given", "kept"), [("beside", "beside"), ("caches", str(Path("caches").absolute()))])

@@ -235,3 +235,108 @@ def test_an_empty_prompt(live: Live) -> None:
     assert live.refuse(PATH, {"prompt": "", "add_special_tokens": False})["param"] == "prompt"
     assert live.refuse(PATH, {})["param"] == "prompt"
     live.complete("", max_tokens=1)  # the beginning-of-sequence token is there to continue
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (PATH, {"temprature": 1}, "unknown field 'temprature': did you mean 'temperature'?"),
+        (PATH, {"Max_Tokens": 1}, "unknown field 'Max_Tokens': did you mean 'max_tokens'?"),
+        (PATH, {"max_new_tokens": 1}, "unknown field 'max_new_tokens': did you mean 'max_tokens'?"),
+        (PATH, {"colour": "red"}, "unknown field 'colour': remove it"),
+        (
+            PATH,
+            {"stream": True, "stream_options": {"include_usge": True}},
+            "unknown field 'stream_options.include_usge': did you mean 'include_usage'?",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "contents": "hi"}]},
+            "unknown field 'messages[0].contents': did you mean 'content'?",
+        ),
+        (
+            PATH,
+            {"rope_update": {"policy": "rotat"}},
+            "rope_update.policy should be 'frozen', 'recompute' or 'rotate' (did you mean 'rotate'?)",
+        ),
+        ("/tokenize", {"promt": "x"}, "unknown field 'promt': did you mean 'prompt'?"),
+    ],
+)
+def test_the_nearest_field_is_suggested(live: Live, path: str, body: dict[str, Any], message: str) -> None:
+    assert live.refuse(path, {"prompt": "a", **body} if path == PATH else body)["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("scaling", "says"),
+    [
+        (
+            {"rope_type": "yarm", "factor": 4},
+            "rope_scaling.rope_type 'yarm' is not known (did you mean 'yarn'?): use one",
+        ),
+        (
+            {"rope_type": "yarn", "facter": 4},
+            "facter is not a field of rope_type 'yarn' (did you mean 'factor'?): it takes",
+        ),
+        ({"rope_tipe": "yarn", "factor": 4}, "rope_type is missing (did you mean it by 'rope_tipe'?): give one of"),
+    ],
+)
+def test_the_nearest_name_of_a_scaling_is_suggested(live: Live, scaling: dict[str, Any], says: str) -> None:
+    assert says in live.refuse(PATH, {"prompt": "a", "rope_scaling": scaling})["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"temperature": 300}, "temperature should be less than or equal to 100"),
+        ({"temperature": "hot"}, "temperature should be a valid number"),
+        ({"max_tokens": 1.5}, "max_tokens should be a valid integer"),
+        ({"stop": ["x"] * 17}, "stop should have at most 16 items after validation, not 17"),
+        ({"stream": True, "stream_options": 3}, "stream_options should be an object"),
+        ({"logit_bias": {str(i): 0 for i in range(1025)}}, "logit_bias holds at most 1024 entries, got 1025"),
+        ({"rope_scaling": 5}, "rope_scaling should be an object such as"),
+        ({"prompt": []}, "prompt should not be an empty list"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence_that_names_the_field(live: Live, body: dict[str, Any], message: str) -> None:
+    assert live.refuse(PATH, {"prompt": "a", **body})["message"].startswith(message)
+
+
+ODD_NAMES = [
+    "",
+    " ",
+    "'",
+    '"',
+    "{",
+    "{hint}",
+    "}",
+    "%s",
+    "\\",
+    "\x00",
+    "\n\r",
+    "\x1b[31m",
+    "\u202e",
+    "ſtop",
+    "É" * 40,
+    "a\u0301" * 99,
+]
+ODD_NAMES += ["temperature" * 10_000, "temprature\x00", "tempér'ature", "__class__", "model_fields", "[0]", "a.b", "0"]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:24])
+def test_odd_names_of_fields_are_refused_in_one_short_line(live: Live, name: str) -> None:
+    for path, body in (
+        (PATH, {"prompt": "a", name: 1}),
+        (PATH, {"prompt": "a", "stream": True, "stream_options": {name: 1}}),
+        (PATH, {"prompt": "a", "rope_scaling": {"rope_type": "yarn", "factor": 2, name: 1}}),
+        (PATH, {"prompt": "a", "rope_scaling": {"rope_type": name}}),
+        (PATH, {"prompt": "a", "rope_update": {"policy": name}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a", name: 1}]}),
+    ):
+        message = live.refuse(path, body)["message"]
+        assert len(message) < 500 and message.isprintable()
+
+
+def test_many_unknown_names_cost_no_more_than_one(live: Live) -> None:
+    started = time.monotonic()
+    live.refuse(PATH, {"prompt": "a", **{f"temperatur{i}": 1 for i in range(50_000)}})
+    assert time.monotonic() - started < 10

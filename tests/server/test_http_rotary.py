@@ -230,7 +230,7 @@ def test_numbers_json_cannot_have_are_named_alike(live: Live, number: str) -> No
 
 
 CODES_OF_UPDATES = {"invalid_value", "missing_field", "unknown_field", "rope_exact_not_allowed"}
-UPDATES = "rope_update: should be 'frozen', 'recompute' or 'rotate', or an object {'policy': …, 'exact': …}"
+UPDATES = "rope_update should be 'frozen', 'recompute' or 'rotate', or an object {'policy': …, 'exact': …}"
 
 
 @pytest.mark.parametrize(

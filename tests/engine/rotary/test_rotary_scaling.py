@@ -389,7 +389,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ("yarn", "", "must be an object"),
         ({}, ".rope_type", "missing: give one of default, linear, ntk, dynamic, yarn, llama3, longrope"),
         ({"factor": 4}, ".rope_type", "missing"),
-        ({"rope_type": "yarm", "factor": 4}, ".rope_type", "'yarm' is not known: use one of default, linear, ntk"),
+        (
+            {"rope_type": "yarm", "factor": 4},
+            ".rope_type",
+            "'yarm' is not known (did you mean 'yarn'?): use one of default, linear, ntk",
+        ),
         ({"type": "axial"}, ".type", "'axial' is not known: use one of default, linear, ntk, dynamic, yarn, llama3"),
         ({"rope_type": "spiral"}, ".rope_type", "longrope, proportional, learned, su, mrope"),
         ({"rope_type": "learned", "rope_theta": 1e4}, ".rope_theta", "not a field of rope_type 'learned'"),
