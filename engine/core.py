@@ -85,11 +85,18 @@ class EngineCore:
         )
         self.info = _describe(config, model, num_blocks, max_model_len, notices, time.perf_counter() - started)
 
-    def warm_up(self) -> None:
+    def warm_up(self, most_seconds: float = 0.5) -> None:
         """Run a few steps that nobody sees, before the first request: see `windlass.engine.warm_up`."""
         room = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
         specs = make_plan(self._groups, room, "frozen").stage(1).specs
-        warm_up(self.runner, specs, len(self.info.num_kv_blocks), self.info.block_size, room)
+        warm_up(
+            self.runner,
+            specs,
+            num_groups=len(self.info.num_kv_blocks),
+            block_size=self.info.block_size,
+            room=room,
+            most_seconds=most_seconds,
+        )
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""

@@ -7,6 +7,7 @@ knows nothing of requests or of the scheduler.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,12 +22,15 @@ _GREEDY = SamplingParams(temperature=0.0)
 _SAMPLED = SamplingParams(temperature=1.0, top_p=0.9)
 
 
-def warm_up(runner: Runner, specs: Sequence[RotarySpec], num_groups: int, block_size: int, room: int) -> None:
+def warm_up(
+    runner: Runner, specs: Sequence[RotarySpec], *, num_groups: int, block_size: int, room: int, most_seconds: float
+) -> None:
     """Run steps on the first blocks of every KV group, which have to be free.
 
     specs: the rotation, one per rotary group. num_groups: KV groups. room: tokens that a sequence can hold; nothing is
-    done where that is too few.
+    done where that is too few. most_seconds: no step begins later, as the start shall not wait for a slow model.
     """
+    started = time.monotonic()
     prompt = min(block_size + 1, room - _DECODE_STEPS)
     if prompt < 1:
         return
@@ -44,6 +48,8 @@ def warm_up(runner: Runner, specs: Sequence[RotarySpec], num_groups: int, block_
     )
     try:
         for step in range(1 + _DECODE_STEPS):
+            if time.monotonic() - started > most_seconds:
+                break
             sampling = _SAMPLED if step == _DECODE_STEPS else _GREEDY
             sample = SampleSlot(_SEQUENCE, 0, sampling, seed=0, num_prompt_tokens=prompt, token_ids=token_ids)
             runner.execute(SchedulerOutput(sequences=[replace(chunk, samples=(sample,))]))
