@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import FAMILIES, make_model
 
 from windlass.engine.config import EngineConfig
 from windlass.engine.core import EngineCore
@@ -67,3 +68,15 @@ def test_a_slow_model_is_not_waited_for():
     core.runner.execute = lambda output: steps.append(output) or time.sleep(0.02)
     core.warm_up(most_seconds=0.01)
     assert len(steps) == 1 and core.runner.tables.num_live == 0
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_warmed_up(family, tmp_path):
+    directory = make_model(family, tmp_path)
+    found = []
+    for warm in (False, True):
+        core = make_core(directory)
+        if warm:
+            core.warm_up(most_seconds=math.inf)
+        found.append(run(core, [greedy("a", range(5, 60), max_tokens=3)])["a", 0].token_ids)
+    assert found[0] == found[1]
