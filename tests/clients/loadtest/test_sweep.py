@@ -236,22 +236,23 @@ def test_each_run_draws_prompts_of_its_own_and_the_files_hold_all_runs(tmp_path)
             Arrivals,
             workload=workload,
             server=server,
-            told=lambda judged, run: told.append((judged.offered, judged.verdict)),
+            told=lambda judged, run: told.append(judged),
         )
-        assert told == [(20, "met"), (40, "met")]
+        assert tuple(told) == found.judgements
         return found
 
     with scripted_llm(stream(0.001, 0.001)) as llm:
         found = asyncio.run(sweep(llm.url))
-    assert len({tuple(body["prompt"]) for body in llm.bodies}) == len(llm.bodies) == 10 + 20
-    assert found.highest_rate == 40
+    assert len({tuple(body["prompt"]) for body in llm.bodies}) == len(llm.bodies)
+    # At the first rate half a second's worth is sent; the second rate depends on what else the machine does.
+    assert found.runs[0].offered_rate == 20 and len(found.runs[0].records) == 10
     write_sweep(found, tmp_path / "sweep.json")
     data = json.loads((tmp_path / "sweep.json").read_text())
     assert data == json.loads(json.dumps(found.to_dict()))
-    assert (data["format"], data["slo"], data["highest_rate"]) == ("windlass-bench-sweep/2", {"e2el": 60000}, 40)
-    assert [RunResult.from_dict(run).offered_rate for run in data["runs"]] == [20, 40]
-    assert [rate["verdict"] for rate in data["rates"]] == ["met"] * 2
+    assert (data["format"], data["slo"]) == ("windlass-bench-sweep/2", {"e2el": 60000})
+    assert [run["offered_rate"] for run in data["runs"]] == [rate["offered"] for rate in data["rates"]]
+    assert data["highest_rate"] == max((r["offered"] for r in data["rates"] if r["verdict"] == "met"), default=None)
     assert all(rate["achieved"] == run["achieved_rate"] for rate, run in zip(data["rates"], data["runs"], strict=True))
     write_csv(found, tmp_path / "sweep.csv")
     rows = (tmp_path / "sweep.csv").read_text().splitlines()
-    assert len(rows) == 31 and rows[-1].startswith("1,40")
+    assert len(rows) == 1 + len(llm.bodies) and rows[-1].startswith(f"1,{found.judgements[1].offered:g}")
