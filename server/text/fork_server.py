@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 
 import tokenizers
+from pydantic_core import to_json
 
 from windlass.server.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text import frames
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = _load(control)
     if tasks is None:
         return 1
+    to_json("")  # imports what it needs at its first call: here, and not in every fork
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page
     children: set[int] = set()
