@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import sys
 import time
 from dataclasses import replace
 
@@ -16,13 +15,15 @@ import torch
 
 from windlass import kernels
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.storage import KVStorage, bytes_per_token, plan_blocks
+from windlass.engine.cache.plan import CachePlan, bytes_per_token, plan_cache
+from windlass.engine.cache.storage import KVStorage
 from windlass.engine.config import EngineConfig
 from windlass.engine.errors import LoadError
-from windlass.engine.loader import LoadedModel, load_model
-from windlass.engine.memory import default_kv_budget
+from windlass.engine.loader import LoadedModel, free_memory, is_out_of_memory, load_model
+from windlass.engine.memory import default_kv_budget, gib
 from windlass.engine.model.spec import KVGroupSpec, ModelSpec
 from windlass.engine.model.weights import Progress
+from windlass.engine.preflight import no_room
 from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
 from windlass.engine.rotary.policy import RotaryPlan, make_plan
@@ -53,15 +54,14 @@ class EngineCore:
         decoder, spec = model.decoder, model.decoder.spec
         self._groups: tuple[RotaryGroup, ...] = spec.rotary_groups
         self._rope_update = config.rope_update
-        num_blocks = _plan(config, model)
-        max_model_len, notices = _context_length(config, spec, num_blocks)
-        cache = KVStorage(spec.kv_groups, num_blocks, config.block_size, model.cache_dtype, decoder.device)
+        plan = _plan(config, model)
+        cache = _allocate(config, model, plan)
         tables = RotaryTables(2 * config.max_num_seqs + 2, [g.base for g in self._groups], decoder.device)
         sampler = Sampler(spec.vocab_size, decoder.device)
         self.runner = Runner(decoder, cache, tables, sampler, config.block_size)
         layouts = [
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
-            for n, group in zip(num_blocks, spec.kv_groups, strict=True)
+            for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
         ]
         self.blocks = BlockManager(layouts, config.block_size, config.prefix_caching)
         self.scheduler = Scheduler(
@@ -69,7 +69,7 @@ class EngineCore:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 max_waiting=config.max_waiting,
-                max_model_len=max_model_len,
+                max_model_len=plan.max_model_len,
                 block_size=config.block_size,
                 target_step_seconds=config.target_step_seconds,
                 speculation=SpeculationConfig(
@@ -83,7 +83,7 @@ class EngineCore:
             namespace=_namespace(model),
             eos_token_ids=spec.eos_token_ids,
         )
-        self.info = _describe(config, model, num_blocks, max_model_len, notices, time.perf_counter() - started)
+        self.info = _describe(config, model, plan, time.perf_counter() - started)
 
     def warm_up(self, most_seconds: float = 0.5) -> None:
         """Run a few steps that nobody sees, before the first request: see `windlass.engine.warm_up`."""
@@ -154,71 +154,51 @@ def _namespace(model: LoadedModel) -> bytes:
     return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in said)))).digest()
 
 
-def _plan(config: EngineConfig, model: LoadedModel) -> tuple[int, ...]:
-    """Blocks per KV group for the budget: the operator's, else a share of free memory, never more than can be used."""
-    spec = model.decoder.spec
-    length = config.max_model_len or spec.trained_len
-    budget = config.kv_cache_memory or default_kv_budget(model.decoder.device)
-    return plan_blocks(
-        spec.kv_groups,
-        budget_bytes=budget,
-        block_size=config.block_size,
-        dtype=model.cache_dtype,
-        max_blocks=config.max_num_seqs * -(-length // config.block_size),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-    )
+def _plan(config: EngineConfig, model: LoadedModel) -> CachePlan:
+    """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
+    device = model.decoder.device
+    budget = config.kv_cache_memory or default_kv_budget(free_memory(device), device.type)
+    return plan_cache(config, model.decoder.spec, _name(model.cache_dtype), budget)
 
 
-def _blocks_of_one_window(window: int, config: EngineConfig) -> int:
-    return -(-(window + config.max_num_batched_tokens) // config.block_size) + 2
+def _allocate(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> KVStorage:
+    """The pages. LoadError where the system does not give the memory."""
+    decoder = model.decoder
+    groups, blocks = decoder.spec.kv_groups, plan.num_blocks
+    try:
+        return KVStorage(groups, blocks, config.block_size, model.cache_dtype, decoder.device)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        there = f"more than {decoder.device} gives beside {gib(decoder.weight_bytes())} of weights"
+        raise LoadError(no_room(there, plan.num_bytes, _name(model.cache_dtype))) from None
 
 
-def _context_length(config: EngineConfig, spec: ModelSpec, num_blocks: tuple[int, ...]) -> tuple[int, tuple[str, ...]]:
-    """The longest sequence, and a notice if the KV budget shortened it. An explicit length that does not fit is an error."""
-    room = sys.maxsize
-    for group, blocks in zip(spec.kv_groups, num_blocks, strict=True):
-        # A window group with room for one window and one step's tokens carries a sequence of any length.
-        enough = group.window is not None and blocks >= _blocks_of_one_window(group.window, config)
-        room = room if enough else min(room, blocks * config.block_size)
-    wanted = config.max_model_len or spec.trained_len
-    if room >= wanted:
-        return wanted, ()
-    advice = "raise --kv-cache-memory or lower --max-model-len"
-    if config.max_model_len is not None or room < config.block_size:
-        raise LoadError(f"a context of {wanted} tokens does not fit: the KV cache holds {room} tokens: {advice}")
-    return room, (f"context shortened from {wanted} to {room} tokens to fit the KV cache: {advice}",)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _describe(
-    config: EngineConfig,
-    model: LoadedModel,
-    num_blocks: tuple[int, ...],
-    max_model_len: int,
-    notices: tuple[str, ...],
-    seconds: float,
-) -> ModelInfo:
+def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds: float) -> ModelInfo:
     decoder, spec = model.decoder, model.decoder.spec
-    per_token = [bytes_per_token(group, model.cache_dtype) for group in spec.kv_groups]
-    dtype = str(decoder.dtype).removeprefix("torch.")
+    cached = _name(model.cache_dtype)
     kernel_notice = () if decoder.device.type != "cpu" or kernels.reads_narrow_weights() else (kernels.explain(),)
     return ModelInfo(
         path=config.model,
         architecture=spec.architecture,
         vocab_size=spec.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=plan.max_model_len,
         trained_len=spec.trained_len,
-        dtype=dtype,
-        weight_dtype=str(decoder.weight_dtype).removeprefix("torch."),
-        kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
+        dtype=_name(decoder.dtype),
+        weight_dtype=_name(decoder.weight_dtype),
+        kv_cache_dtype=cached,
         quantization=decoder.quantization,
         device=str(decoder.device),
         num_parameters=decoder.num_parameters(),
         num_layers=len(spec.layers),
         block_size=config.block_size,
-        num_kv_blocks=num_blocks,
-        kv_cache_bytes=sum(n * p * config.block_size for n, p in zip(num_blocks, per_token, strict=True)),
-        kv_bytes_per_token=sum(per_token),
+        num_kv_blocks=plan.num_blocks,
+        kv_cache_bytes=plan.num_bytes,
+        kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         eos_token_ids=spec.eos_token_ids,
@@ -226,5 +206,5 @@ def _describe(
         model_rotary_groups=model.rotary_groups,
         weight_bytes=decoder.weight_bytes(),
         load_seconds=seconds,
-        notices=model.notices + notices + kernel_notice,
+        notices=model.notices + plan.notices + kernel_notice,
     )

@@ -1,39 +1,50 @@
-"""How much memory there is for KV pages. Reads the machine; decides nothing about blocks."""
+"""How much memory there is, and what share of it KV pages get. Reads the machine; decides nothing about blocks, and imports
+no torch: what a GPU has left is for the caller to say."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 _CPU_SHARE, _CUDA_SHARE = 0.5, 0.9
 _FALLBACK_BYTES = 2 << 30
+_CGROUP = Path("/sys/fs/cgroup")
 
 
-def default_kv_budget(device: torch.device) -> int:
-    """Bytes of KV cache to reserve when the operator names none: a share of what is free once the weights are loaded."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
-    return int(available_memory() * _CPU_SHARE)
+def default_kv_budget(free: int | None, device_type: str) -> int:
+    """Bytes of KV cache to reserve when the operator names none: a share of what is free beside the weights."""
+    if free is None:
+        return _FALLBACK_BYTES // 2
+    return int(free * (_CUDA_SHARE if device_type == "cuda" else _CPU_SHARE))
 
 
-def available_memory() -> int:
-    """Free bytes of main memory, within the container's limit if there is one."""
-    free = _meminfo().get("MemAvailable", _FALLBACK_BYTES)
-    limit, used = _cgroup_number("memory.max"), _cgroup_number("memory.current")
-    return free if limit is None or used is None else max(0, min(free, limit - used))
+def available_memory() -> int | None:
+    """Free bytes of main memory, within the container's limit if there is one; None where the system does not tell."""
+    free = _numbers(Path("/proc/meminfo")).get("MemAvailable")
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is None or used is None:
+        return None if free is None else free * 1024
+    # What files have left in memory counts as used there, and goes when memory is asked for: a model read twice, say.
+    files = _numbers(_CGROUP / "memory.stat")
+    inside = limit - used + files.get("active_file", 0) + files.get("inactive_file", 0)
+    return max(0, inside if free is None else min(free * 1024, inside))
 
 
-def _meminfo() -> dict[str, int]:
+def gib(num_bytes: float) -> str:
+    """A size for people: "7.6 GiB", small ones in MiB."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Lines of a name and a number, by name; nothing where there is no such file."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
         return {}
-    return {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+    return {words[0].rstrip(":"): int(words[1]) for words in map(str.split, lines) if len(words) > 1}
 
 
-def _cgroup_number(name: str) -> int | None:
+def _number(path: Path) -> int | None:
     try:
-        return int(Path("/sys/fs/cgroup", name).read_text())
+        return int(path.read_text())
     except (OSError, ValueError):  # no cgroup v2, or "max"
         return None

@@ -113,11 +113,11 @@ def bench_engine(
     from windlass.engine.client.threads import prepare_this_process
     from windlass.server.display import LoadingDisplay
     from windlass.server.hub import resolve_model
-    from windlass.server.launch import check_scalings
+    from windlass.server.launch import check_model
 
     engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     path = resolve_model(model)
-    check_scalings(engine, path)
+    check_model(engine, path)
     config = engine.to_config(path)
     prepare_this_process(config.cores)
     from windlass.engine.bench import run_engine_benchmark  # it brings torch: this process is no server

@@ -19,8 +19,9 @@ from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.request import EngineRequest, SamplingParams
 from windlass.server.display import LoadingDisplay
 from windlass.server.hub import resolve_model
-from windlass.server.launch import check_scalings, make_client
+from windlass.server.launch import check_model, make_client
 from windlass.server.options import EngineOptions
+from windlass.server.tokenizer_file import find_tokenizer
 
 if TYPE_CHECKING:
     from windlass.server.tokenizer import Tokenizer
@@ -56,7 +57,8 @@ def generate_here(wanted: Generation, model: str | None, options: EngineOptions,
 async def _generate_here(wanted: Generation, model: str | None, options: EngineOptions, log_level: str) -> None:
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     path = resolve_model(model)
-    check_scalings(options, path)
+    check_model(options, path)
+    find_tokenizer(path)
     client = make_client(options, path, log_level)
     loading = LoadingDisplay()
     client.progress = loading if sys.stderr.isatty() else None

@@ -10,10 +10,11 @@ import contextlib
 import importlib.resources
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.formats import describe_foreign
 
 DOWNLOAD_PATTERNS = (
     "*.json",
@@ -43,10 +44,14 @@ def resolve_model(name: str | None) -> Path:
     directory = Path(name).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise LoadError(f"{directory} holds no config.json: give the directory of a Hugging Face model")
+            foreign = describe_foreign(directory.resolve())
+            raise LoadError(foreign or f"{directory} holds no config.json: give the directory of a Hugging Face model")
         return directory.resolve()
     if directory.exists():
-        raise LoadError(f"{directory} is a file: give the directory that holds config.json and the safetensors files")
+        foreign = describe_foreign(directory)
+        raise LoadError(
+            foreign or f"{directory} is a file: give the directory that holds config.json and the safetensors files"
+        )
     repo, _, revision = name.partition("@")
     revision = revision or "main"
     if not _REPO_ID.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in name or "--" in repo:
@@ -54,7 +59,12 @@ def resolve_model(name: str | None) -> Path:
             f"no directory {name!r}, and that is no hub id: give a model directory or an id such as Qwen/Qwen3-0.6B"
         )
     cached = find_cached(repo, revision)
-    return cached if cached is not None else _download(repo, revision)
+    if cached is not None:
+        return cached
+    for snapshot in _snapshots(repo, revision):
+        if not any(snapshot.glob("model*.safetensors")) and (foreign := describe_foreign(snapshot)):
+            raise LoadError(foreign)
+    return _download(repo, revision)
 
 
 def bundled_model() -> Path:
@@ -79,15 +89,18 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
 
 def find_cached(repo: str, revision: str = "main") -> Path | None:
     """The cached snapshot of a hub id, None when missing or incomplete. revision: a ref or a commit."""
+    return next(filter(_is_complete, _snapshots(repo, revision)), None)
+
+
+def _snapshots(repo: str, revision: str) -> Iterator[Path]:
+    """Where a revision may lie in the cache."""
     storage = cache_directory() / ("models--" + repo.replace("/", "--"))
     candidates = [revision]
     with contextlib.suppress(OSError, ValueError):
         candidates.insert(0, (storage / "refs" / revision).read_text(encoding="utf-8").strip())
     for commit in candidates:
-        snapshot = storage / "snapshots" / commit
-        if re.fullmatch(r"[\w.\-]+", commit) and commit not in (".", "..") and _is_complete(snapshot):
-            return snapshot
-    return None
+        if re.fullmatch(r"[\w.\-]+", commit) and commit not in (".", ".."):
+            yield storage / "snapshots" / commit
 
 
 def _is_complete(snapshot: Path) -> bool:
@@ -128,6 +141,8 @@ def _download(repo: str, revision: str) -> Path:
         raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
     snapshot = Path(path)
     if not (snapshot / "config.json").is_file():
+        if foreign := describe_foreign(snapshot):
+            raise LoadError(foreign)
         raise LoadError(f"{label} on {endpoint} holds no config.json: it is no Hugging Face model, choose another")
     return snapshot
 

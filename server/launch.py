@@ -23,6 +23,7 @@ from windlass.clients.terminal.lines import say
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.client.threads import pin, split_cores
 from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.preflight import check_start
 from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
 from windlass.server.display import LoadingDisplay, summary
 from windlass.server.hub import resolve_model
@@ -30,6 +31,7 @@ from windlass.server.memory import keep_startup_objects, return_large_pieces
 from windlass.server.options import EngineOptions, ServerOptions, check_log_level
 from windlass.server.rotary import check_profiles
 from windlass.server.settings import ServerSettings
+from windlass.server.tokenizer_file import find_tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -59,7 +61,8 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
     engine.to_config(Path())
     path = resolve_model(model)
     settings = server.to_settings(model_name(model, path), engine)
-    check_scalings(engine, path)
+    check_model(engine, path)
+    find_tokenizer(path)
     client = make_client(engine, path, level)
     if engine.pin_cores:
         pin(split_cores()[1])
@@ -75,6 +78,13 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
                 return asyncio.run(_run(app, client, listener, server, settings, not_default(engine, server)))
         finally:
             client.kill()
+
+
+def check_model(engine: EngineOptions, path: Path) -> None:
+    """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line."""
+    check_scalings(engine, path)
+    if CORE_VARIABLE not in os.environ:
+        check_start(engine.to_config(path))
 
 
 def check_scalings(engine: EngineOptions, path: Path) -> None:

@@ -16,9 +16,9 @@ import tokenizers
 
 from windlass.engine.errors import LoadError, RequestError
 from windlass.server.token_pieces import PieceDecoder
+from windlass.server.tokenizer_file import find_tokenizer
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SLOW_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "spiece.model", "tiktoken.model", "vocab.txt")
 _MAX_ID = 2**32 - 1
 
 
@@ -54,9 +54,7 @@ class Tokenizer:
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Load from a model directory; raises LoadError (one line) when that cannot be done."""
         directory = Path(path)
-        file = directory / "tokenizer.json"
-        if not file.is_file():
-            raise LoadError(_missing_message(directory))
+        file = find_tokenizer(directory)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except (KeyboardInterrupt, SystemExit):
@@ -169,18 +167,6 @@ class Tokenizer:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
-
-
-def _missing_message(directory: Path) -> str:
-    if not directory.is_dir():
-        return f"{directory} is not a directory: give the directory that holds tokenizer.json"
-    slow = [name for name in _SLOW_FILES if (directory / name).is_file()]
-    if slow:
-        return (
-            f"no tokenizer.json in {directory}, only {slow[0]}: convert it with transformers, "
-            f"AutoTokenizer.from_pretrained(directory).save_pretrained(directory)"
-        )
-    return f"no tokenizer.json in {directory}: copy it from the model's repository"
 
 
 def _read_json(file: Path) -> dict[str, Any]:

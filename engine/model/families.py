@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.formats import describe_architecture, describe_quantized
 from windlass.engine.model.spec import AttentionSpec, CheckpointLayout, KVGroupSpec, LayerSpec, ModelSpec
 from windlass.engine.rotary.config_names import RotaryLayout, read_rotary_layout
 from windlass.engine.rotary.config_values import Config, read_flag, read_number, read_size
@@ -20,7 +21,6 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 
 # Keys that would change the maths in a way no family here implements, with the values that change nothing.
 _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "quantization_config": (None,),
     "use_bidirectional_attention": (None, False),
     "residual_multiplier": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
@@ -45,7 +45,7 @@ _READ = frozenset(
     "rope_theta rope_scaling rope_parameters rope_local_base_freq partial_rotary_factor original_max_position_embeddings "
     "attention_bias mlp_bias use_bias sliding_window sliding_window_pattern _sliding_window_pattern layer_types "
     "use_sliding_window max_window_layers no_rope_layers no_rope_layer_interval layer_rope_theta query_pre_attn_scalar "
-    "attn_logit_softcapping final_logit_softcapping eos_token_id".split()
+    "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(
@@ -157,18 +157,23 @@ FAMILIES: dict[str, Family] = {
 
 def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
     """The spec of the model that config.json describes; raises LoadError with one line that says what is not supported."""
-    named = config.get("architectures")
-    architecture = str(named[0] if isinstance(named, list) and named else named)
+    architecture = _architecture(config)
     family = FAMILIES.get(architecture)
     if family is None:
+        kind = describe_architecture(architecture, config)
+        what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
         raise LoadError(
-            f"architecture {architecture!r} in config.json is not supported: use one of {', '.join(sorted(FAMILIES))}"
+            f"architecture {architecture!r} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
+            f"{', '.join(sorted(FAMILIES))}"
         )
     if config.get("model_type", family.model_type) != family.model_type:
         raise LoadError(
             f"config.json names architecture {architecture} and model_type {config['model_type']!r}, which do not belong "
             f"together: {architecture} is {family.model_type!r}"
         )
+    quantized = describe_quantized(config)
+    if quantized is not None:
+        raise LoadError(quantized)
     for key, neutral in _MUST_BE_NEUTRAL.items():
         if key in config and config[key] not in neutral:
             raise LoadError(f"config.json sets {key}={config[key]!r}, which changes the model and is not supported")
@@ -193,6 +198,17 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         checkpoint=family.checkpoint,
         notices=_notices(config),
     )
+
+
+def _architecture(config: Config) -> str:
+    named = config.get("architectures")
+    found = named[0] if isinstance(named, list) and named else named
+    if found is None:
+        raise LoadError(
+            "config.json names no architecture and is not supported without: it needs a line such as "
+            '"architectures": ["LlamaForCausalLM"]'
+        )
+    return str(found)
 
 
 def _layers(

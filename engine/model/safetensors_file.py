@@ -4,7 +4,8 @@ takes them; and writes such a file.
 Responsible for the file format (an 8-byte length, a JSON header, then the data) and for keeping the peak of memory low:
 a mapped file would count against the process page by page, until the weights were there twice, and the library's own
 writer copies every tensor before it writes the first. Parts pass through a few buffers that are small enough to stay in
-a cache: memory asked for anew costs as much as the reading (measured). It knows no names.
+a cache: memory asked for anew costs as much as the reading (measured). Whoever reads also looks for NaN and infinite numbers,
+piece by piece while the bytes are still in the core's cache. It knows no names.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from windlass.engine.model.finite import all_finite
+
 _READERS = 2  # what a page cache hands out, one core cannot copy as fast as memory takes it
 _AHEAD = 6  # parts read or being read while one is in use
 _PART = 4 << 20  # bytes
+_LOOK = 256 << 10  # bytes read before they are looked at
 _ROWS = 16  # a part has a multiple of so many, or what is left: packed weights are written in panels
 
 _DTYPES = {
@@ -60,13 +64,17 @@ Place = Callable[[str, torch.dtype, list[int]], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows first .. first + len(tensor) of the tensor `name` of this shape; the last of its parts, or not the last."""
+    """Rows first .. first + len(tensor) of the tensor `name` of this shape; the last of its parts, or not the last.
+
+    finite: no number of these rows is NaN or infinite.
+    """
 
     name: str
     shape: list[int]
     first: int
     last: bool
     tensor: Tensor
+    finite: bool
 
 
 def read_tensors(path: Path, place: Place) -> Iterator[Part]:
@@ -185,11 +193,15 @@ def _read(descriptor: int, request: _Request) -> Part:
         assert request.buffer is not None
         tensor = request.buffer[: request.size].view(entry.dtype).view(request.shape)
     start = entry.offset + request.first * (prod(entry.shape[1:]) * entry.dtype.itemsize)
+    finite = True
     with _bytes_of(tensor) as view:
-        done = 0
-        while done < request.size:
-            count = os.preadv(descriptor, [view[done:]], start + done)
-            if count <= 0:
-                raise OSError(f"the file ends inside tensor {entry.name!r}")
-            done += count
-    return Part(entry.name, entry.shape, request.first, request.last, tensor)
+        for begin in range(0, request.size, _LOOK):
+            piece = view[begin : begin + _LOOK]
+            done = 0
+            while done < len(piece):
+                count = os.preadv(descriptor, [piece[done:]], start + begin + done)
+                if count <= 0:
+                    raise OSError(f"the file ends inside tensor {entry.name!r}")
+                done += count
+            finite = finite and all_finite(piece, entry.dtype)
+    return Part(entry.name, entry.shape, request.first, request.last, tensor, finite)

@@ -28,9 +28,10 @@ import windlass
 from windlass import kernels
 from windlass.engine.config import EngineConfig
 from windlass.engine.errors import LoadError
+from windlass.engine.model.checkpoint import checkpoint_files
 from windlass.engine.model.decoder import Decoder, LayerWeights, Weight
 from windlass.engine.model.safetensors_file import read_layout, read_tensors, write_tensors
-from windlass.engine.model.weights import Progress, checkpoint_files
+from windlass.engine.model.weights import Progress
 from windlass.kernels import PackedWeight, PanelWeight
 
 BESIDE = "beside"
@@ -62,9 +63,7 @@ class WeightCache:
         tensors = decoder_tensors(decoder)
         try:
             layout, metadata = read_layout(self.path)
-            fault = self._fault(metadata) or _misfit(layout, tensors)
-            if fault is None:
-                self._read(tensors, progress)
+            fault = self._fault(metadata) or _misfit(layout, tensors) or self._read(tensors, progress)
         except FileNotFoundError:
             return False
         except (SafetensorError, OSError) as error:
@@ -145,13 +144,18 @@ class WeightCache:
         }
         return reasons.get(differing[0], "it was made for something else") if differing else None
 
-    def _read(self, tensors: dict[str, Tensor], progress: Progress | None) -> None:
+    def _read(self, tensors: dict[str, Tensor], progress: Progress | None) -> str | None:
+        """Fill the tensors; returns what is wrong with them. The checkpoint was looked at when the file was made: what is
+        not finite here (scales, norms, an embedding) was damaged since."""
         total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
         for part in read_tensors(self.path, lambda name, dtype, shape: tensors[name]):
             assert part.tensor is tensors[part.name]
+            if not part.finite:
+                return f"its tensor {part.name!r} holds numbers that are NaN or infinite"
             done += part.tensor.nbytes
             if progress:
                 progress("reading quantized weights", done, total)
+        return None
 
     def _remove_abandoned(self) -> None:
         """Remove what a writer that was killed has left."""

@@ -5,19 +5,18 @@ Owns the names tensors have in checkpoints. Reads safetensors only, never pickle
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from windlass import kernels
 from windlass.engine.errors import LoadError
+from windlass.engine.model.checkpoint import checkpoint_files
 from windlass.engine.model.decoder import Decoder, Weight
 from windlass.engine.model.safetensors_file import Part, Place, read_tensors
 from windlass.engine.model.spec import LayerSpec, ModelSpec
@@ -193,6 +192,11 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         name, tensor = part.name, part.tensor
         done += tensor.nbytes
         target = targets.get(name)
+        if not part.finite and (target is not None or not _DERIVED.search(name)):
+            raise LoadError(
+                f"{directory}: tensor {name!r} holds numbers that are NaN or infinite: the checkpoint is damaged or "
+                "its training diverged: download or copy it again, or take another"
+            )
         if target is None:
             if name == _HEAD and decoder.spec.tied_embeddings:
                 tied_copy = tensor
@@ -209,6 +213,11 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
             )
         if not tensor.dtype.is_floating_point:
             raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
+        if (limit := _largest(target.view)) < torch.finfo(tensor.dtype).max and _peak(tensor) > limit:
+            raise LoadError(
+                f"{directory}: tensor {name!r} holds numbers beyond {limit:.3g}, the largest of {decoder.weight_dtype}: "
+                "use --dtype bfloat16 or float32"
+            )
         target.fill(tensor, part.first)
         if part.last:
             remaining.discard(name)
@@ -226,6 +235,20 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         )
 
 
+def _largest(view: Tensor | _Rows) -> float:
+    """The largest number that fits there; packed weights are made from float32."""
+    if isinstance(view, PackedRows):
+        return float(torch.finfo(torch.float32).max)
+    return float(torch.finfo(view.dtype if isinstance(view, Tensor) else view.weight.dtype).max)
+
+
+def _peak(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    return max(-low.item(), high.item())
+
+
 def _equals(tensor: Tensor, weight: Tensor | PackedWeight) -> bool:
     """Whether filling the weight from this tensor would leave it as it is."""
     if not isinstance(weight, PackedWeight):
@@ -241,54 +264,6 @@ def _read(files: list[Path], place: Place) -> Iterator[Part]:
             yield from read_tensors(file, place)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
-
-
-def matrix_dtypes(directory: Path) -> set[torch.dtype]:
-    """The types in which a checkpoint stores its matrices, from the files' headers alone."""
-    found: set[torch.dtype] = set()
-    for file in checkpoint_files(directory):
-        try:
-            with safe_open(file, framework="pt") as reader:
-                slices = [reader.get_slice(name) for name in reader.keys()]  # noqa: SIM118 - not a dict
-                names = {part.get_dtype() for part in slices if len(part.get_shape()) > 1}
-        except (SafetensorError, OSError) as error:
-            raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
-        # Types unknown here are refused when the tensors are read; float32 stands for "not narrow".
-        found |= {{"BF16": torch.bfloat16, "F16": torch.float16}.get(name, torch.float32) for name in names}
-    return found
-
-
-def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory, single or sharded; LoadError when there are none or some are missing."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise LoadError(f"{index} is not a safetensors index: download it again") from None
-        if any(not isinstance(n, str) or Path(n).name != n for n in names):
-            raise LoadError(f"{index} names files outside its directory")
-        files = [directory / name for name in names]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise LoadError(f"{directory}: shards are missing: {', '.join(missing)}")
-        return files
-    single = directory / "model.safetensors"
-    if single.is_file():
-        return [single]
-    raise LoadError(
-        f"{directory} has no model.safetensors (nor an index of shards): only safetensors checkpoints are read; "
-        "use --load-format dummy for random weights"
-    )
-
-
-def weights_digest(directory: Path) -> bytes:
-    """A digest that tells checkpoints apart without reading gigabytes: names, sizes and times of the weight files."""
-    digest = hashlib.sha256()
-    for file in checkpoint_files(directory):
-        stat = file.stat()
-        digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return digest.digest()
 
 
 def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:

@@ -187,3 +187,60 @@ def test_sizes() -> None:
     for bad in ("", "GiB", "-1", "4 parsecs", "0"):
         with pytest.raises(LoadError, match="4GiB"):
             parse_size(bad)
+
+
+NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=str
+)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_numbers_that_are_not_finite_are_refused_by_name(model: Path, stored: str, options: dict[str, Any]) -> None:
+    """A matrix that is read into place or in parts, a part of a fused one, the embedding, a norm: first, inner, last."""
+    names = ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
+    tensors = {name: t.to(getattr(torch, stored)) for name, t in load_file(model / "model.safetensors").items()}
+    for name, place, value in zip(
+        [*names, "model.embed_tokens.weight"], (0, 77, -1, -1), (*NOT_FINITE, NOT_FINITE[0]), strict=True
+    ):
+        damaged = tensors[name].clone()
+        damaged.view(-1)[place] = value
+        save_file({**tensors, name: damaged}, model / "model.safetensors", metadata={"format": "pt"})
+        refused(model, rf"tensor '{name}' holds numbers that are NaN or infinite.*download or copy it again", **options)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    make_core(model, **options)
+
+
+def test_a_tied_head_that_is_not_finite_is_named_too(tmp_path: Path) -> None:
+    tied = make_model("llama_bias", tmp_path / "tied")
+    edit_weights(
+        tied, lambda t: t.update({"lm_head.weight": torch.full_like(t["model.embed_tokens.weight"], torch.inf)})
+    )
+    refused(tied, r"tensor 'lm_head\.weight' holds numbers that are NaN or infinite")
+
+
+def test_buffers_that_nobody_reads_may_hold_anything(model: Path) -> None:
+    edit_weights(model, lambda t: t.update({"model.rotary_emb.inv_freq": torch.full((8,), torch.nan)}))
+    make_core(model)
+
+
+def test_large_numbers_are_numbers(model: Path) -> None:
+    """Their sum is infinite; each of them is not."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        largest = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
+        edit_weights(model, lambda t, w=largest: t.update({"model.norm.weight": w}))
+        make_core(model)
+        edit_weights(model, lambda t, w=largest: t.update({"model.norm.weight": -w}))
+        make_core(model)
+
+
+def test_numbers_beyond_the_type_they_are_converted_to_are_refused(model: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][3, 3] = -70_000.0
+
+    edit_weights(model, enlarge)
+    refused(model, rf"tensor '{name}' holds numbers beyond 6\.55e\+04.*float16.*--dtype bfloat16", dtype="float16")
+    for options in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {}):
+        make_core(model, **options)

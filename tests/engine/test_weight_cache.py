@@ -229,7 +229,28 @@ def odd_metadata(path: Path) -> None:
     save_file(load_file(path), path, metadata={"kind": "windlass packed weights", "fingerprint": "[1]"})
 
 
-@pytest.mark.parametrize("damage", [cut, garble, empty, foreign, other_tensors, damaged_metadata, odd_metadata])
+def not_finite(path: Path) -> None:
+    """The right fingerprint over a scale that is no number."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors = load_file(path)
+    tensors["layers.1.out.scales"][5] = torch.nan
+    save_file(tensors, path, metadata=header["__metadata__"])
+
+
+def test_nothing_is_cached_of_a_checkpoint_that_is_not_finite(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.inf
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    for _ in range(2):
+        with pytest.raises(LoadError, match=r"up_proj\.weight' holds numbers that are NaN or infinite"):
+            load(model)
+    assert not (model / FOLDER).exists()
+
+
+@pytest.mark.parametrize(
+    "damage", [not_finite, cut, garble, empty, foreign, other_tensors, damaged_metadata, odd_metadata]
+)
 def test_an_unusable_file_is_made_anew(damage: Callable[[Path], None], model: Path) -> None:
     want = load(model)
     (path,) = files(model)

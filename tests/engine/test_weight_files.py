@@ -95,6 +95,23 @@ def test_parts_of_a_tensor_are_whole_panels_of_rows(size: int, tmp_path: Path, m
         assert part.tensor.nbytes <= size or not part.shape or len(part.tensor) <= 16
 
 
+@pytest.mark.parametrize("rows", [1, 5000])
+def test_every_part_tells_whether_its_numbers_are_finite(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at in pieces, of which only one holds the number: in the place given, and in parts."""
+    monkeypatch.setattr(safetensors_file, "_PART", 1 << 12)
+    monkeypatch.setattr(safetensors_file, "_LOOK", 1 << 10)
+    tensors = {"good": torch.randn(rows, 9), "bad": torch.randn(rows, 9), "also good": torch.randn(rows, 9)}
+    tensors["bad"][rows // 3, 4] = torch.nan
+    save_file(tensors, tmp_path / "x.safetensors")
+    for place in (nowhere, lambda name, dtype, shape: torch.empty(shape, dtype=dtype)):
+        parts = list(read_tensors(tmp_path / "x.safetensors", place))
+        assert [part.name for part in parts if not part.finite] == ["bad"]
+    bad = next(part for part in read_tensors(tmp_path / "x.safetensors", nowhere) if not part.finite)
+    assert bad.first <= rows // 3 < bad.first + len(bad.tensor)
+
+
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
 def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"

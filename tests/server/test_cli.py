@@ -278,7 +278,7 @@ def test_help_names_every_option_and_variable(capsys):
     assert "frobnicate" in error_of(capsys, "frobnicate")
 
 
-def test_bench_engine_passes_everything_on(monkeypatch, capsys, model):
+def test_bench_engine_passes_everything_on(scripted, monkeypatch, capsys, model):
     calls = []
 
     def run_engine_benchmark(config, *, batch_size, input_len, output_len, progress):
