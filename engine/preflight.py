@@ -42,8 +42,9 @@ class ModelDescription:
     headers: dict[str, TensorHeader]
 
 
-def check_start(config: EngineConfig) -> None:
-    """Raise LoadError, one line that says what to do, for a start that cannot succeed, as far as torch is not needed."""
+def check_start(config: EngineConfig) -> ModelDescription:
+    """The model that is to be started. Raises LoadError, one line that says what to do, for a start that cannot succeed, as
+    far as that can be told without torch."""
     device = expect_device(config.device)
     if device is not None:
         check_quantization(config, device)
@@ -53,6 +54,7 @@ def check_start(config: EngineConfig) -> None:
         # Without compiled kernels weights are wider; the loader, which knows, counts again.
         stored = weight_dtype(config, model, dtype, device, reads_narrow=True)
         check_memory(config, model.spec, dtype, stored, device, available_memory())
+    return model
 
 
 def describe_model(config: EngineConfig) -> ModelDescription:

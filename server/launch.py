@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -22,9 +21,8 @@ from typing import TYPE_CHECKING, NoReturn
 from windlass.clients.terminal.lines import say
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.client.threads import pin, split_cores
-from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.errors import LoadError
 from windlass.engine.preflight import check_start
-from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
 from windlass.server.display import LoadingDisplay, summary
 from windlass.server.hub import resolve_model
 from windlass.server.memory import keep_startup_objects, return_large_pieces
@@ -82,30 +80,8 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
 
 def check_model(engine: EngineOptions, path: Path) -> None:
     """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line."""
-    check_scalings(engine, path)
-    if CORE_VARIABLE not in os.environ:
-        check_start(engine.to_config(path))
-
-
-def check_scalings(engine: EngineOptions, path: Path) -> None:
-    """Refuse profiles and a --rope-scaling that do not suit the model before it is loaded; raises LoadError, one line.
-
-    A config at fault is the engine's to report.
-    """
-    profiles, scaling = engine.profiles(), engine.parse_rope_scaling()
-    if not profiles and scaling is None:
-        return
-    try:
-        groups = read_rotary_groups(json.loads((path / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError, LoadError):
-        return
-    if any(group.base.inv_freq == () for group in groups):
-        return  # learned frequencies, known once the weights are read
-    check_profiles(profiles, groups)
-    try:
-        apply_scaling(groups, scaling, param="--rope-scaling")
-    except RequestError as error:
-        raise LoadError(error.message) from None
+    if CORE_VARIABLE not in os.environ:  # such a core loads no model
+        check_profiles(engine.profiles(), check_start(engine.to_config(path)).own_groups)
 
 
 def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:

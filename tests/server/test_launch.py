@@ -15,8 +15,6 @@ import pytest
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
-from windlass.server import cli
-
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -149,48 +147,9 @@ def test_a_load_failure_is_one_line_and_exit_code_2(model):
 LISTS = '{"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2]}'
 
 
-LLAMA = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 4}
-WRONG_SCALINGS = [
-    ('{"rope_type": "learned"}', "--rope-scaling.rope_type 'learned' cannot run on this model: use one of default,"),
-    (LISTS, "--rope-scaling.short_factor must hold 16 numbers, one per rotated pair of this model, got 2"),
-    ('{"rope_type": "linear", "factor": 1e-300}', "--rope-scaling.factor gives frequencies outside 0 .. 1e+06"),
-    ('{"sliding_attention": {"rope_type": "linear", "factor": 2}}', "--rope-scaling.sliding_attention: this model has"),
-]
-
-
-def write_model(directory: Path, model: Path) -> None:
-    (directory / "config.json").write_text(json.dumps(LLAMA))
-    (directory / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
-
-
-@pytest.mark.parametrize(("scaling", "says"), WRONG_SCALINGS, ids=lambda value: str(value)[:30])
-def test_a_scaling_the_model_cannot_run_is_refused_before_the_listener_opens(model, tmp_path, scaling, says):
-    write_model(tmp_path, model)
-    with Served(tmp_path, "--rope-scaling", scaling, SCRIPT_LOAD_SECONDS="100") as served:
-        assert served.wait() == 2
-        assert len(served.lines) == 1 and served.lines[0].startswith(f"error: {says}")
-
-
-@pytest.mark.parametrize("command", [["generate", "hi", "--model"], ["bench", "engine"]])
-def test_other_commands_that_load_a_model_refuse_the_same(model, tmp_path, command, capsys):
-    write_model(tmp_path, model)
-    for scaling, says in WRONG_SCALINGS:
-        assert cli.run([*command, str(tmp_path), "--rope-scaling", scaling]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {says}") and error.count("\n") == 1
-    assert cli.run([*command, str(tmp_path), "--rope-profile", f"phi={LISTS}"]) == 2
-    assert capsys.readouterr().err.startswith("error: --rope-profile phi.short_factor must hold 16 numbers")
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_profile_the_model_cannot_run_is_one_line_and_exit_code_2(model, tmp_path, early):
-    """Before the model is loaded where config.json tells enough, else before it is said to serve."""
-    config = {"model_type": "llama", "hidden_size": 128, "num_attention_heads": 4} if early else {}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+def test_a_profile_that_only_the_engine_finds_at_fault_is_one_line_and_exit_code_2(model):
     good = 'long={"rope_type": "yarn", "factor": 4}'
-    arguments = ["--rope-profile", good, "--rope-profile", f"phi={LISTS}"]
-    with Served(tmp_path, *arguments, SCRIPT_LOAD_SECONDS="100" if early else "0") as served:
+    with Served(model, "--rope-profile", good, "--rope-profile", f"phi={LISTS}") as served:
         assert served.wait() == 2
         expected = (
             "error: --rope-profile phi.short_factor must hold 16 numbers, one per rotated pair of this model, got 2"

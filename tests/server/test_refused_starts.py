@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
 
@@ -185,6 +187,32 @@ def test_options_that_do_not_fit_the_machine(case: str) -> None:
     assert all(part in said for part in parts), said
 
 
+LISTS = '{"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2]}'
+SCALINGS = [
+    ('{"rope_type": "learned"}', ".rope_type 'learned' cannot run on this model: use one of default,"),
+    (LISTS, ".short_factor must hold 16 numbers, one per rotated pair of this model, got 2"),
+    ('{"rope_type": "linear", "factor": 1e-300}', ".factor gives frequencies outside 0 .. 1e+06"),
+    ('{"sliding_attention": {"rope_type": "linear", "factor": 2}}', ".sliding_attention: this model has"),
+]
+
+
+@pytest.mark.parametrize(("scaling", "says"), SCALINGS, ids=lambda value: str(value)[:30])
+def test_a_scaling_that_the_model_cannot_run(scaling: str, says: str) -> None:
+    assert refusal("--rope-scaling", scaling).startswith(f"--rope-scaling{says}")
+    assert refusal("--rope-profile", f"x={scaling}").startswith(f"--rope-profile x{says}")
+
+
+def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
+    """They are read from the files, so their number is known; the same of those that are no frequencies."""
+    configure(model, rope_scaling=None, rope_parameters={"rope_type": "learned", "rope_theta": 10_000.0})
+    assert "needs the tensor model.rotary_emb.inv_freq" in refusal(model)
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "model.rotary_emb.inv_freq": torch.rand(16)}, model / "model.safetensors")
+    assert "phi.short_factor must hold 16 numbers" in refusal(model, "--rope-profile", f"phi={LISTS}")
+    save_file({**tensors, "model.rotary_emb.inv_freq": torch.full((16,), torch.nan)}, model / "model.safetensors")
+    assert "tensor model.rotary_emb.inv_freq holds numbers that are no frequencies" in refusal(model)
+
+
 def test_weights_that_do_not_fit_into_memory(model: Path) -> None:
     configure(model, hidden_size=65_536, intermediate_size=262_144, num_hidden_layers=100, num_attention_heads=512)
     said = refusal(model, "--load-format", "dummy", "--dtype", "float32")
@@ -195,6 +223,8 @@ def test_weights_that_do_not_fit_into_memory(model: Path) -> None:
 def test_other_commands_that_load_a_model_refuse_the_same(command: tuple[str, ...], model: Path) -> None:
     configure(model, quantization_config={"quant_method": "gptq"})
     assert refusal(model, command=command).startswith("this checkpoint is quantized (GPTQ)")
+    assert refusal(DEMO, "--rope-scaling", LISTS, command=command).startswith("--rope-scaling.short_factor")
+    assert refusal(DEMO, "--rope-profile", f"x={LISTS}", command=command).startswith("--rope-profile x.short_factor")
 
 
 def test_weights_that_are_not_numbers_end_the_start(model: Path) -> None:
