@@ -10,10 +10,11 @@ import torch
 from windlass import kernels
 from windlass.engine.config import EngineConfig
 from windlass.engine.errors import LoadError
-from windlass.engine.memory import available_memory
+from windlass.engine.memory import available_memory, gib
 from windlass.engine.model import weight_cache
 from windlass.engine.model.checkpoint import weights_digest
 from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.sizes import weight_bytes
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.weights import Progress, load_weights, randomize_weights
 from windlass.engine.preflight import (
@@ -78,8 +79,10 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        size = gib(weight_bytes(model.spec, _TORCH_DTYPES[stored].itemsize, config.quantization))
+        less = ", --quantization int8 or int4" if device.type == "cpu" else ""
         raise LoadError(
-            f"the weights do not fit into memory on {device}: use a smaller model or --dtype bfloat16"
+            f"the weights need {size} of memory, more than {device} gives: use --dtype bfloat16{less} or a smaller model"
         ) from None
     cached = _TORCH_DTYPES[cache_dtype(config, dtype)]
     return LoadedModel(decoder, cached, digest, model.spec.notices + notices, model.own_groups)

@@ -18,7 +18,7 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.memory import available_memory, default_kv_budget, gib
 from windlass.engine.model.checkpoint import TensorHeader, matrix_types, read_headers
 from windlass.engine.model.families import read_spec
-from windlass.engine.model.formats import describe_quantized
+from windlass.engine.model.formats import describe_quantized, describe_tensors
 from windlass.engine.model.sizes import weight_bytes
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
@@ -64,9 +64,9 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     generation_path = directory / "generation_config.json"
     spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
     headers = {} if config.load_format == "dummy" else read_headers(directory)
-    quantized = describe_quantized(hf_config, headers)
-    if quantized is not None:
-        raise LoadError(quantized)
+    fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
+    if fault is not None:
+        raise LoadError(f"{directory}: {fault}")
     own_groups = with_learned_frequencies(spec.rotary_groups, directory)
     try:
         groups = apply_scaling(own_groups, config.rope_scaling, param=_SCALING_OPTION)

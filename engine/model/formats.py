@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,20 @@ def describe_quantized(config: Mapping[str, Any], tensors: Iterable[str] = ()) -
         f"this checkpoint is quantized ({method}), and quantized checkpoints are not read: take the unquantized one of "
         "the same model and start it with --quantization int8 (or int4), which quantizes it while it loads"
     )
+
+
+def describe_tensors(tensors: Collection[str]) -> str | None:
+    """What a checkpoint holds whose tensors are named otherwise than those of a language model; None for one of those."""
+    if not tensors or "model.embed_tokens.weight" in tensors:
+        return None
+    if "embed_tokens.weight" in tensors:
+        return (
+            "these are the weights of a model without its language-model head (an embedding model, for example), which "
+            "writes no text: give the model for text generation that it was made from"
+        )
+    if any("vision" in name or name.startswith("language_model.") for name in tensors):
+        return "these are the weights of a multimodal model, which is not supported: give a language model"
+    return None
 
 
 def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.tiny_models import FAMILIES, make_model
+from safetensors.torch import load_file, save_file
 
 from windlass.engine import memory
 from windlass.engine.cache.plan import bytes_per_token, plan_cache
@@ -31,6 +33,23 @@ GIB = 1 << 30
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
     return describe_model(EngineConfig(model=str(DEMO))).spec
+
+
+@pytest.mark.parametrize(
+    ("rename", "says"),
+    [
+        (lambda name: name.removeprefix("model."), "without its language-model head"),
+        (lambda name: f"language_{name}", "of a multimodal model"),
+        (lambda name: name.replace(".weight", ".qweight"), r"quantized \(GPTQ or AWQ\).*--quantization"),
+        (lambda name: name.replace("norm.weight", "norm.weight_scale_inv"), r"quantized \(FP8\)"),
+    ],
+)
+def test_names_of_tensors_tell_what_they_are(rename: Callable[[str], str], says: str, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    tensors = {rename(name): tensor for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=says):
+        check_start(EngineConfig(model=str(model)))
 
 
 def test_it_needs_no_torch() -> None:
