@@ -15,6 +15,7 @@ from windlass.clients.loadtest.cli.app import add_commands
 from windlass.clients.terminal.options import expands_options, version_option
 from windlass.clients.terminal.run import run_app
 from windlass.engine.errors import EngineError
+from windlass.server.http.options import ConnectionOptions
 from windlass.server.options import (
     EngineOptions,
     LogLevel,
@@ -46,12 +47,16 @@ def program(version: Annotated[bool, version_option(f"windlass {__version__}")] 
 @app.command()
 @expands_options
 def serve(
-    engine: EngineOptions, server: ServerOptions, model: ModelArgument = None, log_level: LogLevel = "info"
+    engine: EngineOptions,
+    server: ServerOptions,
+    connections: ConnectionOptions,
+    model: ModelArgument = None,
+    log_level: LogLevel = "info",
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API."""
     from windlass.server.launch import serve as launch
 
-    return launch(model, engine, server, log_level)
+    return launch(model, engine, server, connections, log_level)
 
 
 @app.command()

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -24,6 +23,10 @@ from windlass.engine.client.threads import pin, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.preflight import check_start
 from windlass.server.display import LoadingDisplay, summary
+from windlass.server.ending import Ending
+from windlass.server.http.descriptors import raise_limit
+from windlass.server.http.options import ConnectionOptions
+from windlass.server.http.settings import ConnectionSettings
 from windlass.server.hub import resolve_model
 from windlass.server.memory import keep_startup_objects, return_large_pieces
 from windlass.server.options import EngineOptions, ServerOptions, check_log_level
@@ -34,16 +37,15 @@ from windlass.server.tokenizer_file import find_tokenizer
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from windlass.server.state import ServerState
+    from windlass.server.http.server import HttpServer
 
 # Private: names the engine core (see windlass.engine.process), so that tests can do without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
 
-ABORT_SECONDS = 5.0  # for streams to pass their error event on after the grace period
-CLOSE_SECONDS = 5  # for connections to close once nothing is in flight
 
-
-def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_level: str) -> int:
+def serve(
+    model: str | None, engine: EngineOptions, server: ServerOptions, connections: ConnectionOptions, log_level: str
+) -> int:
     """Serve until told to stop; returns the process's exit code.
 
     0: stopped by a signal. 1: the engine failed for good. Raises LoadError or RequestError, each one line for the
@@ -57,6 +59,7 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
     engine.to_config(Path())
+    bounds = connections.to_settings().within(raise_limit())
     path = resolve_model(model)
     settings = server.to_settings(model_name(model, path), engine)
     check_model(engine, path)
@@ -73,7 +76,8 @@ def serve(model: str | None, engine: EngineOptions, server: ServerOptions, log_l
                 state.text.wait_loaded()
                 return_large_pieces()
                 keep_startup_objects()
-                return asyncio.run(_run(app, client, listener, server, settings, not_default(engine, server)))
+                http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log)
+                return asyncio.run(_run(app, client, http, _url(listener), settings, not_default(engine, server)))
         finally:
             client.kill()
 
@@ -161,45 +165,37 @@ def _make_app(client: ProcessClient, path: Path, settings: ServerSettings) -> Fa
     return app
 
 
+def _make_server(
+    app: FastAPI, listener: socket.socket, bounds: ConnectionSettings, max_header_bytes: int, access_log: bool
+) -> HttpServer:
+    from windlass.server.http.server import HttpServer  # it brings uvicorn: here for the same reason
+
+    return HttpServer(app, listener, bounds, max_header_bytes=max_header_bytes, access_log=access_log)
+
+
 async def _run(
     app: FastAPI,
     client: ProcessClient,
-    listener: socket.socket,
-    options: ServerOptions,
+    server: HttpServer,
+    url: str,
     settings: ServerSettings,
     shown_options: list[str],
 ) -> int:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        # uvicorn's own handlers close the listener at the first signal, and raise the signal again at the end.
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    config = uvicorn.Config(
-        app,
-        http="h11",  # httptools, where installed, would put no bound on headers
-        ws="none",
-        log_config=None,
-        access_log=options.access_log,
-        server_header=False,
-        timeout_graceful_shutdown=CLOSE_SECONDS,
-        h11_max_incomplete_event_size=settings.max_header_bytes,
-    )
-    server = Server(config)
     stopping = _catch_signals(client)
     loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()
-    http = asyncio.create_task(server.serve(sockets=[listener]), name="http")
-    engine = asyncio.create_task(_follow(client, loading, settings, _url(listener), shown_options), name="engine")
+    http = asyncio.create_task(server.serve(), name="http")
+    engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
+    ending: Ending | None = None
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()
         if stop.done():
-            await _drain(app.state.windlass, settings.grace_seconds)
+            ending = Ending(settings.grace_seconds)
+            ending.insist(client.kill)
+            await ending.drain(app.state.windlass)
             return 0
         if engine.done():
             return engine.result()
@@ -209,10 +205,7 @@ async def _run(
         loading.stop()
         stop.cancel()
         engine.cancel()
-        server.should_exit = True
-        with contextlib.suppress(asyncio.CancelledError, SystemExit):
-            await asyncio.wait({http}, timeout=CLOSE_SECONDS + 2)
-        await client.close()
+        await (ending or Ending()).close(server, http, client)
 
 
 async def _follow(
@@ -244,25 +237,6 @@ def _catch_signals(client: ProcessClient) -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, handle, number)
     return stopping
-
-
-async def _drain(state: ServerState, grace_seconds: float) -> None:
-    """Refuse new work, let running requests finish for a while, then end them with an error."""
-    state.draining = True
-    if state.in_flight:
-        say(f"draining: {state.in_flight} requests have {grace_seconds:g} s to finish; signal again to stop at once")
-    if not await _idle(state, grace_seconds):
-        say(f"the grace period is over: {state.in_flight} requests are aborted")
-        state.abort_all()
-        await _idle(state, ABORT_SECONDS)
-    say("stopped")
-
-
-async def _idle(state: ServerState, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while state.in_flight and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    return not state.in_flight
 
 
 def _url(listener: socket.socket) -> str:

@@ -297,7 +297,7 @@ class ServerOptions:
         return ServerSettings(
             served_model_name=self.served_model_name or model_name,
             api_keys=self._api_keys(),
-            cors_origins=tuple(_split(self.cors_origin)),
+            cors_origins=tuple(split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
             max_response_bytes=_size("--max-response-bytes", self.max_response_bytes),
             default_timeout=self.request_timeout,
@@ -309,7 +309,7 @@ class ServerOptions:
         )
 
     def _api_keys(self) -> tuple[str, ...]:
-        keys = _split(self.api_key)
+        keys = split(self.api_key)
         if self.api_key and not keys:
             raise LoadError("--api-key is empty: give a key, or leave the option out to ask for none")
         if self.api_key_file is not None:
@@ -356,6 +356,6 @@ def _size(name: str, value: str) -> int:
         raise LoadError(f"{name}: {error}") from error
 
 
-def _split(values: list[str]) -> list[str]:
+def split(values: list[str]) -> list[str]:
     """Repeated options and comma-separated lists alike."""
     return [part.strip() for value in values for part in value.split(",") if part.strip()]

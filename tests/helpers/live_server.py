@@ -1,9 +1,10 @@
-"""A real uvicorn with the real app on a loopback port, in a thread, over a scripted engine."""
+"""The real HTTP server with the real app on a loopback port, in a thread, over a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 from helpers.scripted_engine import ScriptedEngine
 from helpers.toy_tokenizers import byte_level
 
 from windlass.server.app import create_app
+from windlass.server.http.connections import Connections
+from windlass.server.http.server import HttpServer
+from windlass.server.http.settings import ConnectionSettings
 from windlass.server.settings import ServerSettings
 from windlass.server.state import ServerState
 from windlass.server.tokenizer import Tokenizer
@@ -45,6 +48,7 @@ class Live:
     tokenizer: Tokenizer
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
+    registry: Connections
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         async def call() -> Any:
@@ -110,24 +114,18 @@ def parse_events(text: str) -> list[Any]:
 
 @contextmanager
 def live_server(
-    engine: ScriptedEngine | None = None, *, template: str | None = TEMPLATE, **settings: Any
+    engine: ScriptedEngine | None = None,
+    *,
+    template: str | None = TEMPLATE,
+    connections: ConnectionSettings | None = None,
+    **settings: Any,
 ) -> Iterator[Live]:
     """Serve until the block ends. `settings` are fields of ServerSettings."""
     engine = engine or ScriptedEngine()
     tokenizer = Tokenizer(byte_level(), SPECIAL_TOKENS, {} if template is None else {"default": template})
     app = create_app(engine, tokenizer, ServerSettings(served_model_name=MODEL, **settings))
-    config = uvicorn.Config(
-        app,
-        host="127.0.0.1",
-        port=0,
-        http="h11",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=2,
-        h11_max_incomplete_event_size=256 * 1024,
-    )
-    server = uvicorn.Server(config)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(app, listener, connections or ConnectionSettings(), max_header_bytes=256 * 1024)
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def main() -> None:
@@ -140,11 +138,11 @@ def live_server(
     while not server.started:
         assert thread.is_alive() and time.monotonic() < end, "the server did not start"
         time.sleep(0.005)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=30) as http:
-            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http)
+            yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry)
     finally:
         server.should_exit = True
         thread.join(10)

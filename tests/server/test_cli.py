@@ -19,6 +19,8 @@ from windlass import __version__
 from windlass.engine.config import EngineConfig
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server import cli, launch
+from windlass.server.http.options import ConnectionOptions
+from windlass.server.http.settings import ConnectionSettings
 from windlass.server.options import EngineOptions, ServerOptions
 
 TESTS = Path(__file__).parents[1]
@@ -136,7 +138,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
         monkeypatch.setenv("WINDLASS_MODEL", "the-model")
         monkeypatch.setenv("WINDLASS_LOG_LEVEL", "debug")
     assert cli.run(arguments) == 0
-    ((model, engine, _, level),) = launched
+    ((model, engine, _, _, level),) = launched
     assert (model, level) == ("the-model", "debug")
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
     # An option added later must be added to the table above too.
@@ -146,12 +148,13 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
 
 def test_defaults_are_the_configurations_own(launched):
     assert cli.run(["serve"]) == 0
-    ((model, engine, server, _),) = launched
+    ((model, engine, server, connections, _),) = launched
     assert model is None
     assert engine.to_config(Path("m")) == EngineConfig(model="m")
     settings = server.to_settings("name")
     assert (settings.served_model_name, settings.api_keys, settings.cors_origins) == ("name", (), ())
     assert server.host == "127.0.0.1"
+    assert connections.to_settings() == ConnectionSettings()
 
 
 def test_server_options(launched, monkeypatch, tmp_path):
@@ -163,7 +166,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
     arguments += ["--grace-period", "2.5", "--request-timeout", "60", "--host", "::1"]
     arguments += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example,https://c.example"]
     assert cli.run(["serve", *arguments]) == 0
-    ((_, _, server, _),) = launched
+    ((_, _, server, _, _),) = launched
     settings = server.to_settings("ignored")
     assert (server.host, server.port) == ("::1", 8123)
     assert settings.api_keys == ("first", "second", "third")
@@ -174,7 +177,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
 
     rotary = ["--rope-policy", "profiles", "--rope-exact", "--rope-profile", f"long={YARN}", "--rope-update", "rotate"]
     assert cli.run(["serve", *rotary, "--rope-scaling", "long"]) == 0
-    _, engine, server, _ = launched[-1]
+    _, engine, server, _, _ = launched[-1]
     settings = server.to_settings("m", engine)
     assert (settings.rope_policy, settings.rope_exact, settings.rope_update) == ("profiles", True, "rotate")
     yarn = RopeScaling.from_dict(json.loads(YARN))
@@ -182,6 +185,24 @@ def test_server_options(launched, monkeypatch, tmp_path):
 
     assert cli.run(["serve", "--api-key", "x", "--api-key", "y"]) == 0  # arguments replace the variable
     assert launched[-1][2].to_settings("m").api_keys == ("x", "y")
+
+
+def test_connection_options(launched, monkeypatch):
+    monkeypatch.setenv("WINDLASS_WRITE_TIMEOUT", "1.5")
+    arguments = ["--max-connections", "300", "--max-connections-per-address", "20", "--header-timeout", "2"]
+    arguments += ["--keep-alive-timeout", "7.5", "--forwarded-allow-ips", "10.0.0.0/8, ::1"]
+    assert cli.run(["serve", *arguments]) == 0
+    settings = launched[-1][3].to_settings()
+    assert (settings.max_connections, settings.max_per_address) == (300, 20)
+    assert (settings.header_seconds, settings.idle_seconds, settings.write_seconds) == (2.0, 7.5, 1.5)
+    trusted = ("10.1.2.3", "::1", "::ffff:10.1.2.3", "127.0.0.1", "::2")
+    assert [settings.trusts(address) for address in trusted] == [True, True, True, False, False]
+    # The limit of open files has the last word.
+    assert (settings.within(228).max_connections, settings.within(228).max_per_address) == (100, 20)
+    assert (settings.within(138).max_connections, settings.within(138).max_per_address) == (10, 10)
+
+    assert cli.run(["serve", "--forwarded-allow-ips", "*"]) == 0
+    assert all(map(launched[-1][3].to_settings().trusts, trusted))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +229,12 @@ def test_server_options(launched, monkeypatch, tmp_path):
         (["--grace-period", "-1"], "--grace-period must not be negative"),
         (["--request-timeout", "0"], "--request-timeout must be more than 0"),
         (["--default-max-tokens", "0"], "--default-max-tokens must be at least 1"),
+        (["--max-connections", "0"], "--max-connections must be at least 1"),
+        (["--max-connections-per-address", "-1"], "--max-connections-per-address must be at least 1"),
+        (["--header-timeout", "0"], "--header-timeout must be more than 0 seconds"),
+        (["--keep-alive-timeout", "inf"], "--keep-alive-timeout must be more than 0 seconds and finite, got inf"),
+        (["--write-timeout", "nan"], "--write-timeout must be more than 0 seconds and finite, got nan"),
+        (["--forwarded-allow-ips", "proxy.local"], "--forwarded-allow-ips proxy.local is no address"),
         (["--log-level", "loud"], "--log-level must be debug, info, warning or error"),
         (["--api-key", " , "], "--api-key is empty"),
         (["--api-key-file", "/no/such/file"], "cannot read --api-key-file"),
@@ -263,7 +290,9 @@ def test_a_key_file_without_keys_does_not_open_the_server(capsys, tmp_path):
 def test_help_names_every_option_and_variable(capsys):
     assert cli.run(["serve", "--help"]) == 0
     text = capsys.readouterr().out
-    for field in [*dataclasses.fields(EngineOptions), *dataclasses.fields(ServerOptions)]:
+    for field in [
+        field for options in (EngineOptions, ServerOptions, ConnectionOptions) for field in dataclasses.fields(options)
+    ]:
         assert f"--{field.name.replace('_', '-')}" in text
         assert f"WINDLASS_{field.name.upper()}" in text
     for command in ("generate", "version", "bench"):

@@ -1,0 +1,89 @@
+"""Accepts connections from a listening socket: turns away those that may not stay, and rests when the system is short.
+
+Knows sockets and asyncio; who may stay is `Connections`' to say, and what a connection does is its protocol's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable
+
+from windlass.server.http.answers import REFUSALS
+from windlass.server.http.connections import Connections
+from windlass.server.http.occasional import Occasional
+from windlass.server.http.protocol import HttpProtocol
+
+ACCEPTS_PER_TURN = 32  # of the event loop: requests in progress wait no longer than these take
+PAUSE_SECONDS = 0.25  # after an error; the listener stays readable, and trying at once would take the whole core
+
+_logger = logging.getLogger("windlass.server")
+
+
+class Acceptor:
+    """Serves `listener` from `start` to `close`, which closes it.
+
+    make_protocol: makes the protocol of a connection that was let in.
+    """
+
+    def __init__(
+        self, listener: socket.socket, connections: Connections, make_protocol: Callable[[], HttpProtocol]
+    ) -> None:
+        self._listener = listener
+        self._connections = connections
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._starting: set[asyncio.Task[None]] = set()
+        self._said = Occasional(_logger, logging.ERROR)
+
+    def start(self) -> None:
+        """Accept from now on; without effect once closed."""
+        self._retry = None
+        if self._listener.fileno() >= 0:
+            self._listener.setblocking(False)
+            self._loop.add_reader(self._listener, self._accept)
+
+    def close(self) -> None:
+        """Accept nothing more. Safe to call twice."""
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connection, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return  # nobody is waiting
+            except OSError as error:
+                self._said.say(f"no connection can be accepted: {error.strerror or error}")
+                self._loop.remove_reader(self._listener)
+                self._retry = self._loop.call_later(PAUSE_SECONDS, self.start)
+                return
+            self._let_in(connection, address[0])
+
+    def _let_in(self, connection: socket.socket, address: str) -> None:
+        connection.setblocking(False)
+        refusal = self._connections.refuse(address)
+        if refusal is not None:
+            with connection, contextlib.suppress(OSError):
+                connection.send(REFUSALS[refusal])
+            return
+        protocol = self._make_protocol()
+        self._connections.add(protocol, address)
+        task = self._loop.create_task(self._connect(connection, protocol))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _connect(self, connection: socket.socket, protocol: HttpProtocol) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: protocol, connection)
+        except OSError:  # it is gone already
+            self._connections.remove(protocol)
+            connection.close()

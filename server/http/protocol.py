@@ -1,0 +1,133 @@
+"""One connection: uvicorn's HTTP/1.1 protocol, which tells `Connections` what it is doing.
+
+Knows uvicorn and asyncio's transports; the rules about who may wait for how long are `Connections`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import socket
+import struct
+import termios
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from windlass.server.http.access_log import AccessLog
+from windlass.server.http.answers import REQUEST_TIMEOUT
+from windlass.server.http.connections import Connections
+
+# The system would take megabytes that a client never reads, and nobody would notice for minutes that it does not.
+UNSENT_BYTES = 64 * 1024
+
+
+class HttpProtocol(H11Protocol):
+    """A `Connection` of `registry`, which it must have been added to."""
+
+    def __init__(self, *args: Any, registry: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._registry = registry
+        self.access_logger = AccessLog(self.access_logger)
+
+    # ---- what asyncio calls ------------------------------------------------------------------------------------------
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        # Not everywhere, and not on a connection that is gone already.
+        with contextlib.suppress(AttributeError, OSError):
+            sock = transport.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        super().connection_made(_CountingTransport(transport, self))  # type: ignore[arg-type]
+        if self not in self._registry:  # it lost its place before it had a transport to close
+            self.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._report()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._registry.remove(self)
+        super().connection_lost(exc)
+
+    # ---- what uvicorn calls ------------------------------------------------------------------------------------------
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._report()
+
+    def shutdown(self) -> None:
+        try:
+            super().shutdown()
+        except h11.LocalProtocolError:  # an answer that failed in its middle
+            self.abort()
+
+    # ---- what `Connections` asks -------------------------------------------------------------------------------------
+    @property
+    def bytes_pending(self) -> int:
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
+
+    @property
+    def bytes_taken(self) -> int:
+        return 0 if self.transport is None else self.transport.taken()  # type: ignore[attr-defined]
+
+    def close_late(self) -> None:
+        """See `Connection`; a request that has begun to come gets a 408."""
+        if self.transport is None:  # let in a moment ago
+            return
+        if self.transport.is_closing():
+            self.abort()
+            return
+        if self._has_begun():
+            self.transport.write(REQUEST_TIMEOUT)
+        self.transport.close()
+
+    def abort(self) -> None:
+        """See `Connection`."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def note_unsent(self) -> None:
+        """The client has not taken all that was written."""
+        self._registry.is_sending(self)
+
+    # ---- the parts ---------------------------------------------------------------------------------------------------
+    def _report(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._registry.is_busy(self)
+        elif self.transport.is_closing():
+            return
+        elif self._has_begun():
+            self._registry.owes_head(self)
+        elif self.cycle is not None:
+            # Also while the rest of a body comes that nobody wants: however it comes, it does not keep the place.
+            self._registry.is_idle(self)
+
+    def _has_begun(self) -> bool:
+        """Whether a request has begun to come whose head is not complete."""
+        return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+
+
+class _CountingTransport:
+    """A transport that counts what is written, and says when the client does not take all of it at once."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._written = 0  # bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self._transport.write(data)
+        if self._transport.get_write_buffer_size():
+            self._protocol.note_unsent()
+
+    def taken(self) -> int:
+        """Bytes that the client's system has confirmed, or, where this one does not tell, that this one has taken."""
+        waiting = 0
+        with contextlib.suppress(OSError):
+            descriptor = self._transport.get_extra_info("socket").fileno()
+            (waiting,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
+        return self._written - self._transport.get_write_buffer_size() - waiting

@@ -1,0 +1,280 @@
+"""Bounds on connections, over real sockets: who is let in, who keeps the server waiting, who is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from helpers.live_server import Live, live_server
+from helpers.raw_client import (
+    Connect,
+    answers_health,
+    connector,
+    crowd,
+    is_open,
+    read_answer,
+    request,
+    until_closed,
+    wait_for,
+)
+
+from windlass.server.http.connections import Connections
+from windlass.server.http.occasional import PAUSE_SECONDS, Occasional
+from windlass.server.http.settings import ConnectionSettings, holder
+
+HEALTH = request("/health")
+LONG = {"prompt": "a", "max_tokens": 50_000_000, "ignore_eos": True}
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    with connector() as connect:
+        yield connect
+
+
+def settings(**given: object) -> ConnectionSettings:
+    return ConnectionSettings(**given)  # type: ignore[arg-type]
+
+
+def with_long_context(live: Live) -> None:
+    assert live.engine.info is not None
+    live.engine.info = replace(live.engine.info, max_model_len=100_000_000)
+
+
+def status_and_error(answer: bytes) -> tuple[int, dict[str, str]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+# ---- requests that do not come -----------------------------------------------------------------------------------------
+def test_a_connection_that_sends_nothing_is_closed_and_half_a_head_gets_408(connect):
+    with live_server(connections=settings(header_seconds=0.3)) as live:
+        silent, half, dripping = (connect(live.url) for _ in range(3))
+        half.sendall(HEALTH[:-2])
+        begin = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            for byte in b"GET /health HTTP/1.1\r\nx-drip: " + b"d" * 1000:
+                dripping.sendall(bytes([byte]))
+                time.sleep(0.02)
+                if not is_open(dripping):
+                    break
+        assert time.monotonic() - begin < 5.0, "bytes that drip in must not buy time"
+        assert until_closed(silent) == b""
+        for connection in (half, dripping):
+            status, error = status_and_error(until_closed(connection))
+            assert (status, error["code"], error["type"]) == (408, "header_timeout", "invalid_request_error")
+
+
+def test_a_further_request_of_a_connection_has_the_same_time(connect):
+    with live_server(connections=settings(header_seconds=0.3, idle_seconds=30.0)) as live:
+        connection = connect(live.url)
+        for _ in range(2):  # resting between requests is another matter
+            connection.sendall(HEALTH)
+            assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+            time.sleep(0.6)
+            assert is_open(connection)
+        connection.sendall(HEALTH[:10])
+        assert until_closed(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_connection_that_rests_is_closed(connect):
+    with live_server(connections=settings(idle_seconds=0.3)) as live:
+        connection = connect(live.url)
+        connection.sendall(HEALTH)
+        assert until_closed(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_nobody_waits_for_does_not_keep_a_connection(connect):
+    with live_server(connections=settings(idle_seconds=0.4)) as live:
+        connection = connect(live.url)
+        connection.sendall(b"POST /no/such/path HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 404 ")
+        begin = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - begin < 5.0:
+                connection.sendall(b"x")
+                time.sleep(0.02)
+        assert time.monotonic() - begin < 5.0
+
+
+# ---- what must not be cut ----------------------------------------------------------------------------------------------
+def test_work_that_takes_longer_than_every_timeout_is_left_alone():
+    bounds = settings(header_seconds=0.2, idle_seconds=0.2, write_seconds=0.2)
+    with live_server(connections=bounds, keep_alive_seconds=0.0) as live:
+        live.engine.first_delay = 1.0
+        assert live.complete(max_tokens=2)["choices"][0]["text"] == "bc"
+        live.engine.delay = 0.5
+        events = live.stream("/v1/completions", {"prompt": "a", "max_tokens": 3})
+        assert events[-1] == "[DONE]" and len(events) > 2
+
+
+def test_a_slow_but_steady_upload_is_taken(connect):
+    bounds = settings(header_seconds=0.2, idle_seconds=0.2, write_seconds=0.2)
+    with live_server(connections=bounds, body_stall_seconds=2.0) as live:
+        connection = connect(live.url)
+        head, _, body = request("/v1/completions", {"prompt": "slow", "max_tokens": 1}).partition(b"\r\n\r\n")
+        connection.sendall(head + b"\r\n\r\n")
+        for byte in body:
+            time.sleep(0.03)
+            connection.sendall(bytes([byte]))
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_pipelined_requests_are_answered_each(connect):
+    with live_server(connections=settings(header_seconds=0.3, idle_seconds=0.3)) as live:
+        connection = connect(live.url)
+        connection.sendall(HEALTH * 3)
+        assert until_closed(connection).count(b"HTTP/1.1 200 ") == 3
+
+
+# ---- places ------------------------------------------------------------------------------------------------------------
+def test_an_address_holds_so_many_connections_and_a_proxy_any_number(connect):
+    with live_server(connections=settings(max_per_address=5)) as live, crowd(live.url, 5, "127.0.0.2") as held:
+        assert all(map(is_open, held))
+        status, error = status_and_error(until_closed(connect(live.url, "127.0.0.2")))
+        assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "too_many_connections")
+        with crowd(live.url, 20, "127.0.0.1") as trusted, crowd(live.url, 5, "127.0.0.3"):
+            assert all(map(is_open, trusted))
+        held.pop().close()
+        wait_for(lambda: answers_health(live.url, "127.0.0.2"))
+
+
+def test_half_open_connections_lock_nobody_out():
+    with live_server(connections=settings(max_connections=20)) as live, crowd(live.url, 60, "127.0.0.1") as held:
+        for _ in range(30):
+            assert answers_health(live.url, "127.0.0.2")
+        wait_for(lambda: not any(map(is_open, held[:40])))  # those that waited longest lost their places
+
+
+def test_resting_connections_lose_their_places_before_anybody_is_refused(connect):
+    with live_server(connections=settings(max_connections=4)) as live:
+        resting = [connect(live.url) for _ in range(4)]
+        for connection in resting:
+            connection.sendall(HEALTH)
+            assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+        assert answers_health(live.url, "127.0.0.2")
+        assert until_closed(resting[0]) == b""
+        assert all(map(is_open, resting[1:]))
+
+
+def test_where_all_are_at_work_the_next_gets_503(connect):
+    with live_server(connections=settings(max_connections=3)) as live:
+        live.engine.first_delay = 30.0
+        busy = [connect(live.url) for _ in range(3)]
+        for connection in busy:
+            connection.sendall(request("/v1/completions", {"prompt": "a"}))
+        wait_for(lambda: live.engine.running == 3)
+        answer = until_closed(connect(live.url))
+        status, error = status_and_error(answer)
+        assert (status, error["code"]) == (503, "too_many_connections") and b"retry-after: 1\r\n" in answer
+        busy.pop().close()
+        wait_for(lambda: answers_health(live.url, "127.0.0.1"))
+        assert all(map(is_open, busy))
+        for connection in busy:
+            connection.close()
+
+
+# ---- clients that do not read ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole answer"])
+def test_a_client_that_never_reads_is_dropped_and_its_request_aborted(connect, stream):
+    with live_server(connections=settings(write_seconds=0.5)) as live:
+        with_long_context(live)
+        connection = connect(live.url, receive_buffer=4096)
+        if stream:
+            connection.sendall(request("/v1/completions", {**LONG, "stream": True}))
+            wait_for(lambda: live.engine.running == 1)
+        else:
+            tokens = {"tokens": [65] * 1_000_000}
+            connection.sendall(request("/detokenize", tokens))
+        wait_for(lambda: len(live.registry) == 0)
+        assert live.engine.running == 0 and live.state.in_flight == 0
+        if stream:
+            assert len(live.engine.aborted) == 1
+            assert 'windlass_request_errors_total{code="client_disconnected"} 1.0' in live.http.get("/metrics").text
+
+
+def test_a_client_that_reads_slowly_is_kept(connect):
+    with live_server(connections=settings(write_seconds=1.0)) as live:
+        with_long_context(live)
+        connection = connect(live.url, receive_buffer=16384)
+        connection.sendall(request("/v1/completions", {**LONG, "stream": True}))
+        end = time.monotonic() + 4.0
+        while time.monotonic() < end:
+            assert len(connection.recv(8192)) > 0
+            time.sleep(0.05)
+        assert live.engine.running == 1
+        connection.close()
+        wait_for(lambda: live.engine.running == 0)
+
+
+# ---- the parts ---------------------------------------------------------------------------------------------------------
+def test_on_whose_account_a_connection_goes():
+    assert holder("10.0.0.1") == "10.0.0.1" == holder("::ffff:10.0.0.1")
+    assert holder("2001:db8::1") == holder("2001:db8::ffff:1") != holder("2001:db8:0:1::1")
+    assert holder("fe80::1%eth0") == "fe80::/64"
+
+
+def test_a_line_is_said_once_a_minute_with_a_count(caplog):
+    now = 100.0
+    said = Occasional(logging.getLogger("occasional"), logging.WARNING, clock=lambda: now)
+    for _ in range(1000):
+        said.say("it happened")
+    now += PAUSE_SECONDS
+    said.say("it happened")
+    assert [record.getMessage() for record in caplog.records] == [
+        "it happened",
+        "it happened (1000 times since this was said last)",
+    ]
+
+
+class Fake:
+    """A connection without a socket."""
+
+    bytes_pending = bytes_taken = 0
+
+    def __init__(self) -> None:
+        self.ends: list[str] = []
+
+    def close_late(self) -> None:
+        self.ends.append("late")
+
+    def abort(self) -> None:
+        self.ends.append("aborted")
+
+
+def test_times_are_counted_from_what_began_last():
+    now = 0.0
+    bounds = settings(header_seconds=10.0, idle_seconds=75.0, write_seconds=60.0)
+    connections = Connections(bounds, clock=lambda: now)
+    one, two = Fake(), Fake()
+    connections.add(one, "a")
+    now = 6.0
+    connections.add(two, "a")
+    now = 10.0
+    connections.sweep()
+    assert (one.ends, two.ends) == (["late"], [])
+    connections.remove(one)
+    connections.is_busy(two)
+    now = 1000.0
+    two.bytes_pending, two.bytes_taken = 5, 100
+    connections.is_sending(two)
+    for _ in range(2):
+        now += 59.0
+        two.bytes_taken += 1
+        connections.sweep()
+    assert two.ends == []
+    now = 1178.0
+    connections.sweep()
+    assert two.ends == ["aborted"]
+    connections.remove(two)
+    connections.is_idle(two)  # said by a connection that was forgotten
+    connections.owes_head(two)
+    now = 2000.0
+    connections.sweep()
+    assert two.ends == ["aborted"] and len(connections) == 0
