@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from windlass.clients.terminal.lines import say
@@ -28,28 +27,32 @@ CLOSE_SECONDS = 5.0  # for what is no generation request, where the grace period
 
 
 class Ending:
-    """The end of a server, from the moment this is made.
+    """The end of a server. Make it in the main thread while the server runs, and `begin` it once.
 
     grace_seconds: how long generation requests may go on.
     """
 
-    def __init__(self, grace_seconds: float = 0.0) -> None:
-        self._grace_ends = time.monotonic() + grace_seconds
+    def __init__(self, client: ProcessClient, grace_seconds: float) -> None:
+        self._client = client
+        self._grace_seconds = grace_seconds
+        self._grace_ends = self._leave_at = 0.0
+        self._insisted = threading.Event()
+        self.begun = False
+        # It waits from the start, since a thread cannot be started safely in a signal handler.
+        threading.Thread(target=self._leave_in_time, name="ending", daemon=True).start()
+
+    def begin(self) -> None:
+        """The time runs from now on. From a signal handler, so that it runs although the event loop is busy."""
+        self.begun = True
+        self._grace_ends = time.monotonic() + self._grace_seconds
         self._leave_at = self._grace_ends + AFTER_GRACE_SECONDS - SPARE_SECONDS
 
-    def insist(self, kill_engine: Callable[[], None]) -> None:
-        """See to it that the process ends in time, with exit code 0, though threads work on what nobody waits for.
+    def insist(self) -> None:
+        """The process shall be gone in time, with exit code 0, though threads work on what nobody waits for any more.
 
         Python joins threads before it ends, and one that is tokenizing a long text cannot be interrupted.
         """
-
-        def leave() -> None:
-            kill_engine()
-            os._exit(0)
-
-        timer = threading.Timer(self._left(), leave)
-        timer.daemon = True
-        timer.start()
+        self._insisted.set()
 
     async def drain(self, state: ServerState) -> None:
         """Refuse new work, let running requests finish for a while, then end them with an error."""
@@ -63,11 +66,11 @@ class Ending:
             await _idle(state, time.monotonic() + ABORT_SECONDS)
         say("stopped")
 
-    async def close(self, server: HttpServer, http: asyncio.Task[None], client: ProcessClient) -> None:
+    async def close(self, server: HttpServer, http: asyncio.Task[None]) -> None:
         """End the HTTP server, which `http` runs, and the engine."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._left()):
-                await asyncio.gather(self._close_http(server, http), client.close())
+                await asyncio.gather(self._close_http(server, http), self._client.close())
 
     async def _close_http(self, server: HttpServer, http: asyncio.Task[None]) -> None:
         await server.stop(min(CLOSE_SECONDS, self._left() - HTTP_SECONDS))
@@ -75,6 +78,12 @@ class Ending:
 
     def _left(self) -> float:
         return max(0.0, self._leave_at - time.monotonic())
+
+    def _leave_in_time(self) -> None:
+        self._insisted.wait()
+        time.sleep(self._left())
+        self._client.kill(reap=False)
+        os._exit(0)
 
 
 async def _idle(state: ServerState, deadline: float) -> bool:

@@ -181,20 +181,18 @@ async def _run(
     settings: ServerSettings,
     shown_options: list[str],
 ) -> int:
-    stopping = _catch_signals(client)
+    ending = Ending(client, settings.grace_seconds)
+    stopping = _catch_signals(client, ending)
     loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()
     http = asyncio.create_task(server.serve(), name="http")
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
-    ending: Ending | None = None
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()
         if stop.done():
-            ending = Ending(settings.grace_seconds)
-            ending.insist(client.kill)
             await ending.drain(app.state.windlass)
             return 0
         if engine.done():
@@ -205,7 +203,9 @@ async def _run(
         loading.stop()
         stop.cancel()
         engine.cancel()
-        await (ending or Ending()).close(server, http, client)
+        if not ending.begun:
+            ending.begin()
+        await ending.close(server, http)
 
 
 async def _follow(
@@ -222,20 +222,25 @@ async def _follow(
     return 1
 
 
-def _catch_signals(client: ProcessClient) -> asyncio.Event:
-    """An event set by the first SIGINT or SIGTERM; the second ends both processes at once."""
+def _catch_signals(client: ProcessClient, ending: Ending) -> asyncio.Event:
+    """An event set by the first SIGINT or SIGTERM; the second ends both processes at once.
+
+    These are not the event loop's own handlers: what a client asked for may keep the loop busy for a while.
+    """
+    loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
 
-    def handle(signum: int) -> None:
-        if not stopping.is_set():
-            stopping.set()
-            return
-        say("stopped at once")
-        client.kill()
-        os._exit(128 + signum)
+    def handle(signum: int, frame: object) -> None:
+        if ending.begun:
+            os.write(sys.stderr.fileno(), b"stopped at once\n")  # print could have been interrupted by this signal
+            client.kill()
+            os._exit(128 + signum)
+        ending.begin()
+        ending.insist()
+        loop.call_soon_threadsafe(stopping.set)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, handle, number)
+        signal.signal(number, handle)
     return stopping
 
 

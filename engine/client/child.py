@@ -45,9 +45,11 @@ class ChildProcess:
     def ended(self) -> bool:
         return self.process.poll() is not None
 
-    def kill(self) -> None:
-        """End it now, whatever it does, and reap it."""
+    def kill(self, *, reap: bool = True) -> None:
+        """End it now, whatever it does. reap: wait, for seconds at most, until the system has done so."""
         self.process.kill()
+        if not reap:
+            return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
 

@@ -178,10 +178,10 @@ class ProcessClient:
             await self._state_changed.wait()
         return self._state
 
-    def kill(self) -> None:
-        """End the child at once, without a goodbye. Needs no event loop."""
+    def kill(self, *, reap: bool = True) -> None:
+        """End the child at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
         if self._child is not None:
-            self._child.kill()
+            self._child.kill(reap=reap)
             if self._writer is None:  # else the transport owns the socket
                 self._child.socket.close()
 

@@ -59,8 +59,9 @@ class Connections:
         self._clock = clock
         self._holders: dict[Connection, str] = {}
         self._held: Counter[str] = Counter()
-        self._owing: dict[Connection, float] = {}
+        self._owing: dict[Connection, float] = {}  # since when
         self._idle: dict[Connection, float] = {}
+        self._waiting_of: dict[str, dict[Connection, None]] = {}  # both kinds, by holder
         self._sending: dict[Connection, tuple[int, float]] = {}  # bytes taken, and when that was seen first
         self._said = {reason: Occasional(_logger, logging.WARNING, clock=clock) for reason in Refusal}
         self._said_evicted = Occasional(_logger, logging.WARNING, clock=clock)
@@ -82,8 +83,9 @@ class Connections:
     def refuse(self, address: str) -> Refusal | None:
         """Why nobody more may come from this address, None if a connection may: `add` it then.
 
-        Where all places are taken, whoever has owed the head of a request for longest loses its place to the
-        newcomer, or else whoever has been idle for longest: half-open connections never lock others out.
+        Where all places are taken, one that waits loses its place to the newcomer, so half-open connections never lock
+        others out: the oldest of the newcomer's own, so that a flood from one address washes away itself; else whoever
+        has owed the head of a request for longest; else whoever has been idle for longest.
         """
         if self._held[holder(address)] >= self._settings.max_per_address and not self._settings.trusts(address):
             self._said[Refusal.ADDRESS_FULL].say(
@@ -93,56 +95,62 @@ class Connections:
             return Refusal.ADDRESS_FULL
         if len(self._holders) < self._settings.max_connections:
             return None
-        loser = next(iter(self._owing), None) or next(iter(self._idle), None)
-        if loser is None:
-            self._said[Refusal.SERVER_FULL].say(
-                f"all of {self._settings.max_connections} connections are at work (--max-connections): "
-                "another was refused"
-            )
-            return Refusal.SERVER_FULL
-        self._said_evicted.say(
-            f"{self._settings.max_connections} connections are open (--max-connections): the one that waited longest "
-            "without a request was closed for another"
+        for waiting in (self._waiting_of.get(holder(address), {}), self._owing, self._idle):
+            for loser in waiting:
+                self._said_evicted.say(
+                    f"{self._settings.max_connections} connections are open (--max-connections): one that waited without "
+                    "a request was closed for another"
+                )
+                self.remove(loser)
+                loser.abort()
+                return None
+        self._said[Refusal.SERVER_FULL].say(
+            f"all of {self._settings.max_connections} connections are at work (--max-connections): another was refused"
         )
-        self.remove(loser)
-        loser.abort()
-        return None
+        return Refusal.SERVER_FULL
 
     def add(self, connection: Connection, address: str) -> None:
         """Count a connection from now on; it owes the head of its first request."""
         self._holders[connection] = holder(address)
         self._held[self._holders[connection]] += 1
-        self._owing[connection] = self._clock()
+        self.owes_head(connection)
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection; unknown ones are ignored."""
-        of = self._holders.pop(connection, None)
-        if of is None:
+        if connection not in self._holders:
             return
+        self.is_busy(connection)
+        self._sending.pop(connection, None)
+        of = self._holders.pop(connection)
         self._held[of] -= 1
         if self._held[of] == 0:
             del self._held[of]
-        self._owing.pop(connection, None)
-        self._idle.pop(connection, None)
-        self._sending.pop(connection, None)
 
     # ---- what each is doing ------------------------------------------------------------------------------------------
     def owes_head(self, connection: Connection) -> None:
-        """A further request has begun to come; saying it again changes nothing."""
-        self._idle.pop(connection, None)
-        if connection in self._holders and connection not in self._owing:
-            self._owing[connection] = self._clock()
+        """A request may begin, or has begun, to come; saying it again changes nothing."""
+        self._wait(connection, self._owing)
 
     def is_idle(self, connection: Connection) -> None:
         """It has had its answer; saying it again changes nothing."""
-        self._owing.pop(connection, None)
-        if connection in self._holders and connection not in self._idle:
-            self._idle[connection] = self._clock()
+        self._wait(connection, self._idle)
 
     def is_busy(self, connection: Connection) -> None:
         """The head of its request is there: what follows has bounds of its own."""
-        self._owing.pop(connection, None)
-        self._idle.pop(connection, None)
+        for waiting in (self._owing, self._idle):
+            waiting.pop(connection, None)
+        of = self._holders.get(connection, "")
+        own = self._waiting_of.get(of, {})
+        own.pop(connection, None)
+        if not own:
+            self._waiting_of.pop(of, None)
+
+    def _wait(self, connection: Connection, waiting: dict[Connection, float]) -> None:
+        if connection not in self._holders or connection in waiting:
+            return
+        self.is_busy(connection)
+        waiting[connection] = self._clock()
+        self._waiting_of.setdefault(self._holders[connection], {})[connection] = None
 
     def is_sending(self, connection: Connection) -> None:
         """Something waits to be taken by the client."""

@@ -248,6 +248,20 @@ class Fake:
         self.ends.append("aborted")
 
 
+def test_a_flood_from_one_address_washes_away_itself_only():
+    connections = Connections(settings(max_connections=3))
+    quiet, busy, flood = Fake(), Fake(), [Fake() for _ in range(5)]
+    connections.add(quiet, "10.0.0.1")  # the oldest of all
+    connections.add(busy, "10.0.0.3")
+    connections.is_busy(busy)
+    for connection in flood:
+        assert connections.refuse("10.0.0.2") is None
+        connections.add(connection, "10.0.0.2")
+    assert [fake.ends for fake in (quiet, busy, *flood)] == [[], [], *[["aborted"]] * 4, []]
+    assert connections.refuse("10.0.0.3") is None  # with nothing of its own that waits
+    assert quiet.ends == ["aborted"] and len(connections) == 2
+
+
 def test_times_are_counted_from_what_began_last():
     now = 0.0
     bounds = settings(header_seconds=10.0, idle_seconds=75.0, write_seconds=60.0)
