@@ -128,7 +128,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)  # from here on clients may connect: they are answered once the app is there
+        # From here on clients may connect, and are answered once the app is there. The system cuts the number to its own.
+        listener.listen(65535)
         listener.set_inheritable(False)
     except OSError as error:
         listener.close()

@@ -6,14 +6,14 @@ import contextlib
 import json
 import resource
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from helpers.raw_client import Connect, answers_health, connect, connector, is_open, request, until_closed, wait_for
+from helpers.crowd import Crowd
+from helpers.raw_client import Connect, answers_health, connector, request, until_closed, wait_for
 from helpers.real_server import serve
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
@@ -49,43 +49,6 @@ def soft_limit_of_files(count: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-class Crowd:
-    """Holds so many connections from one address, idle and half open by turns, and replaces each that is closed."""
-
-    def __init__(self, url: str, count: int, source: str) -> None:
-        self.opened = 0
-        self._given = (url, count, source)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        url, count, source = self._given
-        with contextlib.ExitStack() as held:
-            open_ones = []
-            while not self._stopped.is_set():
-                while len(open_ones) < count and not self._stopped.is_set():
-                    connection = held.enter_context(connect(url, source))
-                    self.opened += 1
-                    if self.opened % 2:
-                        with contextlib.suppress(ConnectionError):
-                            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-padding: ")
-                    open_ones.append(connection)
-                for connection in open_ones:
-                    if not is_open(connection):
-                        connection.close()
-                open_ones = [connection for connection in open_ones if connection.fileno() >= 0]
-                self._stopped.wait(0.02)
-
-    def __enter__(self) -> Crowd:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stopped.set()
-        self._thread.join(20.0)
-        assert not self._thread.is_alive()
-
-
 def slowest_health(url: str, seconds: float) -> float:
     """The longest that /health took from 127.0.0.1, asked on new connections for so long; each must be a 200."""
     slowest, end = 0.0, time.monotonic() + seconds
@@ -110,16 +73,16 @@ def test_a_crowd_that_sends_nothing_locks_nobody_out(model, options):
     with Served(model, "--header-timeout", "1", *options) as served:
         url = served.wait_ready()
         with Crowd(url, 300, "127.0.0.2") as crowd:
-            wait_for(lambda: crowd.opened >= 300)
+            wait_for(lambda: crowd.opened >= 300, 30.0)
             assert slowest_health(url, 2.0) < 2.0
         assert len(served.errors) < 4000 and "Traceback" not in served.errors
 
 
 @pytest.mark.soak
 def test_five_thousand_connections_that_send_nothing(model):
-    with soft_limit_of_files(1024):  # as most systems set it; the server raises it
+    with soft_limit_of_files(1024):  # as most systems set it
         served = Served(model)
-    with served, soft_limit_of_files(8192):
+    with served:
         url = served.wait_ready()
         assert slowest_health(url, 1.0) < 0.5
         with Crowd(url, 5000, "127.0.0.2") as crowd:
@@ -132,10 +95,10 @@ def test_five_thousand_connections_that_send_nothing(model):
 def test_five_thousand_connections_where_no_address_is_bounded(model):
     with soft_limit_of_files(1024):
         served = Served(model, "--max-connections-per-address", "100000", "--max-connections", "2000")
-    with served, soft_limit_of_files(8192):
+    with served:
         url = served.wait_ready()
         with Crowd(url, 5000, "127.0.0.2") as crowd:
-            assert slowest_health(url, 30.0) < 0.5
+            assert slowest_health(url, 30.0) < 2.0
             assert crowd.opened >= 5000
         assert len(served.errors) < 4000 and "Traceback" not in served.errors
 
