@@ -55,6 +55,12 @@ class HttpProtocol(H11Protocol):
         super().on_response_complete()
         self._report()
 
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # what follows an answer, as the rest of a body does, cannot be answered again
+            self.transport.close()
+
     def shutdown(self) -> None:
         try:
             super().shutdown()

@@ -103,6 +103,16 @@ def test_a_body_that_nobody_waits_for_does_not_keep_a_connection(connect):
         assert time.monotonic() - begin < 5.0
 
 
+def test_a_body_that_turns_bad_after_its_answer_is_no_defect(connect, caplog):
+    with live_server() as live:
+        connection = connect(live.url)
+        connection.sendall(b"POST /no/such/path HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert read_answer(connection).startswith(b"HTTP/1.1 404 ")
+        connection.sendall(b"no length of a chunk\r\n")
+        assert until_closed(connection) == b""
+    assert all(record.exc_info is None for record in caplog.records)
+
+
 # ---- what must not be cut ----------------------------------------------------------------------------------------------
 def test_work_that_takes_longer_than_every_timeout_is_left_alone():
     bounds = settings(header_seconds=0.2, idle_seconds=0.2, write_seconds=0.2)
