@@ -73,10 +73,10 @@ def serve(
         try:
             app = _make_app(client, path, settings)
             with contextlib.closing(app.state.windlass) as state:
+                http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log)
                 state.text.wait_loaded()
                 return_large_pieces()
                 keep_startup_objects()
-                http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log)
                 return asyncio.run(_run(app, client, http, _url(listener), settings, not_default(engine, server)))
         finally:
             client.kill()
@@ -233,7 +233,7 @@ def _catch_signals(client: ProcessClient, ending: Ending) -> asyncio.Event:
 
     def handle(signum: int, frame: object) -> None:
         if ending.begun:
-            os.write(sys.stderr.fileno(), b"stopped at once\n")  # print could have been interrupted by this signal
+            os.write(2, b"stopped at once\n")  # print could have been interrupted by this signal
             client.kill()
             os._exit(128 + signum)
         ending.begin()
