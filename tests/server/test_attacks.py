@@ -173,6 +173,8 @@ def test_sigterm_ends_in_time_whatever_clients_do(model, dial):
         dial(url)
         dial(url).sendall(b"GET /hea")
         dial(url).sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        for _ in range(4):
+            dial(url).sendall(request("/tokenize", {"prompt": "word " * 400_000}))
         time.sleep(0.5)
         begin = time.monotonic()
         served.signal(signal.SIGTERM)
@@ -181,7 +183,7 @@ def test_sigterm_ends_in_time_whatever_clients_do(model, dial):
         assert "Traceback" not in served.errors
 
 
-def test_sigterm_ends_in_time_though_a_thread_cannot_be_interrupted(model, tmp_path, dial):
+def test_sigterm_ends_in_time_though_a_template_runs_on(model, tmp_path, dial):
     loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
