@@ -158,7 +158,7 @@ def test_a_reader_that_never_reads_frees_its_blocks_and_delays_no_shutdown(dial)
         begin = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
-        assert time.monotonic() - begin < 0.5 + 2.0
+        assert time.monotonic() - begin < 0.5 + 2.0, server.log.read_text()
         assert "Traceback" not in server.log.read_text()
 
 
@@ -179,8 +179,8 @@ def test_sigterm_ends_in_time_whatever_clients_do(model, dial):
         begin = time.monotonic()
         served.signal(signal.SIGTERM)
         assert served.wait(20.0) == 0
-        assert time.monotonic() - begin < 0.5 + 2.0
-        assert "Traceback" not in served.errors
+        assert time.monotonic() - begin < 0.5 + 2.0, served.errors
+        assert "Traceback" not in served.errors, served.errors
 
 
 def test_sigterm_ends_in_time_though_a_template_runs_on(model, tmp_path, dial):
@@ -196,7 +196,7 @@ def test_sigterm_ends_in_time_though_a_template_runs_on(model, tmp_path, dial):
         served.signal(signal.SIGTERM)
         assert served.wait(20.0) == 0
         assert time.monotonic() - begin < 0.2 + 2.0
-        assert "Traceback" not in served.errors
+        assert "Traceback" not in served.errors, served.errors
 
 
 # ---- what must not be written down -------------------------------------------------------------------------------------
