@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from windlass.server.errors import ApiError, from_exception, internal_error
 from windlass.server.request_id import direct_send, request_id
-from windlass.server.slices import send_whole
+from windlass.server.slices import SLICE, send_whole
 from windlass.server.state import ServerState
 
 DONE = b"data: [DONE]\n\n"
@@ -88,7 +88,9 @@ class Exchange(Response):
         self._sending = True
         if not self._streaming:
             await self._start_stream()
-        await self._send_direct({"type": "http.response.body", "body": events, "more_body": True})
+        for start in range(0, len(events), SLICE):  # one, but for the log-probabilities of a long prompt
+            part = events[start : start + SLICE]
+            await self._send_direct({"type": "http.response.body", "body": part, "more_body": True})
         self._sending = False
 
     async def finish(self, events: bytes = b"") -> None:
