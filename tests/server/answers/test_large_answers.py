@@ -138,7 +138,7 @@ def test_the_largest_answer_holds_nobody_up(stream: bool) -> None:
     with serve() as server:
         found, size = attack(server, 180, stream)
         print(size, found.gaps[:3], found.health[:3])
-        assert size > 50 * MIB
+        assert size > 45 * MIB
         assert not found.bad
         assert found.worst_health <= 0.25
         # The engine's own steps are part of a gap: log-probabilities of 2,048 tokens with 20 alternatives.
