@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -54,20 +55,22 @@ def test_no_more_run_at_once_than_its_width() -> None:
 
 def test_what_waits_is_bounded_by_its_size() -> None:
     async def main() -> None:
-        lane = Lane(1, 10)
+        lane = Lane(1, 20)
 
-        async def wait(size: int) -> None:
-            async with lane.turn("a", size):
+        async def wait(size: int, caller: str = "a") -> None:
+            async with lane.turn(caller, size):
                 pass
 
         async with lane.turn("a", 1_000_000):  # what runs does not wait
             waiting = asyncio.create_task(wait(8))
             await asyncio.sleep(0)
             with pytest.raises(LaneFullError):
-                await wait(3)
-            more = asyncio.create_task(wait(2))
+                await wait(3)  # of one caller no more than half
+            more = [asyncio.create_task(wait(2)), asyncio.create_task(wait(9, "b"))]
             await asyncio.sleep(0)
-        await asyncio.gather(waiting, more)
+            with pytest.raises(LaneFullError):
+                await wait(2, "c")
+        await asyncio.gather(waiting, *more)
         async with lane.turn("a", 1):  # nothing is counted as waiting any more
             last = asyncio.create_task(wait(10))
             await asyncio.sleep(0)
@@ -77,7 +80,8 @@ def test_what_waits_is_bounded_by_its_size() -> None:
     asyncio.run(main())
 
 
-def test_a_cancelled_wait_leaves_the_place_to_others() -> None:
+@pytest.mark.parametrize("moment", ["waiting", "before the place is passed on", "after it was passed on"])
+def test_a_cancelled_wait_leaves_the_place_to_others(moment: str) -> None:
     async def main() -> None:
         lane = Lane(1, 1000)
         done: list[str] = []
@@ -86,19 +90,54 @@ def test_a_cancelled_wait_leaves_the_place_to_others() -> None:
             async with lane.turn(caller, 1):
                 done.append(caller)
 
-        for moment in ("waiting", "granted"):
-            async with lane.turn("first", 1):
-                dropped = asyncio.create_task(job("dropped"))
-                kept = asyncio.create_task(job("kept"))
+        async with lane.turn("first", 1):
+            dropped = [asyncio.create_task(job("dropped")) for _ in range(3)]
+            kept = asyncio.create_task(job("kept"))
+            await asyncio.sleep(0)
+            if moment != "after it was passed on":
+                for task in dropped:
+                    task.cancel()
+            if moment == "waiting":
                 await asyncio.sleep(0)
-                if moment == "waiting":
-                    dropped.cancel()
-                    await asyncio.sleep(0)
-            if moment == "granted":
-                dropped.cancel()  # in the very moment in which it was given the place
-            await asyncio.wait_for(kept, 1)
-            assert dropped.cancelled() or (await asyncio.gather(dropped, return_exceptions=True))
-        assert done.count("kept") == 2
-        await asyncio.wait_for(job("after"), 1)
+        if moment == "after it was passed on":
+            for task in dropped:
+                task.cancel()
+        await asyncio.wait_for(kept, 1)
+        await asyncio.gather(*dropped, return_exceptions=True)
+        assert all(task.cancelled() for task in dropped)
+        assert done == ["kept"]
+        await asyncio.wait_for(job("after"), 1)  # the place is free again
 
     asyncio.run(main())
+
+
+def test_any_order_of_cancelling_and_finishing_keeps_the_width() -> None:
+    async def main(seed: int) -> None:
+        draw = random.Random(seed)
+        lane, running, most = Lane(2, 1000), 0, 0
+
+        async def job(caller: str) -> None:
+            nonlocal running, most
+            async with lane.turn(caller, 1):
+                running += 1
+                most = max(most, running)
+                try:
+                    for _ in range(draw.randrange(3)):
+                        await asyncio.sleep(0)
+                finally:
+                    running -= 1
+
+        tasks: list[asyncio.Task[None]] = []
+        for _ in range(60):
+            tasks.append(asyncio.create_task(job(draw.choice("abc"))))
+            if draw.random() < 0.6:
+                draw.choice(tasks).cancel()
+            if draw.random() < 0.5:
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert most <= 2 and running == 0
+        async with lane.turn("x", 1), lane.turn("y", 1):  # both places are there
+            pass
+
+    for seed in range(50):
+        asyncio.run(asyncio.wait_for(main(seed), 10))
