@@ -42,12 +42,14 @@ class Plan:
     """A request ready to run: one engine request per prompt, `samples` outputs each.
 
     rotary_plans: how each of the requests rotates, for samples that end before the engine tells.
+    answer_bytes: how large the answer may become, as estimated.
     window: prompts that are on the engine at once; the others wait here and do not fill the engine's queue.
     """
 
     prompts: list[Prompt]
     requests: list[EngineRequest]
     rotary_plans: list[RotaryPlan]
+    answer_bytes: int
     samples: int
     text: TextOptions
     window: int = 64
@@ -216,8 +218,15 @@ class Generation:
             except Exception as error:
                 await queue.put(error)
 
-        workers = [asyncio.create_task(work()) for _ in range(min(plan.window, len(plan.requests)))]
-        running = len(workers)
+        workers: list[asyncio.Task[None]] = []
+        running = count = min(plan.window, len(plan.requests))
+
+        async def start() -> None:
+            for _ in range(count):
+                workers.append(asyncio.create_task(work()))
+                await asyncio.sleep(0)  # handing requests over takes a while where they bear long lists
+
+        starting = asyncio.create_task(start())
         try:
             while running:
                 item = await queue.get()
@@ -228,9 +237,9 @@ class Generation:
                 else:
                     yield item
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            for task in (starting, *workers):
+                task.cancel()
+            await asyncio.gather(starting, *workers, return_exceptions=True)
 
 
 async def _prompt_first(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:

@@ -120,9 +120,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises LoadError that says what to do about an address that cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # The protocol is named because asyncio turns Nagle's algorithm off only where it is: a stream's first token
-        # would wait for the acknowledgement of its headers, 40 ms.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise LoadError(f"--host {host} is no address of this machine ({error.strerror or error})") from error
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.request import EngineRequest, ModelInfo, SamplingParams
-from windlass.server.answers.base import AnswerOptions, AnswerWriter
+from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions, AnswerWriter
 from windlass.server.answers.size import estimate_bytes
 from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.generation import Generation, Plan, Tally, TextOptions
@@ -135,7 +135,8 @@ async def run(
     if streaming:
         await exchange.finish(writer.last_event())
     else:
-        await exchange.send_json(await state.text.on_thread(writer.pieces) if writer.large else writer.pieces())
+        large = max(plan.answer_bytes, writer.size) > LARGE_ANSWER
+        await exchange.send_json(await state.text.on_thread(writer.pieces) if large else writer.pieces())
 
 
 async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
@@ -164,11 +165,11 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
             )
         )
         rotary_plans.append(rotation.plan(len(prompt.token_ids) + max_tokens))
-    _refuse_large(job, requests)
     return Plan(
         prompts=prompts,
         requests=requests,
         rotary_plans=rotary_plans,
+        answer_bytes=_answer_bytes(job, requests),
         samples=sampling.n,
         text=TextOptions(
             stop=tuple(body.stop or ()),
@@ -180,12 +181,13 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
     )
 
 
-def _refuse_large(job: Job, requests: Sequence[EngineRequest]) -> None:
-    """Raise ApiError where the answer could become larger than it may."""
+def _answer_bytes(job: Job, requests: Sequence[EngineRequest]) -> int:
+    """How large the answer may become; raises ApiError where that is too much."""
     lengths = ((len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests)
     size = estimate_bytes(job.options, lengths, chat=job.chat, echo=job.echo, stream=bool(job.body.stream))
     if size > job.options.max_bytes:
         raise answer_too_large(size, job.options.max_bytes)
+    return size
 
 
 def envelope(prefix: str, kind: str, job: Job) -> dict[str, Any]:

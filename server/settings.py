@@ -22,7 +22,8 @@ class ServerSettings:
     default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
     keep_alive_seconds: silence on a stream after which a comment line is sent (0: never).
     grace_seconds: how long running streams may go on once draining has begun.
-    max_response_bytes: largest answer that is not streamed, estimated before it is generated.
+    max_response_bytes: largest answer that is not streamed, and the most that a stream keeps of its prompts for its first
+    events; both are estimated before anything is generated.
     max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
     default_timeout: deadline of a request that names none; None means no deadline.
     body_stall_seconds: how long a client may pause while it sends its body.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ITEMS_AT_ONCE = 256  # tokens with log-probabilities that are written in one go
-LARGE_ANSWER = 256 * 1024  # bytes
+LARGE_ANSWER = 256 * 1024  # bytes from which writing it would hold up the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,20 +181,13 @@ class AnswerWriter(ABC):
     def add(self, delta: Delta) -> None:
         """Keep what a delta brings until `answer`. Raises ApiError where the answer becomes too large."""
         self.results.setdefault(delta.choice, Result()).add(delta)
-        self.size += len(delta.text)
+        self.grow(len(delta.text))
         if self.options.logprobs is not None:
-            self.size += self.keep_logprobs(delta)
-        if self.size > self.options.max_bytes:
-            raise answer_too_large(self.size, self.options.max_bytes, grown=True)
+            self.grow(self.keep_logprobs(delta))
 
     def pieces(self) -> list[bytes]:
         """The answer's JSON once every choice has finished. Slow for large ones: call it beside the event loop then."""
         return list(encode_pieces(self.answer()))
-
-    @property
-    def large(self) -> bool:
-        """Whether `pieces` would hold up the event loop."""
-        return self.size > LARGE_ANSWER
 
     def answer(self) -> dict[str, Any]:
         """The answer as an object; long lists in it are `JsonList`."""
@@ -212,6 +205,12 @@ class AnswerWriter(ABC):
         rotary = _place_reports(choices, reports)
         return {**self.envelope, "choices": choices, **self.extras(), **rotary, "usage": self.tally.usage()}
 
+    def grow(self, size: int) -> None:
+        """Count bytes that are kept. Raises ApiError where they become too many."""
+        self.size += size
+        if self.size > self.options.max_bytes:
+            raise answer_too_large(self.size, self.options.max_bytes, grown=True)
+
     # ---- prompts -----------------------------------------------------------------------------------------------------
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
         """Lay out a prompt's log-probabilities. Slow for long prompts: call it beside the event loop."""
@@ -219,7 +218,7 @@ class AnswerWriter(ABC):
             found = self.prompt_objects[prompt_index] = JsonList()
             for piece in in_pieces(entries):
                 found.extend(prompt_logprobs_object(self.tokenizer, piece, self.options.prompt_logprobs))
-            self.size += found.size
+            self.grow(found.size)
 
 
 def in_pieces(items: Sequence[T]) -> Iterator[Sequence[T]]:

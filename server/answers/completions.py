@@ -53,7 +53,7 @@ class CompletionWriter(AnswerWriter):
             echo.logprobs = _empty_lists()
             pairs = list(zip(self.prompts[prompt_index].token_ids, entries, strict=True))
             for piece in in_pieces(pairs):
-                self.size += _extend(echo.logprobs, layout.layout(*zip(*piece, strict=True)))
+                self.grow(_extend(echo.logprobs, layout.layout(*zip(*piece, strict=True))))
             echo.end = layout.position
 
     def begin(self, choice: int) -> bytes:

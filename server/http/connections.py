@@ -97,6 +97,8 @@ class Connections:
             return None
         for waiting in (self._waiting_of.get(holder(address), {}), self._owing, self._idle):
             for loser in waiting:
+                if loser.bytes_pending:  # the last of its answer is still on the way
+                    continue
                 self._said_evicted.say(
                     f"{self._settings.max_connections} connections are open (--max-connections): one that waited without "
                     "a request was closed for another"

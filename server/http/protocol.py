@@ -19,24 +19,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from windlass.server.http.access_log import AccessLog
 from windlass.server.http.answers import REQUEST_TIMEOUT
 from windlass.server.http.connections import Connections
+from windlass.server.http.occasional import Occasional
+from windlass.server.http.warnings_log import WarningsLog
 
 # The system would take megabytes that a client never reads, and nobody would notice for minutes that it does not.
 UNSENT_BYTES = 64 * 1024
 
 
 class HttpProtocol(H11Protocol):
-    """A `Connection` of `registry`, which it must have been added to."""
+    """A `Connection` of `registry`, which it must have been added to. warned: what uvicorn warns of."""
 
-    def __init__(self, *args: Any, registry: Connections, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, registry: Connections, warned: Occasional, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._registry = registry
+        self.logger = WarningsLog(self.logger, warned)
         self.access_logger = AccessLog(self.access_logger)
 
     # ---- what asyncio calls ------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:
+        sock = transport.get_extra_info("socket")
         # Not everywhere, and not on a connection that is gone already.
         with contextlib.suppress(AttributeError, OSError):
-            sock = transport.get_extra_info("socket")
+            # Else what follows a response's headers waits 40 ms for their acknowledgement. asyncio does it by itself only
+            # where the listener was made for TCP by name.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         super().connection_made(_CountingTransport(transport, self))  # type: ignore[arg-type]
         if self not in self._registry:  # it lost its place before it had a transport to close
@@ -60,6 +66,9 @@ class HttpProtocol(H11Protocol):
             super().send_400_response(msg)
         else:  # what follows an answer, as the rest of a body does, cannot be answered again
             self.transport.close()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        self.logger.warning("A client asked for an upgrade to another protocol; it was answered in HTTP/1.1.")
 
     def shutdown(self) -> None:
         try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -16,11 +17,14 @@ import uvicorn
 
 from windlass.server.http.acceptor import Acceptor
 from windlass.server.http.connections import Connections
+from windlass.server.http.occasional import Occasional
 from windlass.server.http.protocol import HttpProtocol
 from windlass.server.http.settings import ConnectionSettings
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
+
+_logger = logging.getLogger("windlass.server")
 
 TASK_SECONDS = 1  # for requests to notice that their connection is gone
 
@@ -54,6 +58,7 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self.registry = Connections(settings)
+        self._warned = Occasional(_logger, logging.WARNING)
         self._listener = listener
         self._acceptor: Acceptor | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -96,7 +101,7 @@ class HttpServer(uvicorn.Server):
             "server_state": self.server_state,
             "app_state": self.lifespan.state,
         }
-        return HttpProtocol(**arguments, registry=self.registry)
+        return HttpProtocol(**arguments, registry=self.registry, warned=self._warned)
 
     def _sweep(self) -> None:
         self._sweeper = asyncio.get_running_loop().call_later(self.registry.sweep_seconds, self._sweep)

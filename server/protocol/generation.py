@@ -110,7 +110,7 @@ class GenerationRequest(StrictModel):
         Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=1024, fail_fast=True)]
         | None
     ) = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**20, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**18, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
+from starlette.types import Receive
 
+from windlass.server.errors import bad_request
 from windlass.server.state import ServerState
+
+T = TypeVar("T")
 
 REF = "#/components/schemas/{model}"
 
@@ -23,6 +29,26 @@ def caller_of(request: Request) -> str:
     if state_of(request).settings.api_keys:
         return request.headers.get("authorization", "")
     return request.client.host if request.client is not None else ""
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; the work is cancelled when the client goes away. Read the request's body before."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_gone(request.receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise bad_request("the client went away", code="client_disconnected")  # nobody reads it
+    finally:
+        for each in (task, watcher):
+            each.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def reference(model: type[BaseModel]) -> dict[str, str]:

@@ -10,7 +10,7 @@ from windlass.server.body import read_body
 from windlass.server.errors import bad_request
 from windlass.server.prompts import check_token_ids
 from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
-from windlass.server.routes.common import BODY_ERRORS, answers, body_of, caller_of, state_of
+from windlass.server.routes.common import BODY_ERRORS, answers, body_of, caller_of, state_of, while_connected
 from windlass.server.slices import LargeJson
 from windlass.server.state import ServerState
 
@@ -24,7 +24,10 @@ async def tokenize(request: Request) -> Response:
     body = await read_body(request, TokenizeRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
     _check_length(state, body)
-    caller = caller_of(request)
+    return LargeJson(await while_connected(request, _tokenize(state, body, caller_of(request))))
+
+
+async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> bytes:
     if body.messages is not None:
         text = await state.text.render(
             body.messages,
@@ -38,7 +41,7 @@ async def tokenize(request: Request) -> Response:
         assert body.prompt is not None
         text, add_special_tokens, param = body.prompt, body.add_special_tokens is not False, "prompt"
     info = state.engine.info
-    answer = await state.text.tokenize(
+    return await state.text.tokenize(
         text,
         add_special_tokens=add_special_tokens,
         offsets=body.return_offsets is not False,
@@ -47,7 +50,6 @@ async def tokenize(request: Request) -> Response:
         param=param,
         caller=caller,
     )
-    return LargeJson(answer)
 
 
 @router.post(
@@ -61,13 +63,13 @@ async def detokenize(request: Request) -> Response:
     info = state.engine.info
     vocab_size = max(state.tokenizer.vocab_size, 0 if info is None else info.vocab_size)
     await state.text.on_thread(check_token_ids, body.tokens, vocab_size, "tokens")
-    answer = await state.text.detokenize(
+    answer = state.text.detokenize(
         body.tokens,
         skip_special_tokens=bool(body.skip_special_tokens),
         offsets=body.return_offsets is not False,
         caller=caller_of(request),
     )
-    return LargeJson(answer)
+    return LargeJson(await while_connected(request, answer))
 
 
 def _check_length(state: ServerState, body: TokenizeRequest) -> None:

@@ -86,7 +86,10 @@ def _obey(control: socket.socket, tasks: TextTasks, children: set[int]) -> None:
             return
         command, number = COMMAND.unpack(data)
         if command == FORK:
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # no room for another process now: those that run go on
+                pid = -(error.errno or 1)
             if pid == 0:
                 try:
                     control.close()
@@ -94,7 +97,8 @@ def _obey(control: socket.socket, tasks: TextTasks, children: set[int]) -> None:
                 finally:
                     os._exit(0)  # whatever happened, a fork never goes on with what is the fork server's
             os.close(fds[0])
-            children.add(pid)
+            if pid > 0:
+                children.add(pid)
             control.sendall(ANSWER.pack(pid))
         elif command == REAP and number in children:
             children.discard(number)

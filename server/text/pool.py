@@ -15,7 +15,7 @@ from typing import Any
 from windlass.server.text import frames
 from windlass.server.text.frames import Done, Job, OutOfMemory, Refused, TextSource
 from windlass.server.text.lanes import Lane
-from windlass.server.text.processes import ForkServer, ProcessDiedError, TextProcess
+from windlass.server.text.processes import ForkError, ForkServer, ProcessDiedError, TextProcess
 
 LARGE_JOB = 64 * 1024  # characters or token ids from which a job goes to the lane of large ones
 TIRED_BY = 256 * 1024  # characters or token ids after which a process is replaced, which gives its memory back
@@ -57,6 +57,7 @@ class TextPool:
         self._server: ForkServer | None = None
         self._loaded = False
         self._idle: list[TextProcess] = []
+        self._running: set[TextProcess] = set()
         self._closed = False
 
     def spawn(self) -> None:
@@ -101,29 +102,42 @@ class TextPool:
                 raise OutOfMemoryError
 
     def close(self) -> None:
-        """End every process. Jobs that run fail."""
-        with self._lock:
-            self._closed = True
-            for process in self._idle:
-                process.kill()
-            self._idle.clear()
-            if self._server is not None:
-                self._server.kill()
+        """End every process, without waiting for their work: jobs that run fail. Takes no lock a thread may hold."""
+        self._closed = True
+        if self._server is not None:
+            self._server.kill()
+        for process in [*list(self._running), *self._idle]:
+            process.interrupt()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        while self._idle:
+            self._idle.pop().kill()
 
     # ---- on threads --------------------------------------------------------------------------------------------------
     def _call(self, job: Job, seconds: float, size: int, holder: _Holder) -> frames.Result:
         body = frames.encode(job)
         process, fresh = self._take()
         try:
-            result = holder.run(process, body, seconds)
+            result = self._run(process, holder, body, seconds)
         except ProcessDiedError:
-            if fresh:
+            if fresh or self._closed:
                 raise
             process = self._fork()  # it may have died while it was idle, through no fault of this job
-            result = holder.run(process, body, seconds)
+            result = self._run(process, holder, body, seconds)
         process.tired |= size >= TIRED_BY or not isinstance(result, Done)
         self._put(process)
+        return result
+
+    def _run(self, process: TextProcess, holder: _Holder, body: bytes, seconds: float) -> frames.Result:
+        self._running.add(process)
+        try:
+            if self._closed or not holder.take(process):
+                process.kill()
+                raise ClosedError("the server is shutting down")
+            result = process.run(body, seconds)
+        finally:
+            self._running.discard(process)
+            if not holder.release():
+                process.kill()  # cancelled: it may be dead already
         return result
 
     def _take(self) -> tuple[TextProcess, bool]:
@@ -136,13 +150,18 @@ class TextPool:
     def _fork(self) -> TextProcess:
         with self._lock:
             for _ in range(2):
-                with contextlib.suppress(OSError):  # the fork server was killed: another takes its place
-                    return self._ensure_server().fork()
+                server = self._ensure_server()
+                try:
+                    return server.fork()
+                except ForkError as error:
+                    raise ClosedError(f"no further process can be started ({error}): try again later") from None
+                except OSError:  # it was killed, or does not answer: another takes its place
+                    server.kill()
         raise ClosedError("the processes for tokenizing and chat templates cannot be started")
 
     def _put(self, process: TextProcess) -> None:
         with self._lock:
-            if not (process.tired or self._closed or len(self._idle) >= KEPT_IDLE):
+            if not (process.ended or process.tired or self._closed or len(self._idle) >= KEPT_IDLE):
                 self._idle.append(process)
                 return
         process.kill()
@@ -163,26 +182,28 @@ class TextPool:
 
 
 class _Holder:
-    """The process that runs a job, once there is one, so that the job can be cancelled."""
+    """The process that runs a job, while it does, so that the job can be cancelled."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: TextProcess | None = None
         self._cancelled = False
 
-    def run(self, process: TextProcess, body: bytes, seconds: float) -> frames.Result:
-        """As `TextProcess.run`. Raises ClosedError where the job is cancelled already."""
+    def take(self, process: TextProcess) -> bool:
+        """The job runs there from now on; False where it is cancelled already."""
         with self._lock:
             self._process = process
-            cancelled = self._cancelled
-        if cancelled:
-            process.kill()
-            raise ClosedError("cancelled")
-        return process.run(body, seconds)
+            return not self._cancelled
+
+    def release(self) -> bool:
+        """The job is over; False where it was cancelled, and its process with it."""
+        with self._lock:
+            self._process = None
+            return not self._cancelled
 
     def cancel(self) -> None:
+        """End the process that runs the job, if one does."""
         with self._lock:
             self._cancelled = True
-            process = self._process
-        if process is not None:
-            process.interrupt()
+            if self._process is not None:
+                self._process.interrupt()

@@ -22,6 +22,7 @@ from windlass.server.text.frames import Done, Refused, Result, TextSource
 
 LOAD_SECONDS = 120.0  # for the tokenizer, which this process has loaded before
 COMPILE_SECONDS = 5.0  # for the chat template
+CONTROL_SECONDS = 5.0  # for the fork server to answer, which takes milliseconds
 PATIENCE = 0.25  # seconds after which a job steps back behind the engine and everybody's streams
 LOWER_PRIORITY = 10
 
@@ -32,6 +33,14 @@ class TooSlowError(Exception):
 
 class ProcessDiedError(Exception):
     """A text process ended during a job; the message says how."""
+
+
+class KilledError(ProcessDiedError):
+    """Somebody else killed it, as the system does where memory runs out: hardly this job's fault."""
+
+
+class ForkError(Exception):
+    """The system has no room for another process; the message says why."""
 
 
 class ForkServer:
@@ -54,35 +63,38 @@ class ForkServer:
 
     def wait_loaded(self) -> None:
         """Wait until it can fork. Raises LoadError where the chat template cannot be used."""
-        try:
-            self._control.settimeout(LOAD_SECONDS)
+        self._control.settimeout(LOAD_SECONDS)
+        with contextlib.suppress(OSError):  # it is gone: told by what it does not answer
             frames.send(self._control, self._source)
-            self._expect("the tokenizer cannot be loaded in a process of its own")
-            self._control.settimeout(COMPILE_SECONDS)
-            self._expect("the chat template cannot be used")
-        except TimeoutError:
-            self.kill()
-            raise LoadError(
-                f"the chat template cannot be used: compiling it takes more than {COMPILE_SECONDS:g} s"
-            ) from None
-        except OSError as error:
-            self.kill()
-            raise LoadError(f"the process for tokenizing and chat templates ended while loading ({error})") from None
-        self._control.settimeout(None)
+        self._expect("the tokenizer cannot be loaded in a process of its own", LOAD_SECONDS)
+        self._expect("the chat template cannot be used", COMPILE_SECONDS)
+        self._control.settimeout(CONTROL_SECONDS)
 
-    def _expect(self, problem: str) -> None:
-        answer = frames.receive(self._control)
+    def _expect(self, problem: str, seconds: float) -> None:
+        self._control.settimeout(seconds)
+        reason = "its process ended"
+        try:
+            answer = frames.receive(self._control)
+        except TimeoutError:
+            answer, reason = None, f"it takes more than {seconds:g} s"
+        except OSError:
+            answer = None
         if not isinstance(answer, Done):
             self.kill()
-            reason = answer.message if isinstance(answer, Refused) else "its process ended"
-            raise LoadError(f"{problem}: {reason}")
+            raise LoadError(f"{problem}: {answer.message if isinstance(answer, Refused) else reason}")
 
     def fork(self) -> TextProcess:
-        """A new text process. Raises OSError when the fork server is gone."""
+        """A new text process. Raises ForkError, or OSError when the fork server is gone or does not answer."""
         ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            socket.send_fds(self._control, [COMMAND.pack(FORK, 0)], [theirs.fileno()])
-            pid = self._answer()
+        try:
+            with theirs, self._lock:
+                socket.send_fds(self._control, [COMMAND.pack(FORK, 0)], [theirs.fileno()])
+                pid = self._answer()
+            if pid < 0:
+                raise ForkError(os.strerror(-pid))
+        except BaseException:
+            ours.close()
+            raise
         return TextProcess(self, ours, pid)
 
     def reap(self, pid: int) -> int | None:
@@ -117,11 +129,11 @@ class TextProcess:
         self._connection = connection
         self._pid = pid
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended = self._interrupted = False
         self.tired = False
 
     def run(self, job: bytes, seconds: float) -> Result:
-        """Run an encoded `Job`. Raises TooSlowError, or ProcessDiedError: the process is dead then."""
+        """Run an encoded `Job`. Raises TooSlowError, ProcessDiedError or KilledError: the process is dead then."""
         deadline = time.monotonic() + seconds
         try:
             self._connection.settimeout(seconds)
@@ -136,8 +148,9 @@ class TextProcess:
         except OSError:
             answer = None
         if answer is None:
+            ours = self._interrupted
             code = self.kill()
-            raise ProcessDiedError(_how(code))
+            raise KilledError("SIGKILL") if code == -signal.SIGKILL and not ours else ProcessDiedError(_how(code))
         return answer
 
     def _step_back(self) -> None:
@@ -146,10 +159,16 @@ class TextProcess:
             if not self._ended:
                 os.setpriority(os.PRIO_PROCESS, self._pid, LOWER_PRIORITY)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was killed and is gone."""
+        return self._ended
+
     def interrupt(self) -> None:
         """End it at once, whatever it does, without waiting; `run` then raises. May be called from any thread."""
         with self._lock, contextlib.suppress(OSError):
             if not self._ended:
+                self._interrupted = True
                 os.kill(self._pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
                 self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer
 

@@ -27,7 +27,7 @@ from windlass.server.text.pool import (
     RefusedError,
     TextPool,
 )
-from windlass.server.text.processes import ProcessDiedError, TooSlowError
+from windlass.server.text.processes import KilledError, ProcessDiedError, TooSlowError
 
 if TYPE_CHECKING:
     from windlass.server.tokenizer import Tokenizer
@@ -120,7 +120,9 @@ class TextService:
                     raise context_length_exceeded(max_model_len, count, param=param)
                 cut = truncate is not None and count > truncate
                 kept = last_ids(ids, truncate) if cut and truncate else ids
-                prompts.append(Prompt(await self.on_thread(unpack_ids, kept), None if cut else text))
+                many = count_ids(kept) > LARGE_JOB
+                token_ids = await self.on_thread(unpack_ids, kept) if many else unpack_ids(kept)
+                prompts.append(Prompt(token_ids, None if cut else text))
         return prompts
 
     async def encode_words(self, words: Sequence[str], *, param: str, caller: str) -> tuple[tuple[int, ...], ...]:
@@ -222,10 +224,14 @@ class TextService:
             )
         if continuing and messages[-1].role != "assistant":
             raise bad_request("continue_final_message needs a last message of role assistant", "continue_final_message")
+        # Turning thousands of messages into plain data takes a while, too.
+        many = len(messages) > 64
+        prepared = messages, source, variables
+        plain, size = await self.on_thread(_prepare, *prepared) if many else _prepare(*prepared)
         with _told("messages", "the chat template, on these messages,", self._template_limits, "template"):
             text: str = await self._pool.run(
                 "render",
-                [_plain(message, source) for message in messages],
+                plain,
                 (not continuing) if add_generation_prompt is None else add_generation_prompt,
                 continuing,
                 variables,
@@ -278,6 +284,9 @@ def _told(param: str, subject: str, limits: Limits, kind: str = "text") -> Itera
     except OutOfMemoryError:
         mib = limits.memory >> 20
         raise bad_request(f"{subject} took more than {mib} MiB of memory", param, f"{kind}_memory") from None
+    except KilledError:
+        message = f"{subject} was ended from outside, perhaps for lack of memory: send it again"
+        raise unavailable(message, code="text_unavailable", retry_after=1) from None
     except ProcessDiedError as error:
         raise bad_request(f"{subject} ended the process it ran in ({error})", param, f"{kind}_failed") from None
     except LaneFullError:
@@ -290,6 +299,23 @@ def _told(param: str, subject: str, limits: Limits, kind: str = "text") -> Itera
         ) from None
     except (ClosedError, LoadError) as error:
         raise unavailable(str(error), code="text_unavailable", retry_after=1) from None
+
+
+def _prepare(
+    messages: Sequence[ChatMessage], source: str, variables: dict[str, Any] | None
+) -> tuple[list[dict[str, Any]], int]:
+    """The messages as templates expect them, and the size of what goes to the template: characters and values."""
+    plain = [_plain(message, source) for message in messages]
+    size = 0
+    stack: list[Any] = [plain, variables]
+    while stack:
+        item = stack.pop()
+        size += len(item) if isinstance(item, str) else 1
+        if isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+    return plain, size
 
 
 def _plain(message: ChatMessage, source: str) -> dict[str, Any]:

@@ -39,12 +39,11 @@ def _answer(job: Job, tasks: TextTasks) -> bytes:
 
 
 def limit_memory(extra: int | None) -> None:
-    """Let this process take `extra` bytes more than it has, None for any number."""
-    soft = resource.RLIM_INFINITY
+    """Let this process take `extra` bytes more than it has, None for as many as the system lets it."""
     with contextlib.suppress(OSError, ValueError):
-        if extra is not None:
-            soft = _address_space() + extra
-        resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft = hard if extra is None else _address_space() + extra
+        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _address_space() -> int:

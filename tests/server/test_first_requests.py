@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import socket
 import time
 
 import httpx
 import pytest
+from helpers.live_server import live_server
 from helpers.real_server import RealServer, serve
-
-from windlass.server.launch import listen
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,22 +58,10 @@ def test_first_requests_import_nothing(options: tuple[str, ...], monkeypatch: py
         assert imported(server) == []
 
 
-async def _first_bytes_are_sent_at_once(listener: socket.socket) -> list[int]:
-    found: list[int] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        accepted = writer.get_extra_info("socket")
-        found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-        writer.close()
-
-    async with await asyncio.start_server(answer, sock=listener):
-        reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
-        await reader.read()
-        writer.close()
-    return found
-
-
 def test_small_writes_do_not_wait_for_an_acknowledgement():
     """Each token is a small write of its own; Nagle's algorithm would keep it until the one before is acknowledged."""
-    (nodelay,) = asyncio.run(_first_bytes_are_sent_at_once(listen("127.0.0.1", 0)))
-    assert nodelay
+    with live_server() as live:
+        live.http.get("/health")
+        (connection,) = live.registry._holders
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -202,15 +203,47 @@ def test_the_largest_texts_harm_nobody_and_their_memory_comes_back(tmp_path: Pat
         assert resident(served.process.pid) < before + 100
 
 
+def from_address(address: str) -> httpx.Client:
+    return httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=120)
+
+
 def test_one_callers_many_texts_do_not_hold_up_another(tmp_path: Path) -> None:
-    """Three large texts of one caller wait; another caller's small one is answered long before they are."""
+    """Six large texts of one address wait for the one place; another address' text is next but one, not seventh."""
     with Served(save_model(tmp_path / "model", toys.byte_level())) as served:
         url = served.wait_ready()
         large = json.dumps({"prompt": "x" * (MIB // 4), "return_offsets": False}).encode()
-        with ThreadPoolExecutor(3) as pool:
-            waiting = [pool.submit(httpx.post, url + "/tokenize", content=large, timeout=120) for _ in range(3)]
-            time.sleep(0.3)
-            small = httpx.post(url + "/v1/completions", json={"prompt": "hello", "max_tokens": 1}, timeout=60)
-            assert small.status_code == 200
-            assert not all(each.done() for each in waiting)
-            assert [each.result().status_code for each in waiting] == [200] * 3
+        order: list[str] = []
+
+        def ask(address: str) -> None:
+            with from_address(address) as client:
+                assert client.post(url + "/tokenize", content=large).status_code == 200
+            order.append(address)
+
+        with ThreadPoolExecutor(7) as pool:
+            many = [pool.submit(ask, "127.0.0.1") for _ in range(6)]
+            time.sleep(0.2)  # one runs, five wait
+            other = pool.submit(ask, "127.0.0.2")
+            for each in (*many, other):
+                each.result()
+        assert order.index("127.0.0.2") <= 3
+
+
+def test_clients_that_leave_while_they_wait_leave_their_places_to_others(tmp_path: Path) -> None:
+    """Sockets closed at every moment of a wait for the one place; afterwards large texts are served as before."""
+    with Served(save_model(tmp_path / "model", toys.byte_level())) as served:
+        url = served.wait_ready()
+        port = int(url.rpartition(":")[2])
+        for path in ("/tokenize", "/v1/completions"):
+            body = json.dumps({"prompt": "hello world " * 6000}).encode()
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            sockets = []
+            for _ in range(60):
+                sockets.append(socket.create_connection(("127.0.0.1", port)))
+                sockets[-1].sendall(head + body)
+            for each in sockets:
+                each.close()
+                time.sleep(0.0015)
+        begin = time.monotonic()
+        response = httpx.post(url + "/tokenize", json={"prompt": "hello world " * 6000}, timeout=30)
+        assert response.status_code == 200 and time.monotonic() - begin < 10
+        assert "Traceback" not in served.errors

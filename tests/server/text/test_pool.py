@@ -17,9 +17,10 @@ from helpers import toy_tokenizers as toys
 from tokenizers import Regex, models, pre_tokenizers
 
 from windlass.engine.errors import LoadError
+from windlass.server.text import processes
 from windlass.server.text.frames import TextSource, pack_ids, unpack_ids
 from windlass.server.text.pool import ClosedError, Limits, OutOfMemoryError, RefusedError, TextPool
-from windlass.server.text.processes import TooSlowError
+from windlass.server.text.processes import KilledError, TooSlowError
 from windlass.server.tokenizer import Tokenizer
 
 MIB = 2**20
@@ -143,8 +144,41 @@ def test_processes_that_are_killed_from_outside_are_replaced() -> None:
         for child in children_of(fork_server(made)):
             os.kill(child, signal.SIGKILL)
         assert [run(lambda: render(made)) for _ in range(3)] == ["hello"] * 3  # idle ones: nobody's job was lost
-        os.kill(fork_server(made), signal.SIGKILL)
-        assert [run(lambda: render(made)) for _ in range(3)] == ["hello"] * 3
+        for _ in range(5):
+            os.kill(fork_server(made), signal.SIGKILL)  # it may still look alive when it is asked for a process
+            assert [run(lambda: render(made, spin=0)) for _ in range(2)] == ["hello"] * 2
+            made._idle.pop().kill()  # so that the next one needs a fork
+    finally:
+        made.close()
+
+
+def test_a_job_whose_process_is_killed_from_outside_is_not_at_fault() -> None:
+    made = make_pool()
+
+    async def main() -> None:
+        spinning = asyncio.create_task(_outcome(render(made, spin=1)))  # type: ignore[arg-type]
+        while not made._server or not children_of(fork_server(made)):
+            await asyncio.sleep(0.01)
+        os.kill(children_of(fork_server(made))[0], signal.SIGKILL)
+        assert isinstance(await spinning, KilledError)
+        assert await render(made) == "hello"
+
+    try:
+        asyncio.run(main())
+    finally:
+        made.close()
+
+
+def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CONTROL_SECONDS", 0.5)
+    made = make_pool()
+    try:
+        assert run(lambda: render(made)) == "hello"
+        made._idle.pop().kill()
+        hung = fork_server(made)
+        os.kill(hung, signal.SIGSTOP)
+        assert run(lambda: render(made)) == "hello"
+        assert fork_server(made) != hung and not _running(hung)
     finally:
         made.close()
 
@@ -189,6 +223,25 @@ def test_closing_leaves_no_process_behind() -> None:
         time.sleep(0.01)
     with pytest.raises((ClosedError, RuntimeError)):
         run(lambda: render(made))
+
+
+def test_closing_ends_jobs_that_run() -> None:
+    made = make_pool()
+
+    async def main() -> None:
+        spinning = asyncio.create_task(_outcome(render(made, spin=1)))  # type: ignore[arg-type]
+        while not made._server or not children_of(fork_server(made)):
+            await asyncio.sleep(0.01)
+        (pid,) = children_of(fork_server(made))
+        begin = time.monotonic()
+        made.close()
+        assert isinstance(await spinning, Exception)
+        assert time.monotonic() - begin < 5  # it would have spun for 30 s
+        while _running(pid):
+            assert time.monotonic() - begin < 5
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
 
 
 def _running(pid: int) -> bool:

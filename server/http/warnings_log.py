@@ -1,0 +1,32 @@
+"""Where uvicorn writes about a connection: what any client can cause is said now and then. Knows uvicorn's logger only."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from windlass.server.http.occasional import Occasional
+
+
+class WarningsLog:
+    """Stands where a connection of uvicorn expects its logger. Its warnings are about bytes that are no HTTP."""
+
+    def __init__(self, logger: logging.Logger, warned: Occasional) -> None:
+        self._logger = logger
+        self._warned = warned
+
+    @property
+    def level(self) -> int:
+        return self._logger.level
+
+    def warning(self, message: str) -> None:
+        """Said at most once a minute, by all connections together."""
+        self._warned.say(message)
+
+    def error(self, message: str, *args: Any, **options: Any) -> None:
+        """A request that failed: always said."""
+        self._logger.error(message, *args, **options)
+
+    def log(self, level: int, message: str, *args: Any) -> None:
+        """Traces, where they are on."""
+        self._logger.log(level, message, *args)
