@@ -173,6 +173,34 @@ def test_resting_connections_lose_their_places_before_anybody_is_refused(connect
         assert all(map(is_open, resting[1:]))
 
 
+def test_an_answer_on_its_way_is_not_cut_for_a_newcomer(connect):
+    """All of it is written, but not all is taken yet; the place is not given away until it is."""
+    with live_server(connections=settings(max_connections=2)) as live:
+        slow = connect(live.url, receive_buffer=4096)
+        body = {"prompt": "hello world " * 4000}
+        slow.sendall(request("/tokenize", body))
+        wait_for(lambda: any(each.bytes_pending for each in live.registry._holders))
+        for number in range(4):  # one other place, and a newcomer each time
+            newcomer = connect(live.url, f"127.0.0.{number + 2}")
+            newcomer.sendall(HEALTH)
+            read_answer(newcomer)
+        answer = read_answer(slow)
+        assert answer.startswith(b"HTTP/1.1 200 ") and answer.endswith(b"}")
+
+
+def test_what_is_no_http_is_said_once(connect, caplog):
+    with live_server() as live:
+        for _ in range(15):
+            connection = connect(live.url)
+            connection.sendall(b"nonsense\r\n\r\n")
+            assert until_closed(connection).startswith(b"HTTP/1.1 400 ")
+        for _ in range(5):
+            connection = connect(live.url)
+            connection.sendall(request("/health", None, "connection: Upgrade, close", "upgrade: websocket"))
+            until_closed(connection)
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
 def test_where_all_are_at_work_the_next_gets_503(connect):
     with live_server(connections=settings(max_connections=3)) as live:
         live.engine.first_delay = 30.0
