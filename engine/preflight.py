@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.cache.plan import plan_cache
+from windlass.engine.cache.plan import ITEM_BYTES, plan_cache
 from windlass.engine.config import EngineConfig, parse_cache_dtype, parse_dtype
 from windlass.engine.device import expect_device
 from windlass.engine.errors import LoadError, RequestError
@@ -25,7 +25,6 @@ from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
 from windlass.engine.rotary.learned import with_learned_frequencies
 
 _SCALING_OPTION = "--rope-scaling"  # what an operator calls EngineConfig.rope_scaling
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def check_memory(config: EngineConfig, spec: ModelSpec, dtype: str, stored: str,
     dtype, stored: what the model computes in, and its matrices before they are quantized. free: bytes before the weights
     are there, None if nobody knows.
     """
-    weights = weight_bytes(spec, _ITEM_BYTES[stored], config.quantization)
+    weights = weight_bytes(spec, ITEM_BYTES[stored], config.quantization)
     if free is not None and weights > free:
         raise LoadError(
             f"the weights need {gib(weights)} of memory, {gib(free)} are free: {_smaller(spec, weights, stored, device, free)}"
@@ -171,6 +170,6 @@ def _smaller(spec: ModelSpec, weights: int, stored: str, device: str, free: int)
     if stored == "float32":
         choices.append(("--dtype bfloat16", weight_bytes(spec, 2)))
     if device == "cpu":
-        choices += [(f"--quantization {q}", weight_bytes(spec, _ITEM_BYTES[stored], q)) for q in ("int8", "int4")]
+        choices += [(f"--quantization {q}", weight_bytes(spec, ITEM_BYTES[stored], q)) for q in ("int8", "int4")]
     fitting = [f"{option} ({gib(size)})" for option, size in choices if size < min(weights, free)]
     return f"use {', '.join(fitting)} or a smaller model" if fitting else "use a smaller model or free some memory"

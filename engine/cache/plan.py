@@ -15,7 +15,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.memory import gib
 from windlass.engine.model.spec import KVGroupSpec, ModelSpec
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _INT8_QUAD = 4  # codes of a key are padded to a multiple
 _INT8_SCALES = 8  # bytes per token and head, one float32 for the key and one for the value
 
@@ -34,7 +34,7 @@ def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
     """What one token takes in a KV group's pages of this type, padding and scales included (see `kernels.plane_shapes`)."""
     dim = group.head_dim
     int8 = ceil(dim / _INT8_QUAD) * _INT8_QUAD + dim + _INT8_SCALES
-    per_head = int8 if dtype == "int8" else 2 * dim * _ITEM_BYTES[dtype]
+    per_head = int8 if dtype == "int8" else 2 * dim * ITEM_BYTES[dtype]
     return len(group.layers) * group.num_kv_heads * per_head
 
 
