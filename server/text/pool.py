@@ -102,8 +102,8 @@ class TextPool:
                 raise OutOfMemoryError
 
     def close(self) -> None:
-        """End every process, without waiting for their work: jobs that run fail. Takes no lock a thread may hold."""
-        self._closed = True
+        """End every process, without waiting for their work: jobs that run fail."""
+        self._closed = True  # without the lock, which a thread may hold for as long as loading takes
         if self._server is not None:
             self._server.kill()
         for process in [*list(self._running), *self._idle]:

@@ -48,7 +48,7 @@ class ForkServer:
 
     def __init__(self, source: TextSource) -> None:
         self._source = source
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # held by whoever waits on the control socket
         self._control, theirs = socket.socketpair()
         with theirs:
             # As with the engine: -P keeps the working directory off the import path, a session of its own the ctrl-C.
@@ -63,12 +63,13 @@ class ForkServer:
 
     def wait_loaded(self) -> None:
         """Wait until it can fork. Raises LoadError where the chat template cannot be used."""
-        self._control.settimeout(LOAD_SECONDS)
-        with contextlib.suppress(OSError):  # it is gone: told by what it does not answer
-            frames.send(self._control, self._source)
-        self._expect("the tokenizer cannot be loaded in a process of its own", LOAD_SECONDS)
-        self._expect("the chat template cannot be used", COMPILE_SECONDS)
-        self._control.settimeout(CONTROL_SECONDS)
+        with self._lock:
+            self._control.settimeout(LOAD_SECONDS)
+            with contextlib.suppress(OSError):  # it is gone: told by what it does not answer
+                frames.send(self._control, self._source)
+            self._expect("the tokenizer cannot be loaded in a process of its own", LOAD_SECONDS)
+            self._expect("the chat template cannot be used", COMPILE_SECONDS)
+            self._control.settimeout(CONTROL_SECONDS)
 
     def _expect(self, problem: str, seconds: float) -> None:
         self._control.settimeout(seconds)
@@ -115,10 +116,12 @@ class ForkServer:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """End it, and with it what it forked that is idle; running jobs are killed by those who wait for them."""
-        self._control.close()
+        """End it; what it forked is ended by those who hold it. Safe to call twice and from any thread."""
         self._process.kill()
         self._process.wait()
+        # Whoever waits on the socket wakes by its end. Closed under them, its number could become another's.
+        with self._lock:
+            self._control.close()
 
 
 class TextProcess:
