@@ -30,7 +30,7 @@ $(BIN)/python:
 
 # A stamp per set of extras: pip runs only when requirements or kernels have changed since, and setup.py compiles only kernels
 # that have.
-SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
+SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*.h)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 $(VENV)/.installed: $(BIN)/python $(SOURCES)

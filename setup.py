@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 ROOT = Path(__file__).resolve().parent
-KERNELS = ROOT / "src" / "windlass" / "kernels" / "cpu"
+KERNELS = ROOT / "src" / "windlass" / "kernels" / "cpu" / "src"
 
 
 def requirements() -> list[str]:

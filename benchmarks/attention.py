@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from harness.rates import readable
 
-from windlass.engine.huge_pages import advise_huge_pages
-from windlass.kernels import KVPages, batched, cpu, dispatch, reference
+from windlass.kernels import KVPages, cpu, dispatch
+from windlass.kernels.huge_pages import advise_huge_pages
+from windlass.kernels.torch import batched, reference
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 64, 16
 OUTGROWS_CACHES = 96 << 20

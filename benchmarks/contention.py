@@ -30,14 +30,14 @@ VARIANTS: dict[str, tuple[dict[str, str | None], int | None]] = {
 
 def worker(model: str, streams: int, threads: int | None, context: int) -> int:
     """Answer each line "SECONDS" on standard input with the tokens per second of that long a run."""
-    from windlass.engine.client.threads import wait_settings
+    from windlass.engine.core.threads import wait_settings
 
     os.environ.update(wait_settings(os.environ))
     import random
 
-    from windlass.engine.config import EngineConfig
-    from windlass.engine.core import EngineCore
-    from windlass.engine.request import EngineRequest, SamplingParams
+    from windlass.engine.api.config import EngineConfig
+    from windlass.engine.api.request import EngineRequest, SamplingParams
+    from windlass.engine.core.engine_core import EngineCore
 
     core = EngineCore(EngineConfig(model=model, max_num_seqs=streams, kv_cache_memory=1 << 30, threads=threads))
     rng = random.Random(0)

@@ -19,9 +19,9 @@ import torch
 from rotary_kernels import summary, take_turns
 
 from windlass import kernels
-from windlass.engine.config import EngineConfig
-from windlass.engine.core import EngineCore
-from windlass.engine.request import EngineRequest, SamplingParams
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

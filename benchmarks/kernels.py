@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.kernels import cpu
-from windlass.kernels.batched import paged_attention
-from windlass.kernels.pages import KVPages
-from windlass.kernels.reference import gated_activation, rms_norm, rotate_and_append
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.torch.batched import paged_attention
+from windlass.kernels.torch.reference import gated_activation, rms_norm, rotate_and_append
 
 LAYERS = {
     "qkv 3072x2048": (3072, 2048),

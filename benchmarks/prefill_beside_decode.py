@@ -28,10 +28,10 @@ from harness.report import percentile, spread
 from harness.shape import SHAPES
 from prepare_peers import prepare_windlass
 
-from windlass.engine.config import EngineConfig
-from windlass.engine.core import EngineCore
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.request import EngineRequest, SamplingParams
 
 _SHORT = 64  # prompt tokens of a stream
 

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 import windlass
-from windlass.engine.config import EngineConfig, Quantization
-from windlass.engine.loader import load_model
-from windlass.engine.scoring import Scorer
-from windlass.server.tokenizer import Tokenizer
+from windlass.engine.api.config import EngineConfig, Quantization
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.model.loading.loader import load_model
+from windlass.server.text.tokenizer import Tokenizer
 
 WIDTHS: tuple[Quantization, ...] = ("none", "int8", "int4")
 

@@ -21,7 +21,7 @@ import torch
 from harness.rates import readable
 from torch import Tensor
 
-from windlass.engine.model.weight_memory import WeightMemory
+from windlass.engine.model.loading.weight_memory import WeightMemory
 from windlass.kernels import PackedWeight, cpu
 
 LAYERS = {

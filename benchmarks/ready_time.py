@@ -85,7 +85,7 @@ def run_once(folder: Path, extra: list[str]) -> tuple[float, int, int]:
     options = [f"--port={port}", f"--kv-cache-memory={_KV_BYTES}", *extra]
     begin = time.monotonic()
     server = subprocess.Popen(
-        [sys.executable, "-m", "windlass.server.cli", "serve", str(folder), *options], stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "windlass.server.cli.main", "serve", str(folder), *options], stderr=subprocess.DEVNULL
     )
     try:
         while not _ready(port):

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 
 import windlass
-from windlass.engine.config import EngineConfig
-from windlass.engine.core import EngineCore
-from windlass.engine.request import EngineRequest, SamplingParams
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.kernels import cpu, reference
-from windlass.kernels.pages import KVPages
+from windlass.kernels import cpu
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.torch import reference
 
 TOKENS, HEADS, DIM = 4096, 16, 64
 RANDOM_MODEL = {  # 162 million parameters

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from windlass import kernels
-from windlass.engine.config import EngineConfig
-from windlass.engine.core import EngineCore
-from windlass.engine.request import EngineRequest, SamplingParams
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 

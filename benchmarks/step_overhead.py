@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from windlass.engine.client.wire import StepDone, encode
-from windlass.engine.config import EngineConfig
-from windlass.engine.core import EngineCore
-from windlass.engine.request import EngineRequest, SamplingParams
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.core.wire import StepDone, encode
 from windlass.kernels.cpu import library as cpu_library
 
 _MODEL = Path(__file__).resolve().parents[1] / "models" / "demo"

@@ -23,10 +23,10 @@ import torch
 import transformers
 from harness.rates import readable
 
-from windlass.engine.config import EngineConfig
-from windlass.engine.core import EngineCore
-from windlass.engine.request import EngineRequest, SamplingParams
-from windlass.engine.step_timer import StepTimer
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.scheduling.step_timer import StepTimer
 
 SHAPE = {
     "hidden_size": 2048,

@@ -23,9 +23,9 @@ from windlass.kernels.dispatch import (
     rotate_and_append,
     soft_cap,
 )
-from windlass.kernels.packed import LAYOUT_VERSION, PackedRows, PackedWeight
-from windlass.kernels.pages import KVPages, plane_shapes
-from windlass.kernels.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.packed import LAYOUT_VERSION, PackedRows, PackedWeight
+from windlass.kernels.layouts.pages import KVPages, plane_shapes
+from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 
 __all__ = [
     "LAYOUT_VERSION",

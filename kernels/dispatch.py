@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.kernels import batched, cpu, quantized_reference, reference, rowwise
-from windlass.kernels.packed import PackedRows, PackedWeight
-from windlass.kernels.pages import KVPages
-from windlass.kernels.panels import DTYPES, PanelRows, PanelWeight
+from windlass.kernels import cpu
+from windlass.kernels.layouts.packed import PackedRows, PackedWeight
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.layouts.panels import DTYPES, PanelRows, PanelWeight
+from windlass.kernels.torch import batched, reference, rowwise
+from windlass.kernels.torch import quantized as quantized_reference
 
 # Rows of bfloat16 from which torch's product leads where the processor multiplies them natively (measured on Zen 4: as
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).

@@ -7,7 +7,7 @@
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${FOLDER:-$root/work/arm64}
-[ $# -gt 0 ] || set -- tests/kernels/test_quantized_linear.py
+[ $# -gt 0 ] || set -- tests/kernels/layouts/test_quantized_linear.py
 
 if [ ! -e "$folder/site/torch" ]; then
     mkdir -p "$folder"
@@ -32,10 +32,10 @@ chmod +x "$folder/bin/python"
 
 cd "$root"
 library=kernels/cpu/_windlass_cpu.cpython-311-aarch64-linux-gnu.so
-if [ ! -e $library ] || [ -n "$(find kernels/cpu -name '*.cpp' -newer $library -o -name '*.h' -newer $library)" ]; then
+if [ ! -e $library ] || [ -n "$(find kernels/cpu/src -name '*.cpp' -newer $library -o -name '*.h' -newer $library)" ]; then
     for source in generic neon neon_dot; do
         aarch64-linux-gnu-g++ -O3 -std=c++17 -fopenmp -fPIC -fvisibility=hidden -Wno-psabi \
-            -c kernels/cpu/isa_$source.cpp -o "$folder/$source.o"
+            -c kernels/cpu/src/isa_$source.cpp -o "$folder/$source.o"
     done
     aarch64-linux-gnu-g++ -shared -fopenmp "$folder/generic.o" "$folder/neon.o" "$folder/neon_dot.o" -o $library
 fi

@@ -65,7 +65,13 @@ def test_the_client_s_wheel_is_its_folder_and_nothing_else(clone: Path, client: 
 
 def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: Path, tmp_path: Path) -> None:
     names = names_in(server)
-    for package in ("__init__.py", "_version.py", "server/app.py", "engine/core.py", "kernels/reference.py"):
+    for package in (
+        "__init__.py",
+        "_version.py",
+        "server/app/app.py",
+        "engine/core/engine_core.py",
+        "kernels/torch/reference.py",
+    ):
         assert f"windlass/{package}" in names
     assert not names & names_in(client) and not any(name.startswith("windlass/clients") for name in names)
     assert "windlass/py.typed" in names and "windlass/models/demo/model.safetensors" in names
@@ -74,9 +80,7 @@ def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: 
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 40 << 20
-    code = (
-        "import windlass, sys; from windlass.server.cli import main; print(windlass.__file__, file=sys.stderr); main()"
-    )
+    code = "import windlass, sys; from windlass.server.cli.main import main; print(windlass.__file__, file=sys.stderr); main()"
     run = subprocess.run(
         [sys.executable, "-c", code, "generate", "The", "--max-tokens", "3", "--temperature", "0"],
         cwd=tmp_path,

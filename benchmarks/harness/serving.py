@@ -18,7 +18,7 @@ from pathlib import Path
 from harness.machine import descendants, peak_memory
 from harness.worker import WorkerError
 
-SERVE = "import sys; from windlass.server.cli import main; sys.exit(main())"
+SERVE = "import sys; from windlass.server.cli.main import main; sys.exit(main())"
 
 
 def time_to_ready(

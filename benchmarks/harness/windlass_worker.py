@@ -17,10 +17,10 @@ import torch
 from harness.worker import serve
 
 import windlass
-from windlass.engine.config import EngineConfig
-from windlass.engine.core import EngineCore
-from windlass.engine.request import EngineRequest, SamplingParams
-from windlass.engine.schedule import SchedulerOutput, StepResult
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 
 
 class WindlassHandler:

@@ -1,1 +1,1 @@
-""""""
+"""The paged cache: who holds which block, the hash chains of prefixes, the tensors, the budget."""

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import OrderedDict, abc, deque
 
 from windlass.engine.cache.prefix import first_visible_block, longest_hit
-from windlass.engine.schedule import BlockCopy, KVGroupLayout
-from windlass.engine.sequence import Sequence
+from windlass.engine.scheduling.plan import BlockCopy, KVGroupLayout
+from windlass.engine.scheduling.sequence import Sequence
 
 
 class BlockPool:

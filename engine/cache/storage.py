@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from windlass.engine.huge_pages import advise_huge_pages
 from windlass.engine.model.spec import KVGroupSpec
-from windlass.engine.schedule import BlockCopy
+from windlass.engine.scheduling.plan import BlockCopy
 from windlass.kernels import KVPages, plane_shapes
+from windlass.kernels.huge_pages import advise_huge_pages
 
 
 class KVStorage:

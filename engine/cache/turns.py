@@ -12,8 +12,8 @@ from collections import abc
 
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.rotary.policy import RotaryStage
-from windlass.engine.schedule import KeyMove
-from windlass.engine.sequence import KeptKeys, Sequence
+from windlass.engine.scheduling.plan import KeyMove
+from windlass.engine.scheduling.sequence import KeptKeys, Sequence
 
 
 def turn_needs(blocks: BlockManager, seq: Sequence, stage: RotaryStage) -> list[int]:

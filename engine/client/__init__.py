@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 
 class EngineClient(Protocol):

@@ -12,13 +12,13 @@ import socket
 import subprocess
 import sys
 
-from windlass.engine.client.threads import wait_settings
-from windlass.engine.client.wire import Load, encode
-from windlass.engine.config import EngineConfig
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.core.threads import wait_settings
+from windlass.engine.core.wire import Load, encode
 
 
 class ChildProcess:
-    """A running `windlass.engine.process`, already told what to load.
+    """A running `windlass.engine.core.process`, already told what to load.
 
     Attributes: `socket` is the parent's end, `process` the Popen object.
     """
@@ -30,7 +30,7 @@ class ChildProcess:
             # ctrl-C away: the parent decides when the engine ends.
             options = [f"--fd={theirs.fileno()}", f"--core={core}", f"--log-level={log_level}"]
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "windlass.engine.process", *options],
+                [sys.executable, "-P", "-m", "windlass.engine.core.process", *options],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **wait_settings(os.environ)},
                 stdin=subprocess.DEVNULL,

@@ -12,8 +12,11 @@ import threading
 from collections.abc import AsyncGenerator
 from queue import SimpleQueue
 
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.router import RequestRouter
-from windlass.engine.client.wire import (
+from windlass.engine.core.loop import CoreFactory, EngineLoop, ProgressCallback, default_core
+from windlass.engine.core.wire import (
     AskStats,
     Close,
     Crashed,
@@ -25,10 +28,7 @@ from windlass.engine.client.wire import (
     StatsAccumulator,
     StepDone,
 )
-from windlass.engine.config import EngineConfig
 from windlass.engine.errors import EngineDeadError, LoadError
-from windlass.engine.loop import CoreFactory, EngineLoop, ProgressCallback, default_core
-from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 _logger = logging.getLogger("windlass.engine.client")
 

@@ -13,9 +13,12 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.router import RequestRouter
-from windlass.engine.client.wire import (
+from windlass.engine.core.loop import ProgressCallback
+from windlass.engine.core.wire import (
     AskStats,
     Close,
     Crashed,
@@ -29,14 +32,11 @@ from windlass.engine.client.wire import (
     StepDone,
     encode,
 )
-from windlass.engine.config import EngineConfig
 from windlass.engine.errors import EngineDeadError, LoadError
-from windlass.engine.loop import ProgressCallback
-from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 _logger = logging.getLogger("windlass.engine.client")
 
-DEFAULT_CORE = "windlass.engine.loop:default_core"
+DEFAULT_CORE = "windlass.engine.core.loop:default_core"
 STATS_TIMEOUT = 1.0  # seconds to wait for fresh statistics before the last known ones do
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
 SLOW_STEP_FACTOR = 20.0  # a step may take this many times the slowest one seen before it counts as hung
@@ -51,7 +51,7 @@ class ProcessClient:
     long (or for SLOW_STEP_FACTOR times its slowest step, if that is longer).
     max_deaths, death_window: it is given up after this many deaths within so many seconds.
     backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
-    core: private; see `windlass.engine.process`.
+    core: private; see `windlass.engine.core.process`.
     """
 
     def __init__(

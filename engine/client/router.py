@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
-from windlass.engine.client.wire import Abort, Aborted, Add, Message, PromptLogprobs, Rejected, StepDone
+from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
+from windlass.engine.core.wire import Abort, Aborted, Add, Message, PromptLogprobs, Rejected, StepDone
 from windlass.engine.errors import EngineError, RequestError
-from windlass.engine.request import EngineRequest, RequestOutput, TokenLogprobs
 
 
 class _Stream:

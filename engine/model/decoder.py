@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.engine.api.config import Quantization
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.config import Quantization
 from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.loading.weight_memory import WeightMemory
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.engine.model.weight_memory import WeightMemory
 from windlass.kernels import PackedWeight, PanelWeight
 
 Weight = Tensor | PackedWeight | PanelWeight

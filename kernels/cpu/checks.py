@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.library import PAGE_CODES
-from windlass.kernels.int8_layout import PANEL_TOKENS, QUAD, padded_dim
+from windlass.kernels.layouts.int8 import PANEL_TOKENS, QUAD, padded_dim
 
 
 def check(condition: bool, message: str) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu.checks import check
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
-from windlass.kernels.packed import PackedRows, PackedWeight
+from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 
 
 def linear_packed(

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from windlass.kernels.cpu.checks import check
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
-from windlass.kernels.packed import PANEL
-from windlass.kernels.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.packed import PANEL
+from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 
 # Measured on Zen 4 with two threads, AVX-512 and AVX2, 64 to 2,048 rows: `linear_panels` leads by an eighth throughout. But
 # every thread copies the rows for itself, so with many threads and long chunks torch's product is the safer way.

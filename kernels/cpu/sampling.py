@@ -1,6 +1,6 @@
 """Draws tokens from rows of logits, and their log-probabilities, through the compiled kernels. Knows no requests.
 
-The arithmetic and the order of a draw are those of `windlass.engine.draw` and `windlass.engine.penalties`, to the bit.
+The arithmetic and the order of a draw are those of `windlass.engine.sampling`, to the bit.
 """
 
 from __future__ import annotations

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import to_json
 
-from windlass.engine.request import TokenLogprobs
+from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.rotary.policy import RotaryReport
 from windlass.server.answers.pieces import JsonList, encode, encode_pieces
-from windlass.server.errors import answer_too_large
-from windlass.server.generation import Delta, Tally
-from windlass.server.logprobs import prompt_logprobs_object
-from windlass.server.rotary import report_object
+from windlass.server.app.errors import answer_too_large
+from windlass.server.generation.generation import Delta, Tally
+from windlass.server.generation.logprobs import prompt_logprobs_object
+from windlass.server.generation.rotary import report_object
 from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
-    from windlass.server.tokenizer import Tokenizer
+    from windlass.server.text.tokenizer import Tokenizer
 
 
 T = TypeVar("T")

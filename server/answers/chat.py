@@ -6,8 +6,8 @@ from typing import Any
 
 from windlass.server.answers.base import AnswerWriter, Result
 from windlass.server.answers.pieces import JsonList
-from windlass.server.generation import Delta
-from windlass.server.logprobs import chat_logprobs
+from windlass.server.generation.generation import Delta
+from windlass.server.generation.logprobs import chat_logprobs
 
 
 class ChatWriter(AnswerWriter):

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.request import TokenLogprobs
+from windlass.engine.api.request import TokenLogprobs
 from windlass.server.answers.base import AnswerOptions, AnswerWriter, Result, in_pieces
 from windlass.server.answers.pieces import JsonList
-from windlass.server.generation import Delta, Tally
-from windlass.server.logprobs import CompletionLogprobs
+from windlass.server.generation.generation import Delta, Tally
+from windlass.server.generation.logprobs import CompletionLogprobs
 from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
-    from windlass.server.tokenizer import Tokenizer
+    from windlass.server.text.tokenizer import Tokenizer
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 

@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from windlass.server.answers.base import AnswerWriter
 from windlass.server.answers.chat import ChatWriter
-from windlass.server.body import read_body
-from windlass.server.errors import bad_request
-from windlass.server.generation import Tally
-from windlass.server.pipeline import Job, check, envelope, run
+from windlass.server.app.body import read_body
+from windlass.server.app.errors import bad_request
+from windlass.server.app.request_id import request_id, set_request_id
+from windlass.server.app.streaming import Exchange
+from windlass.server.generation.generation import Tally
+from windlass.server.generation.pipeline import Job, check, envelope, run
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
-from windlass.server.request_id import request_id, set_request_id
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
-from windlass.server.streaming import Exchange
 from windlass.server.text.service import Prompt
 
 router = APIRouter()

@@ -9,10 +9,10 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.server.app.state import ServerState
+from windlass.server.generation.rotary import describe_groups
 from windlass.server.protocol.answers import Model, ModelList
-from windlass.server.rotary import describe_groups
 from windlass.server.routes.common import answers, state_of
-from windlass.server.state import ServerState
 
 router = APIRouter()
 

@@ -10,16 +10,16 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.request import ModelInfo
+from windlass.engine.api.request import ModelInfo
 from windlass.engine.rotary.config_names import RotaryGroup
 from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint, make_plan
 from windlass.engine.rotary.scaling import RotarySpec
-from windlass.server.body import read_body
-from windlass.server.errors import unavailable
+from windlass.server.app.body import read_body
+from windlass.server.app.errors import unavailable
+from windlass.server.app.state import ServerState
+from windlass.server.generation.rotary import describe_groups, read_rotation
 from windlass.server.protocol.text import RotaryInspectRequest
-from windlass.server.rotary import describe_groups, read_rotation
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
-from windlass.server.state import ServerState
 
 router = APIRouter()
 

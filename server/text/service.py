@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from windlass.engine.errors import LoadError
-from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
+from windlass.server.app.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.protocol.chat import ChatMessage
-from windlass.server.settings import ServerSettings
-from windlass.server.text.frames import TextSource, count_ids, last_ids, pack_ids, unpack_ids
-from windlass.server.text.lanes import LaneFullError
-from windlass.server.text.pool import (
+from windlass.server.startup.settings import ServerSettings
+from windlass.server.text.workers.frames import TextSource, count_ids, last_ids, pack_ids, unpack_ids
+from windlass.server.text.workers.lanes import LaneFullError
+from windlass.server.text.workers.pool import (
     LARGE_JOB,
     ClosedError,
     Limits,
@@ -27,10 +27,10 @@ from windlass.server.text.pool import (
     RefusedError,
     TextPool,
 )
-from windlass.server.text.processes import KilledError, ProcessDiedError, TooSlowError
+from windlass.server.text.workers.processes import KilledError, ProcessDiedError, TooSlowError
 
 if TYPE_CHECKING:
-    from windlass.server.tokenizer import Tokenizer
+    from windlass.server.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

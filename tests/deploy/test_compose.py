@@ -10,7 +10,7 @@ import yaml
 from helpers.prometheus import CONFIG, ROOT
 from typer.main import get_command
 
-from windlass.server import cli
+from windlass.server.cli import main as cli
 
 STACK = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = STACK["services"]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from windlass.engine.config import EngineConfig
-from windlass.engine.core import EngineCore
-from windlass.engine.request import EngineRequest, RequestOutput, SamplingParams
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RotarySpec
 
 

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
-from windlass.engine.schedule import (
+from windlass.engine.scheduling.plan import (
     KeyMove,
     KVGroupLayout,
     SampleSlot,
@@ -26,8 +26,8 @@ from windlass.engine.schedule import (
     SchedulerOutput,
     StepResult,
 )
-from windlass.engine.scheduler import Scheduler, SchedulerConfig
-from windlass.engine.speculation import SpeculationConfig
+from windlass.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from windlass.engine.scheduling.speculation import SpeculationConfig
 
 VOCAB = 6
 EOS = 5

@@ -16,13 +16,13 @@ import httpx
 from helpers.scripted_engine import ScriptedEngine
 from helpers.toy_tokenizers import byte_level
 
-from windlass.server.app import create_app
+from windlass.server.app.app import create_app
+from windlass.server.app.state import ServerState
 from windlass.server.http.connections import Connections
 from windlass.server.http.server import HttpServer
 from windlass.server.http.settings import ConnectionSettings
-from windlass.server.settings import ServerSettings
-from windlass.server.state import ServerState
-from windlass.server.tokenizer import Tokenizer
+from windlass.server.startup.settings import ServerSettings
+from windlass.server.text.tokenizer import Tokenizer
 
 MODEL = "toy"
 TEMPLATE = (

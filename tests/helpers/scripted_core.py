@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.engine.config import EngineConfig
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
-from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 

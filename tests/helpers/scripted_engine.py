@@ -11,8 +11,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 from windlass.engine.errors import DeadlineError, EngineDeadError
-from windlass.engine.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 from windlass.engine.rotary.config_names import RotaryGroup
 from windlass.engine.rotary.policy import RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase

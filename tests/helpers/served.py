@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from windlass.server.launch import CORE_VARIABLE
+from windlass.server.startup.launch import CORE_VARIABLE
 
 TESTS = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ class Served:
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "windlass.server.cli", "serve", str(model), "--port", "0", *arguments],
+            [sys.executable, "-m", "windlass.server.cli.main", "serve", str(model), "--port", "0", *arguments],
             env={
                 **inherited,
                 "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),

@@ -11,7 +11,7 @@ from helpers.scripted_llm import asked, scripted_llm
 
 import windlass
 from windlass.clients.loadtest.cli import app as program
-from windlass.server import cli
+from windlass.server.cli import main as cli
 
 
 def as_program(*arguments: str) -> int:
@@ -70,7 +70,7 @@ def test_help_and_no_command(capsys):
     assert capsys.readouterr().out == f"windlass-bench {windlass.__version__}\n"
 
 
-@pytest.mark.parametrize("module", ["windlass.clients.loadtest.cli.app", "windlass.server.cli"])
+@pytest.mark.parametrize("module", ["windlass.clients.loadtest.cli.app", "windlass.server.cli.main"])
 def test_a_command_starts_without_what_only_its_work_needs(module):
     """The engine's process is started by the server's command: nothing slow may come before that."""
     code = (

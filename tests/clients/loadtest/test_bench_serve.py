@@ -18,7 +18,7 @@ from helpers.scripted_http import answer
 from helpers.scripted_llm import Performance, asked, scripted_llm, stream
 
 from windlass.clients.loadtest.results import read_json
-from windlass.server import cli
+from windlass.server.cli import main as cli
 
 SUMMARY = ("ttft_ms", "ttft_actual_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
@@ -206,7 +206,17 @@ def test_a_signal_before_anything_was_measured(tmp_path):
         await performance.wait_gone()
 
     with scripted_llm(hangs) as llm:
-        command = [sys.executable, "-m", "windlass.server.cli", "bench", "serve", "--url", llm.url, "--warmup", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "windlass.server.cli.main",
+            "bench",
+            "serve",
+            "--url",
+            llm.url,
+            "--warmup",
+            "1",
+        ]
         command += ["--json", str(tmp_path / "run.json"), "--csv", str(tmp_path / "run.csv")]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
@@ -339,7 +349,7 @@ def test_a_signal_ends_the_run_with_its_report(tmp_path, number, sweep):
         command = [
             sys.executable,
             "-m",
-            "windlass.server.cli",
+            "windlass.server.cli.main",
             "bench",
             "serve",
             "--url",

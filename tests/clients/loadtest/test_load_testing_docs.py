@@ -15,7 +15,7 @@ from windlass.clients.loadtest import health, runner, wire
 from windlass.clients.loadtest.cli import options
 from windlass.clients.loadtest.results import ABANDONED, RunResult
 from windlass.clients.loadtest.trace import read_trace
-from windlass.server import cli
+from windlass.server.cli import main as cli
 
 PAGE = (Path(__file__).parents[3] / "docs" / "load-testing.md").read_text(encoding="utf-8")
 COMMAND = get_command(cli.app).commands["bench"].commands["serve"]  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from windlass.clients.loadtest.runner import LoadPlan, measure
 from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.target import Target
 from windlass.clients.loadtest.workload import WorkloadSpec
-from windlass.server import cli
+from windlass.server.cli import main as cli
 
 
 @pytest.fixture(scope="module")

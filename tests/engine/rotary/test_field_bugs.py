@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from windlass.engine.core import EngineCore
+from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.config_names import read_rotary_groups
 from windlass.engine.rotary.scaling import RopeScaling, resolve
-from windlass.engine.schedule import ScheduledSequence
+from windlass.engine.scheduling.plan import ScheduledSequence
 
 M = 64  # the trained length of the models here
 DYNAMIC = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})

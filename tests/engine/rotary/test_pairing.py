@@ -14,11 +14,11 @@ from windlass import kernels
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.loading.weights import half_split_order, load_weights
 from windlass.engine.model.spec import AttentionSpec, CheckpointLayout, KVGroupSpec, LayerSpec, ModelSpec
-from windlass.engine.model.weights import half_split_order, load_weights
 from windlass.engine.rotary.config_names import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
-from windlass.kernels.reference import rotate_half_split
+from windlass.kernels.torch.reference import rotate_half_split
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 12, 24
 

@@ -370,7 +370,7 @@ def test_fingerprint_covers_all_three_parts() -> None:
 def test_importing_it_loads_no_torch() -> None:
     code = (
         "import sys\n"
-        "import windlass.engine.rotary.scaling, windlass.engine.rotary.config_names, windlass.engine.request\n"
+        "import windlass.engine.rotary.scaling, windlass.engine.rotary.config_names, windlass.engine.api.request\n"
         "print(*[name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

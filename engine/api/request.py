@@ -1,0 +1,166 @@
+"""Plain data that crosses the boundary between server and engine: requests in, outputs and statistics out.
+
+Everything here is picklable and free of torch. Text, HTTP and chat templates are unknown at this level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.policy import RopeUpdate, RotaryReport
+from windlass.engine.rotary.scaling import RopeScaling
+
+FinishReason = Literal["stop", "length", "abort", "timeout"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Token ids are validated against the vocabulary by `windlass.engine.api.validation`.
+
+    temperature: 0 means greedy (argmax).
+    top_k: 0 means off. top_p, typical_p: 1.0 means off. min_p: 0.0 means off.
+    seed: the draw of output token i of sample s depends on (seed, s, i) alone; None picks a fresh seed.
+    stop_token_ids: end generation (kept out of the text by the server); eos ids of the model end it too unless `ignore_eos`.
+    logprobs: None for none, else the number of most likely alternatives reported beside the drawn token (0 is allowed).
+    prompt_logprobs: the same for every prompt token but the first. Such a request takes no prefix hits.
+    logit_bias: added to the logits. allowed_token_ids: every other id is masked. bad_words: id sequences never completed.
+    n: samples drawn from one prefill; outputs carry `index` 0..n-1.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to complete. `deadline` is `time.monotonic()` seconds.
+
+    rope_scaling: None means the server's default. rope_update: when frequencies that depend on length change, None for
+    the server's or the kind's default. rope_exact: under `recompute`, dynamic follows every token rather than its grid.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    rope_scaling: RopeScaling | None = None
+    rope_update: RopeUpdate | None = None
+    rope_exact: bool = False
+    cache_salt: str | None = None
+    priority: int = 0  # lower runs first, as in vLLM
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities at one position, from the model's own distribution (before penalties and temperature).
+
+    token_id/logprob/rank: the token that stands there, rank 1 being the most likely.
+    top: (token id, log-probability) of the most likely tokens, best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to one sample of a request.
+
+    token_ids: new tokens only (a step may add several). logprobs: parallel to token_ids when asked for.
+    prompt_logprobs: on the first output of sample 0 when asked for; entry 0 is None (the first token has no context).
+    finish_reason: set on the last output of this sample. stop_token_id: the eos or stop id that ended it, if one did
+    (that id is the last of `token_ids`).
+    cached_tokens: prompt tokens that came from the prefix cache.
+    rotary: what the sample ran under, on its last output unless it failed.
+    error: set when the request failed; then it is the last output of the request (all samples).
+    """
+
+    request_id: str
+    index: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    cached_tokens: int = 0
+    rotary: RotaryReport | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the engine loaded: enough for the server to validate requests and to describe itself."""
+
+    path: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    trained_len: int  # M: the model's own context length
+    dtype: str  # compute dtype: float32 | bfloat16 | float16
+    weight_dtype: str
+    kv_cache_dtype: str
+    quantization: str | None
+    device: str
+    num_parameters: int
+    num_layers: int
+    block_size: int
+    num_kv_blocks: tuple[int, ...]  # per KV group
+    kv_cache_bytes: int
+    kv_bytes_per_token: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    eos_token_ids: tuple[int, ...]
+    rotary_groups: tuple[RotaryGroup, ...]  # under this server's default scaling
+    model_rotary_groups: tuple[RotaryGroup, ...]  # under the model's own
+    weight_bytes: int
+    load_seconds: float
+    notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of gauges and monotonically growing counters. All counters start at 0 with the engine process."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_blocks_total: int = 0
+    kv_blocks_used: int = 0  # held by a live request (cached blocks nobody holds count as free)
+    kv_cache_usage: float = 0.0  # 0..1, of the fullest KV group
+    rotary_specs_live: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # prompt tokens looked up
+    prefix_cache_hits: int = 0  # prompt tokens found
+    prompt_tokens: int = 0  # prompt positions passed through the model or taken from the cache
+    generation_tokens: int = 0
+    recomputed_tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # by reason: preemption, full_prefix_hit, rope_update
+    key_moves: int = 0  # cached tokens whose keys were turned to other frequencies
+    spec_decode_num_drafts: int = 0  # proposals of speculative decoding
+    spec_decode_num_draft_tokens: int = 0  # tokens in them
+    spec_decode_num_accepted_tokens: int = 0  # those of them that stood
+    queue_seconds: tuple[float, ...] = ()  # per request since the last snapshot: arrival to first schedule
+    prefill_seconds: tuple[float, ...] = ()  # first schedule to first token
+    decode_seconds: tuple[float, ...] = ()  # first token to the end

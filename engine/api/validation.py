@@ -1,0 +1,56 @@
+"""Refuses requests the engine cannot run, before they reach the scheduler. Knows limits, not how requests arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.errors import RequestError
+
+MAX_SAMPLES = 64
+
+
+def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
+    """Raise RequestError naming the field; a request that passes cannot harm the step it runs in.
+
+    Whether it fits the context and the cache is `admission`'s to say.
+    """
+    _check_ids("prompt", request.prompt_token_ids, vocab_size)
+    if request.rope_update not in (None, "frozen", "recompute", "rotate"):
+        raise RequestError("rope_update must be frozen, recompute or rotate", "rope_update")
+    _check_sampling(request.sampling, vocab_size)
+
+
+def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
+    ranges: tuple[tuple[str, float, float, float], ...] = (
+        ("max_tokens", s.max_tokens, 0, float("inf")),
+        ("temperature", s.temperature, 0, 1e6),
+        ("top_k", s.top_k, 0, float("inf")),
+        ("top_p", s.top_p, 0, 1),
+        ("min_p", s.min_p, 0, 1),
+        ("typical_p", s.typical_p, 0, 1),
+        ("repetition_penalty", s.repetition_penalty, 1e-6, 1e6),
+        ("presence_penalty", s.presence_penalty, -2, 2),
+        ("frequency_penalty", s.frequency_penalty, -2, 2),
+        ("min_tokens", s.min_tokens, 0, max(0, s.max_tokens)),
+        ("n", s.n, 1, MAX_SAMPLES),
+        ("logprobs", s.logprobs or 0, 0, vocab_size),
+        ("prompt_logprobs", s.prompt_logprobs or 0, 0, vocab_size),
+    )
+    for name, value, low, high in ranges:
+        if not low <= value <= high:  # also false for NaN
+            raise RequestError(f"{name} must lie between {low:g} and {high:g}, got {value!r}", name)
+    _check_ids("stop_token_ids", s.stop_token_ids, vocab_size)
+    _check_ids("logit_bias", s.logit_bias or (), vocab_size)
+    for word in s.bad_words:
+        _check_ids("bad_words", word, vocab_size)
+    if s.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", s.allowed_token_ids, vocab_size)
+        if not s.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
+
+
+def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"{param}: token id {token_id} is outside the vocabulary 0..{vocab_size - 1}", param)

@@ -1,0 +1,108 @@
+"""How many blocks a budget of memory gives each KV group, and how long a context they hold.
+
+Responsible for the numbers only: it allocates nothing and imports no torch, so that they are known before a model is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.memory import gib
+from windlass.engine.errors import LoadError
+from windlass.engine.model.spec import KVGroupSpec, ModelSpec
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_INT8_QUAD = 4  # codes of a key are padded to a multiple
+_INT8_SCALES = 8  # bytes per token and head, one float32 for the key and one for the value
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """num_blocks, per KV group; max_model_len in tokens; num_bytes of all pages; notices: one line each."""
+
+    num_blocks: tuple[int, ...]
+    max_model_len: int
+    num_bytes: int
+    notices: tuple[str, ...]
+
+
+def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
+    """What one token takes in a KV group's pages of this type, padding and scales included (see `kernels.plane_shapes`)."""
+    dim = group.head_dim
+    int8 = ceil(dim / _INT8_QUAD) * _INT8_QUAD + dim + _INT8_SCALES
+    per_head = int8 if dtype == "int8" else 2 * dim * ITEM_BYTES[dtype]
+    return len(group.layers) * group.num_kv_heads * per_head
+
+
+def plan_cache(config: EngineConfig, spec: ModelSpec, dtype: str, budget: int, most: int | None = None) -> CachePlan:
+    """Blocks within `budget` bytes, never more than can be used, and the longest sequence they carry.
+
+    A notice tells where the budget shortened it. most: bytes that --kv-cache-memory could be raised to, None if unknown.
+    Raises LoadError for an explicit --max-model-len that does not fit.
+    """
+    wanted = config.max_model_len or spec.trained_len
+
+    def size(count: int, dtype: str = dtype) -> int:
+        blocks = _blocks_for(count, spec.kv_groups, config)
+        cost = (bytes_per_token(group, dtype) * config.block_size for group in spec.kv_groups)
+        return sum(c * n for c, n in zip(cost, blocks, strict=True))
+
+    per_sequence = -(-wanted // config.block_size)
+    low, high = 0, config.max_num_seqs * per_sequence
+    while low < high:  # the largest count that fits
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if size(middle) <= budget else (low, middle - 1)
+    num_blocks = _blocks_for(low, spec.kv_groups, config)
+    room = _room(config, spec, num_blocks)
+    if room >= wanted:
+        return CachePlan(num_blocks, wanted, size(low), ())
+    if config.max_model_len is not None or room < config.block_size:
+        needed = size(per_sequence)
+        limit = sys.maxsize if most is None else max(budget, most)
+        windows = any(group.window is not None for group in spec.kv_groups)
+        ways = [
+            "raise --kv-cache-memory" if needed <= limit else "",
+            "lower --max-model-len or --max-num-seqs" if windows else "lower --max-model-len",
+            "use --kv-cache-dtype int8" if dtype != "int8" and size(per_sequence, "int8") <= limit else "",
+        ]
+        raise LoadError(
+            f"a context of {wanted} tokens does not fit: it needs {gib(needed)} of KV cache, there are {gib(budget)}, "
+            f"which hold {room} tokens: {' or '.join(filter(None, ways))}"
+        )
+    notice = (
+        f"context shortened from {wanted} to {room} tokens to fit the KV cache: raise --kv-cache-memory or lower "
+        "--max-model-len"
+    )
+    return CachePlan(num_blocks, room, size(low), (notice,))
+
+
+def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig) -> tuple[int, ...]:
+    """`count` blocks for each full-attention group. A window group never needs more than its windows plus one step's tokens
+    for every running sequence, so whatever it does not need goes to the others."""
+    result = []
+    for group in groups:
+        need = count
+        if group.window is not None:
+            per_sequence = -(-group.window // config.block_size) + 2
+            steps = -(-config.max_num_batched_tokens // config.block_size)
+            need = min(count, config.max_num_seqs * per_sequence + steps)
+        result.append(need)
+    return tuple(result)
+
+
+def _room(config: EngineConfig, spec: ModelSpec, num_blocks: tuple[int, ...]) -> int:
+    """The longest sequence, in tokens."""
+    room = sys.maxsize
+    for group, blocks in zip(spec.kv_groups, num_blocks, strict=True):
+        # A window group with room for one window and one step's tokens carries a sequence of any length.
+        enough = group.window is not None and blocks >= _blocks_of_one_window(group.window, config)
+        room = room if enough else min(room, blocks * config.block_size)
+    return room
+
+
+def _blocks_of_one_window(window: int, config: EngineConfig) -> int:
+    return -(-(window + config.max_num_batched_tokens) // config.block_size) + 2

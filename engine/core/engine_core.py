@@ -1,0 +1,210 @@
+"""The engine core: one object that loads a model and turns requests into outputs, one step at a time.
+
+It wires scheduler, runner and sampler together and owns nothing else. It runs in one thread, blocks only while a step
+computes, and knows neither processes nor text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import replace
+
+import torch
+
+from windlass import kernels
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.api.validation import validate_request
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
+from windlass.engine.cache.memory import default_kv_budget, gib
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.errors import LoadError
+from windlass.engine.execution.runner import Runner
+from windlass.engine.execution.warm_up import warm_up
+from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_out_of_memory, load_model
+from windlass.engine.model.loading.preflight import no_room
+from windlass.engine.model.loading.weights import Progress
+from windlass.engine.model.spec import KVGroupSpec, ModelSpec
+from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.policy import RotaryPlan, make_plan
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.scheduling.plan import KVGroupLayout
+from windlass.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from windlass.engine.scheduling.speculation import SpeculationConfig
+
+# Part of every cache key: raise it when the meaning of a cached block changes.
+_LAYOUT_VERSION = 1
+
+_logger = logging.getLogger("windlass.engine")
+
+
+class EngineCore:
+    """See the module. `info` describes what was loaded. Raises LoadError when the model cannot be served as configured."""
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        started = time.perf_counter()
+        threads = config.threads or (len(config.cores) if config.cores else None)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        model = load_model(config, progress)
+        decoder, spec = model.decoder, model.decoder.spec
+        self._groups: tuple[RotaryGroup, ...] = spec.rotary_groups
+        self._rope_update = config.rope_update
+        plan = _plan(config, model)
+        cache = _allocate(config, model, plan)
+        tables = RotaryTables(2 * config.max_num_seqs + 2, [g.base for g in self._groups], decoder.device)
+        sampler = Sampler(spec.vocab_size, decoder.device)
+        self.runner = Runner(decoder, cache, tables, sampler, config.block_size)
+        layouts = [
+            KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
+            for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
+        ]
+        self.blocks = BlockManager(layouts, config.block_size, config.prefix_caching)
+        self.scheduler = Scheduler(
+            config=SchedulerConfig(
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                max_waiting=config.max_waiting,
+                max_model_len=plan.max_model_len,
+                block_size=config.block_size,
+                target_step_seconds=config.target_step_seconds,
+                speculation=SpeculationConfig(
+                    num_tokens=config.speculative_ngram,
+                    min_match=config.speculative_ngram_min,
+                    max_match=config.speculative_ngram_max,
+                ),
+            ),
+            blocks=self.blocks,
+            rotary=tables,
+            namespace=_namespace(model),
+            eos_token_ids=spec.eos_token_ids,
+        )
+        self.info = _describe(config, model, plan, time.perf_counter() - started)
+
+    def warm_up(self, most_seconds: float = 0.5) -> None:
+        """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.warm_up`."""
+        room = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
+        specs = make_plan(self._groups, room, "frozen").stage(1).specs
+        warm_up(
+            self.runner,
+            specs,
+            num_groups=len(self.info.num_kv_blocks),
+            block_size=self.info.block_size,
+            room=room,
+            most_seconds=most_seconds,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
+        validate_request(request, vocab_size=self.info.vocab_size)
+        self.scheduler.add(request, self.plan_rotation(request))
+
+    def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
+        """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
+        longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.info.max_model_len)
+        groups = apply_scaling(self._groups, request.rope_scaling)
+        return make_plan(groups, longest, request.rope_update or self._rope_update, exact=request.rope_exact)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request with all its samples and free what it holds at once; unknown ids are ignored."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first."""
+        outputs = self.scheduler.expire(time.monotonic())
+        plan = self.scheduler.schedule()
+        started = time.perf_counter()
+        results = self.runner.execute(plan)
+        self.scheduler.observe(plan, time.perf_counter() - started)
+        for result in results:
+            if result.error is not None:
+                outputs += self.scheduler.fail_sequence(result.seq_id, result.error)
+        outputs += self.scheduler.update(plan, results)
+        self._forget_ended()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """A snapshot; the `*_seconds` samples are handed out once."""
+        return replace(self.scheduler.stats(), rotary_specs_live=self.runner.tables.num_live)
+
+    def _forget_ended(self) -> None:
+        """Free the sampler's state of ended sequences. It never holds more of them than there are live ones."""
+        sampler = self.runner.sampler
+        if sampler.num_tracked > self.scheduler.num_running + self.scheduler.num_waiting:
+            sampler.keep_only({sequence.seq_id for sequence in self.scheduler.live_sequences()})
+
+
+def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
+    """The rotary groups that layers of a KV group belong to; layers without rotation belong to none."""
+    used = {spec.layers[layer].attention.rotary_group for layer in group.layers}
+    return tuple(sorted(index for index in used if index is not None))
+
+
+def _namespace(model: LoadedModel) -> bytes:
+    """What must agree for a cached block to mean the same: weights, dtypes, layout."""
+    decoder = model.decoder
+    said = (decoder.quantization, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
+    return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in said)))).digest()
+
+
+def _plan(config: EngineConfig, model: LoadedModel) -> CachePlan:
+    """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
+    device = model.decoder.device
+    budget = config.kv_cache_memory or default_kv_budget(free_memory(device), device.type)
+    return plan_cache(config, model.decoder.spec, _name(model.cache_dtype), budget)
+
+
+def _allocate(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> KVStorage:
+    """The pages. LoadError where the system does not give the memory."""
+    decoder = model.decoder
+    groups, blocks = decoder.spec.kv_groups, plan.num_blocks
+    try:
+        return KVStorage(groups, blocks, config.block_size, model.cache_dtype, decoder.device)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        there = f"more than {decoder.device} gives beside {gib(decoder.weight_bytes())} of weights"
+        raise LoadError(no_room(there, plan.num_bytes, _name(model.cache_dtype))) from None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds: float) -> ModelInfo:
+    decoder, spec = model.decoder, model.decoder.spec
+    cached = _name(model.cache_dtype)
+    kernel_notice = () if decoder.device.type != "cpu" or kernels.reads_narrow_weights() else (kernels.explain(),)
+    return ModelInfo(
+        path=config.model,
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        max_model_len=plan.max_model_len,
+        trained_len=spec.trained_len,
+        dtype=_name(decoder.dtype),
+        weight_dtype=_name(decoder.weight_dtype),
+        kv_cache_dtype=cached,
+        quantization=decoder.quantization,
+        device=str(decoder.device),
+        num_parameters=decoder.num_parameters(),
+        num_layers=len(spec.layers),
+        block_size=config.block_size,
+        num_kv_blocks=plan.num_blocks,
+        kv_cache_bytes=plan.num_bytes,
+        kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=spec.eos_token_ids,
+        rotary_groups=spec.rotary_groups,
+        model_rotary_groups=model.rotary_groups,
+        weight_bytes=decoder.weight_bytes(),
+        load_seconds=seconds,
+        notices=model.notices + plan.notices + kernel_notice,
+    )

@@ -1,0 +1,137 @@
+"""The loop that drives an engine core: take what came in, step while there is work, hand out what the step made.
+
+It is the same loop in the engine process and in a thread (InlineClient). It knows queues of messages, not how they
+travel, and reaches the core only through the five methods of `Core`, so it needs no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.core.threads import prepare_this_process
+from windlass.engine.core.wire import (
+    Abort,
+    Aborted,
+    Add,
+    AskStats,
+    Close,
+    Message,
+    Rejected,
+    Stats,
+    StepDone,
+    portable_error,
+)
+from windlass.engine.errors import EngineError
+
+_logger = logging.getLogger("windlass.engine")
+
+ProgressCallback = Callable[[str, int, int], None]
+
+STATS_INTERVAL = 0.2  # seconds between snapshots pushed along with steps
+
+
+class Core(Protocol):
+    """What `windlass.engine.core.engine_core.EngineCore` offers; one thread at a time uses it."""
+
+    info: ModelInfo
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; raises RequestError or QueueFullError."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request and free what it holds; unknown ids are ignored."""
+        ...
+
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def stats(self) -> EngineStats:
+        """A snapshot that drains the `*_seconds` samples."""
+        ...
+
+
+CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
+
+
+def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
+    """The real engine, warmed up. Imported here, late, because it brings torch."""
+    prepare_this_process(config.cores)
+    from windlass.engine.core.engine_core import EngineCore
+
+    core = EngineCore(config, progress)
+    core.warm_up()
+    return core
+
+
+class EngineLoop:
+    """Runs `core` until a `Close` message arrives. `emit` must never block: delivery is somebody else's time."""
+
+    def __init__(self, core: Core, inbox: SimpleQueue[Message], emit: Callable[[Message], None]) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._emit = emit
+        self._pushed_stats_at = -STATS_INTERVAL
+
+    def run(self) -> None:
+        """Serve until closed. Whatever a step raises is a defect of the engine and leaves this method."""
+        while True:
+            # Between steps take everything that waits; without work sleep until something comes.
+            block = not self._core.has_work()
+            while (message := self._next(block)) is not None:
+                if isinstance(message, Close):
+                    return
+                self._handle(message)
+                block = False
+            if self._core.has_work():
+                self._step()
+
+    def _next(self, block: bool) -> Message | None:
+        try:
+            return self._inbox.get(block)
+        except Empty:
+            return None
+
+    def _handle(self, message: Message) -> None:
+        match message:
+            case Add(request):
+                self._add(request)
+            case Abort(request_id):
+                self._core.abort(request_id)
+                self._emit(Aborted(request_id))
+            case AskStats():
+                self._emit(Stats(self._snapshot()))
+            case _:
+                raise TypeError(f"an engine does not take {type(message).__name__} messages")
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._core.add(request)
+        except EngineError as error:
+            self._emit(Rejected(request.request_id, portable_error(error)))
+        except Exception as error:  # a defect met by one request must not end the others
+            _logger.exception("request %s could not be added", request.request_id)
+            self._core.abort(request.request_id)
+            self._emit(Rejected(request.request_id, portable_error(error)))
+
+    def _step(self) -> None:
+        start = time.monotonic()
+        outputs = self._core.step()
+        now = time.monotonic()
+        due = now - self._pushed_stats_at >= STATS_INTERVAL
+        if outputs or due:
+            self._emit(StepDone(tuple(outputs), now - start, self._snapshot() if due else None))
+
+    def _snapshot(self) -> EngineStats:
+        self._pushed_stats_at = time.monotonic()
+        stats = self._core.stats()
+        # The snapshot is pickled by another thread while the core goes on: give it a dictionary of its own.
+        return replace(stats, recomputed_tokens=dict(stats.recomputed_tokens))

@@ -1,0 +1,1 @@
+"""Runs of a model outside the server: scoring of texts, timing of steps."""

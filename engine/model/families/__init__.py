@@ -1,0 +1,1 @@
+"""What distinguishes one family of models from the next, as data."""

@@ -1,0 +1,1 @@
+"""From files to weights in memory, and what is refused before that."""

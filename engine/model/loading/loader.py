@@ -1,0 +1,136 @@
+"""From a model directory to a decoder with weights, plus the facts about it that the rest of the engine needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from windlass import kernels
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.memory import available_memory, gib
+from windlass.engine.errors import LoadError
+from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.loading import weight_cache
+from windlass.engine.model.loading.checkpoint import weights_digest
+from windlass.engine.model.loading.preflight import (
+    cache_dtype,
+    check_memory,
+    check_quantization,
+    compute_dtype,
+    describe_model,
+    weight_dtype,
+)
+from windlass.engine.model.loading.sizes import weight_bytes
+from windlass.engine.model.loading.weights import Progress, load_weights, randomize_weights
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.kernels.layouts.packed import MAX_COLUMNS
+
+_TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages.
+
+    rotary_groups: the model's own, before the server's scaling.
+    """
+
+    decoder: Decoder
+    cache_dtype: torch.dtype
+    digest: bytes
+    notices: tuple[str, ...]
+    rotary_groups: tuple[RotaryGroup, ...]
+
+
+def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
+    """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do."""
+    directory = Path(config.model)
+    device = choose_device(config.device)
+    check_quantization(config, str(device))
+    model = describe_model(config)
+    _check_width(config, model.spec)
+    dtype = compute_dtype(config, model.config, device.type)
+    stored = weight_dtype(config, model, dtype, device.type, reads_narrow=kernels.reads_narrow_weights())
+    check_memory(config, model.spec, dtype, stored, device.type, free_memory(device))
+    try:
+        decoder = Decoder(
+            model.spec,
+            _TORCH_DTYPES[dtype],
+            device,
+            _TORCH_DTYPES[stored],
+            quantization=config.quantization,
+            deterministic=config.deterministic,
+        )
+        if config.load_format == "dummy":
+            notices = weight_cache.without_effect(config, "--load-format dummy")
+            randomize_weights(decoder, config.seed, progress)
+            digest = f"dummy {config.seed}".encode()
+        else:
+            notices = fill(decoder, directory, config, progress)
+            digest = weights_digest(directory)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        size = gib(weight_bytes(model.spec, _TORCH_DTYPES[stored].itemsize, config.quantization))
+        less = ", --quantization int8 or int4" if device.type == "cpu" else ""
+        raise LoadError(
+            f"the weights need {size} of memory, more than {device} gives: use --dtype bfloat16{less} or a smaller model"
+        ) from None
+    cached = _TORCH_DTYPES[cache_dtype(config, dtype)]
+    return LoadedModel(decoder, cached, digest, model.spec.notices + notices, model.own_groups)
+
+
+def fill(decoder: Decoder, directory: Path, config: EngineConfig, progress: Progress | None = None) -> tuple[str, ...]:
+    """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices."""
+    if config.weight_cache is None or decoder.quantization is None:
+        load_weights(decoder, directory, progress)
+        return weight_cache.without_effect(config, "--quantization none")
+    cache = weight_cache.WeightCache(config.weight_cache, directory, decoder)
+    if not cache.load(decoder, progress):
+        load_weights(decoder, directory, progress)
+        cache.store(decoder, progress)
+    return tuple(cache.notices)
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is CUDA where there is one; LoadError for a device this torch does not have."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise LoadError(f"--device {name}: {reason}: use cpu, or cuda with a CUDA build of torch") from None
+    return device
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, None where nobody can tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory() if device.type == "cpu" else None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on a CPU torch says so with a plain RuntimeError."""
+    plain = isinstance(error, RuntimeError) and ("alloc" in str(error) or "memory" in str(error))
+    return plain or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def _check_width(config: EngineConfig, spec: ModelSpec) -> None:
+    """LoadError for matrices that are wider than the sums of quantized products allow."""
+    widest = max(max(spec.hidden_size, layer.intermediate_size) for layer in spec.layers)
+    if config.quantization != "none" and widest > MAX_COLUMNS:
+        raise LoadError(
+            f"--quantization {config.quantization} takes at most {MAX_COLUMNS} inputs a layer, this model has {widest}: "
+            "use none"
+        )

@@ -1,0 +1,175 @@
+"""What stands against a start, told from config.json, file names, file headers and options before a weight is read.
+
+The server asks here before it listens and the engine's loader asks again, so there is one set of rules. It imports no torch:
+what only torch can tell (a GPU's memory, which kernels there are) its caller says, or it is left to the loader.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
+from windlass.engine.cache.budget import ITEM_BYTES, plan_cache
+from windlass.engine.cache.memory import available_memory, default_kv_budget, gib
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.model.families.families import read_spec
+from windlass.engine.model.loading.checkpoint import TensorHeader, matrix_types, read_headers
+from windlass.engine.model.loading.device import expect_device
+from windlass.engine.model.loading.formats import describe_quantized, describe_tensors
+from windlass.engine.model.loading.sizes import weight_bytes
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.learned import with_learned_frequencies
+
+_SCALING_OPTION = "--rope-scaling"  # what an operator calls EngineConfig.rope_scaling
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """A model as its files describe it.
+
+    spec: under the server's scaling; own_groups: the rotary groups before it. headers: of every tensor in the files, none
+    under --load-format dummy.
+    """
+
+    config: dict[str, Any]
+    spec: ModelSpec
+    own_groups: tuple[RotaryGroup, ...]
+    headers: dict[str, TensorHeader]
+
+
+def check_start(config: EngineConfig) -> ModelDescription:
+    """The model that is to be started. Raises LoadError, one line that says what to do, for a start that cannot succeed, as
+    far as that can be told without torch."""
+    device = expect_device(config.device)
+    if device is not None:
+        check_quantization(config, device)
+    model = describe_model(config)
+    if device == "cpu":
+        dtype = compute_dtype(config, model.config, device)
+        # Without compiled kernels weights are wider; the loader, which knows, counts again.
+        stored = weight_dtype(config, model, dtype, device, reads_narrow=True)
+        check_memory(config, model.spec, dtype, stored, device, available_memory())
+    return model
+
+
+def describe_model(config: EngineConfig) -> ModelDescription:
+    """Read config.json and the headers of the weights. Raises LoadError for a model that is not understood."""
+    directory = Path(config.model)
+    hf_config = read_json(directory / "config.json")
+    generation_path = directory / "generation_config.json"
+    spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
+    headers = {} if config.load_format == "dummy" else read_headers(directory)
+    fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
+    if fault is not None:
+        raise LoadError(f"{directory}: {fault}")
+    own_groups = with_learned_frequencies(spec.rotary_groups, directory)
+    try:
+        groups = apply_scaling(own_groups, config.rope_scaling, param=_SCALING_OPTION)
+    except RequestError as error:
+        raise LoadError(error.message) from None
+    return ModelDescription(hf_config, replace(spec, rotary_groups=groups), own_groups, headers)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or LoadError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(
+            f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, …)"
+        ) from None
+    except OSError as error:
+        raise LoadError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise LoadError(f"{path} is not valid JSON ({error}): download it again") from None
+    if not isinstance(value, dict):
+        raise LoadError(f"{path} does not hold a JSON object: download it again")
+    return value
+
+
+def compute_dtype(config: EngineConfig, hf_config: dict[str, Any], device: str) -> str:
+    """What the model computes in. auto: float32 on a CPU, whatever the checkpoint holds; on CUDA the checkpoint's own."""
+    name = parse_dtype(config.dtype)
+    if name != "auto":
+        return name
+    if device == "cpu":
+        return "float32"
+    return parse_dtype(str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"))
+
+
+def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, device: str, *, reads_narrow: bool) -> str:
+    """How matrices are stored: under `auto` on a CPU as the checkpoint has them, where the kernels read that.
+
+    What counts is the files, not the config's word for them: a float32 file under a bfloat16 config keeps its digits.
+    reads_narrow: whether the kernels multiply by weights of 16 bits.
+    """
+    if parse_dtype(config.dtype) != "auto" or device != "cpu" or not reads_narrow:
+        return dtype
+    if config.load_format == "dummy":
+        stored = str(model.config.get("dtype") or model.config.get("torch_dtype") or "float32")
+        return stored if stored in ("bfloat16", "float16") else dtype
+    found = matrix_types(model.headers)
+    return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(found)), dtype) if len(found) == 1 else dtype
+
+
+def cache_dtype(config: EngineConfig, dtype: str) -> str:
+    """What keys and values are cached in, where the model computes in `dtype`."""
+    name = parse_cache_dtype(config.kv_cache_dtype)
+    return dtype if name == "auto" else name
+
+
+def check_quantization(config: EngineConfig, device: str) -> None:
+    """LoadError where weights cannot be quantized. device: "cpu", "cuda:1", …"""
+    if config.quantization == "none":
+        return
+    option = f"--quantization {config.quantization}"
+    if config.quantization not in ("int8", "int4"):
+        raise LoadError(f"{option} is not known: use none, int8 or int4")
+    if device != "cpu":
+        raise LoadError(f"{option} works on a CPU only so far: use --device cpu, or --quantization none on {device}")
+
+
+def check_memory(config: EngineConfig, spec: ModelSpec, dtype: str, stored: str, device: str, free: int | None) -> None:
+    """LoadError where weights, or cached keys and values beside them, plainly do not fit into the memory that is free.
+
+    dtype, stored: what the model computes in, and its matrices before they are quantized. free: bytes before the weights
+    are there, None if nobody knows.
+    """
+    weights = weight_bytes(spec, ITEM_BYTES[stored], config.quantization)
+    if free is not None and weights > free:
+        raise LoadError(
+            f"the weights need {gib(weights)} of memory, {gib(free)} are free: {_smaller(spec, weights, stored, device, free)}"
+        )
+    left = None if free is None else free - weights
+    if config.kv_cache_memory is None and left is None:
+        return
+    cached = cache_dtype(config, dtype)
+    plan = plan_cache(config, spec, cached, config.kv_cache_memory or default_kv_budget(left, device), left)
+    if left is not None and plan.num_bytes > left:
+        raise LoadError(
+            no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", plan.num_bytes, cached)
+        )
+
+
+def no_room(there: str, num_bytes: int, cached: str) -> str:
+    """What to say of a KV cache that there is no memory for. there: the memory there is, in words."""
+    less = "" if cached == "int8" else ", or use --kv-cache-dtype int8"
+    return (
+        f"the KV cache needs {gib(num_bytes)} of memory, {there}: lower --kv-cache-memory, --max-model-len or "
+        f"--max-num-seqs{less}"
+    )
+
+
+def _smaller(spec: ModelSpec, weights: int, stored: str, device: str, free: int) -> str:
+    """Options under which the weights fit, each with what they then need."""
+    choices: list[tuple[str, int]] = []
+    if stored == "float32":
+        choices.append(("--dtype bfloat16", weight_bytes(spec, 2)))
+    if device == "cpu":
+        choices += [(f"--quantization {q}", weight_bytes(spec, ITEM_BYTES[stored], q)) for q in ("int8", "int4")]
+    fitting = [f"{option} ({gib(size)})" for option, size in choices if size < min(weights, free)]
+    return f"use {', '.join(fitting)} or a smaller model" if fitting else "use a smaller model or free some memory"

@@ -1,0 +1,219 @@
+"""Quantized weights kept on disk, so that the next start reads them instead of quantizing the checkpoint again.
+
+Responsible for telling whether such a file is the one that quantizing would give now, and for leaving only whole files.
+A cache never stops a server: a file that cannot be used is a notice and is made anew, a folder that cannot be written to
+is a notice. The file is an ordinary safetensors file of a decoder's tensors; nothing in it is executed.
+
+Its name says what the weights were made into and, in a folder of the user's, of which model, so that servers with different
+options keep files of their own; its metadata holds a fingerprint of all that the bytes depend on. A newer checkpoint or
+program thus writes over the file of the older one, and gigabytes do not pile up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+import windlass
+from windlass import kernels
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.errors import LoadError
+from windlass.engine.model.decoder import Decoder, LayerWeights, Weight
+from windlass.engine.model.loading.checkpoint import checkpoint_files
+from windlass.engine.model.loading.safetensors_file import read_layout, read_tensors, write_tensors
+from windlass.engine.model.loading.weights import Progress
+from windlass.kernels import PackedWeight, PanelWeight
+
+BESIDE = "beside"
+FOLDER = (
+    "windlass-cache"  # not the model's directory itself, where other programs load every safetensors file they find
+)
+_KIND = "windlass packed weights"
+_PART = ".part"
+_ABANDONED_SECONDS = 3600.0  # a file that was begun so long ago has lost its writer
+
+
+class WeightCache:
+    """The cache file of one decoder. notices: one line each, for the person who started the server.
+
+    where: a folder, or `BESIDE` for one in the model's directory. decoder: quantized, filled or not.
+    """
+
+    def __init__(self, where: str, directory: Path, decoder: Decoder) -> None:
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (decoder.dtype, decoder.weight_dtype))
+        kind = (decoder.quantization, *dtypes)
+        self._directory = directory
+        self._made_into = "-".join(str(part) for part in kind)
+        self.path = _folder(where, directory) / f"{_model_prefix(where, directory)}{self._made_into}.safetensors"
+        self._fingerprint = self._describe()
+        self.notices: list[str] = []
+
+    def load(self, decoder: Decoder, progress: Progress | None = None) -> bool:
+        """Fill the decoder from the file, straight into its tensors. False, with a notice, if the file cannot be used."""
+        tensors = decoder_tensors(decoder)
+        try:
+            layout, metadata = read_layout(self.path)
+            fault = self._fault(metadata) or _misfit(layout, tensors) or self._read(tensors, progress)
+        except FileNotFoundError:
+            return False
+        except (SafetensorError, OSError) as error:
+            fault = f"it cannot be read ({_one_line(error)})"
+        if fault is not None:
+            self.notices.append(f"--weight-cache: {self.path} is not used: {fault}: the weights are quantized anew")
+            return False
+        self.notices.append(f"quantized weights read from {self.path}")
+        return True
+
+    def store(self, decoder: Decoder, progress: Progress | None = None) -> None:
+        """Write the file: whole or not at all, whoever else writes or reads it. What goes wrong is a notice."""
+        if not self._is_current():
+            self.notices.append("--weight-cache: the checkpoint changed while it was read: nothing is cached")
+            return
+        tensors = decoder_tensors(decoder)
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        # A name of its own for every writer; taken into the place at once when it is whole. Readers keep what they opened.
+        part = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}{_PART}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_abandoned()
+            with part.open("xb", buffering=0) as file:
+                for done in write_tensors(file, tensors, {"kind": _KIND, "fingerprint": self._fingerprint}):
+                    if progress:
+                        progress("writing the weight cache", done, total)
+                os.fsync(file.fileno())
+            part.replace(self.path)
+        except OSError as error:
+            self.notices.append(
+                f"--weight-cache: {self.path} cannot be written ({_one_line(error)}): every start quantizes the weights "
+                "until there is a folder with room that this user may write to"
+            )
+        else:
+            self.notices.append(f"quantized weights kept in {self.path} ({total / 1e6:.0f} MB) for the next start")
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+    def _is_current(self) -> bool:
+        try:
+            return self._describe() == self._fingerprint
+        except LoadError:
+            return False
+
+    def _describe(self) -> str:
+        """Everything that the bytes of the file depend on, as text that differs where they might. Raises LoadError."""
+        try:
+            files = {file.name: _identity(file) for file in checkpoint_files(self._directory)}
+            config = (self._directory / "config.json").read_bytes()
+        except OSError as error:
+            raise LoadError(
+                f"cannot read {error.filename}: {error.strerror}: download or copy the file again"
+            ) from None
+        described = {
+            "version": windlass.__version__,
+            "layout": kernels.LAYOUT_VERSION,
+            "made_into": self._made_into,
+            "config": hashlib.sha256(config).hexdigest(),
+            "files": files,
+        }
+        return json.dumps(described, sort_keys=True)
+
+    def _fault(self, metadata: dict[str, str]) -> str | None:
+        """Why a file with this metadata is not the one wanted, None if it is."""
+        if metadata.get("kind") != _KIND:
+            return "it is no weight cache of this program"
+        try:
+            found, wanted = json.loads(metadata.get("fingerprint", "")), json.loads(self._fingerprint)
+            differing = sorted(name for name in wanted | found if found.get(name) != wanted.get(name))
+        except (ValueError, TypeError, AttributeError):
+            return "its metadata is damaged"
+        reasons = {
+            "version": "another version of this program wrote it",
+            "layout": "packed weights have another layout now",
+            "config": "config.json has changed since",
+            "files": "the checkpoint has changed since",
+        }
+        return reasons.get(differing[0], "it was made for something else") if differing else None
+
+    def _read(self, tensors: dict[str, Tensor], progress: Progress | None) -> str | None:
+        """Fill the tensors; returns what is wrong with them. The checkpoint was looked at when the file was made: what is
+        not finite here (scales, norms, an embedding) was damaged since."""
+        total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
+        for part in read_tensors(self.path, lambda name, dtype, shape: tensors[name]):
+            assert part.tensor is tensors[part.name]
+            if not part.finite:
+                return f"its tensor {part.name!r} holds numbers that are NaN or infinite"
+            done += part.tensor.nbytes
+            if progress:
+                progress("reading quantized weights", done, total)
+        return None
+
+    def _remove_abandoned(self) -> None:
+        """Remove what a writer that was killed has left."""
+        for part in self.path.parent.glob(f".{glob.escape(self.path.name)}.*{_PART}"):
+            with contextlib.suppress(OSError):
+                if time.time() - part.stat().st_mtime > _ABANDONED_SECONDS:
+                    part.unlink()
+
+
+def without_effect(config: EngineConfig, option: str) -> tuple[str, ...]:
+    """What to say where nothing is cached."""
+    if config.weight_cache is None:
+        return ()
+    return (f"--weight-cache has no effect with {option}: only weights that are quantized from files are cached",)
+
+
+def decoder_tensors(decoder: Decoder) -> dict[str, Tensor]:
+    """Every tensor that makes up a decoder's weights, by a name of our own; a packed weight is two."""
+    weights: dict[str, Weight | None] = {"embedding": decoder.embedding, "final_norm": decoder.final_norm}
+    if not decoder.spec.tied_embeddings:
+        weights["head"] = decoder.head
+    for i, layer in enumerate(decoder.layers):
+        weights |= {f"layers.{i}.{name}": getattr(layer, name) for name in LayerWeights.__slots__}
+    tensors: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if isinstance(weight, PackedWeight):
+            tensors |= {f"{name}.data": weight.data, f"{name}.scales": weight.scales}
+        elif weight is not None:
+            tensors[name] = weight.data if isinstance(weight, PanelWeight) else weight
+    return tensors
+
+
+def _folder(where: str, directory: Path) -> Path:
+    return directory / FOLDER if where == BESIDE else Path(where)
+
+
+def _model_prefix(where: str, directory: Path) -> str:
+    """Tells models apart in a folder that they share."""
+    if where == BESIDE:
+        return ""
+    whole = directory.resolve()
+    return f"{whole.name}-{hashlib.sha256(os.fsencode(whole)).hexdigest()[:8]}-"
+
+
+def _identity(file: Path) -> list[object]:
+    """Size, time and header of a checkpoint file: tells it from another without reading gigabytes."""
+    stat = file.stat()
+    with file.open("rb") as opened:
+        length = opened.read(8)
+        header = opened.read(min(int.from_bytes(length, "little"), stat.st_size))
+    return [stat.st_size, stat.st_mtime_ns, hashlib.sha256(length + header).hexdigest()]
+
+
+def _misfit(layout: dict[str, tuple[torch.dtype, list[int]]], tensors: dict[str, Tensor]) -> str | None:
+    wanted = {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
+    return None if layout == wanted else "its tensors are not those of this model"
+
+
+def _one_line(error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return reason.splitlines()[0] if reason else type(error).__name__

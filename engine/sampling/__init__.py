@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, masks, draws, log-probabilities, acceptance of proposed tokens."""

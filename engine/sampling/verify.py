@@ -1,0 +1,112 @@
+"""Draws the tokens of a step, and takes of proposed tokens those that would have been drawn anyway.
+
+A proposed token stands if the draw at the row before it, made exactly as it would have been made without a proposal
+(the same logits, penalties, filters, seed and position), comes to that very token. So the answer is the one without
+speculation at any temperature, and for a proposal that is certain of itself no rule accepts more: the chance is the
+token's own probability, as in rejection sampling (arXiv 2211.17192).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from windlass.engine.sampling.penalties import penalises
+from windlass.engine.sampling.sampler import Drawn, Sampler
+from windlass.engine.scheduling.plan import SampleSlot, ScheduledSequence, StepResult
+
+
+class Extended(Sequence[int]):
+    """Token ids followed by a few more, to be read as one list; nothing is copied."""
+
+    __slots__ = ("_more", "_token_ids")
+
+    def __init__(self, token_ids: Sequence[int], more: Sequence[int]) -> None:
+        self._token_ids, self._more = token_ids, more
+
+    def __len__(self) -> int:
+        return len(self._token_ids) + len(self._more)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index += len(self) if index < 0 else 0
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        known = len(self._token_ids)
+        return self._token_ids[index] if index < known else self._more[index - known]
+
+
+def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[tuple[int, ScheduledSequence]]) -> list[StepResult]:
+    """What each sequence has drawn: a token per sample, or the proposed ones that stand and the model's own after them.
+
+    logits: [R, V]. wanted: (row after the last known token, sequence); the rows after proposed tokens follow it.
+    """
+    slots = []
+    for row, item in wanted:
+        slots += [(row, slot) for slot in item.samples]
+        if not _one_by_one(item):
+            slots += [(row + i, _slot_after(item, i)) for i in range(1, len(item.draft) + 1)]
+    drawn = iter(sampler.sample(logits, slots))
+    results, slow = [], []
+    for row, item in wanted:
+        found = [next(drawn) for _ in item.samples]
+        if not item.draft:
+            results += [_result(slot.seq_id, [one]) for slot, one in zip(item.samples, found, strict=True)]
+        elif _one_by_one(item):
+            slow.append((row, item, found))
+        else:
+            found += [next(drawn) for _ in item.draft]
+            results.append(_result(item.seq_id, _standing(item, found)))
+    while going := [entry for entry in slow if _goes_on(*entry[1:])]:
+        rows = torch.tensor([row + len(found) for row, _, found in going], device=logits.device)
+        slots = [(at, _slot_after(item, len(found))) for at, (_, item, found) in enumerate(going)]
+        for (_, _, found), one in zip(going, sampler.sample(logits[rows], slots), strict=True):
+            found.append(one)
+    return results + [_result(item.seq_id, _standing(item, found)) for _, item, found in slow]
+
+
+def _one_by_one(item: ScheduledSequence) -> bool:
+    """Whether the sampler counts the tokens before each row, so that a row may be drawn only once those stand."""
+    return bool(item.draft) and penalises(item.samples[0].sampling)
+
+
+def _slot_after(item: ScheduledSequence, count: int) -> SampleSlot:
+    """The slot of the draw after the first `count` proposed tokens."""
+    slot = item.samples[0]
+    return replace(slot, token_ids=Extended(slot.token_ids, item.draft[:count]))
+
+
+def _goes_on(item: ScheduledSequence, found: Sequence[Drawn]) -> bool:
+    """Whether the last draw came to the token that was proposed there."""
+    return (
+        len(found) <= len(item.draft) and found[-1].error is None and found[-1].token_id == item.draft[len(found) - 1]
+    )
+
+
+def _standing(item: ScheduledSequence, found: Sequence[Drawn]) -> list[Drawn]:
+    """The draws that count: each one up to the first that differs from what was proposed there, that one included."""
+    count = 1
+    while count < len(found) and _goes_on(item, found[:count]):
+        count += 1
+    # What fails after tokens that stand fails again in the next step, when those are out.
+    return list(found[: count - 1 if count > 1 and found[count - 1].error is not None else count])
+
+
+def _result(seq_id: int, drawn: Sequence[Drawn]) -> StepResult:
+    error = drawn[0].error
+    logprobs = [one.logprobs for one in drawn if one.logprobs is not None]
+    return StepResult(
+        seq_id,
+        token_ids=() if error else tuple(one.token_id for one in drawn),
+        logprobs=tuple(logprobs) or None,
+        error=error,
+    )

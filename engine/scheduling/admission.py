@@ -1,0 +1,143 @@
+"""Which requests can run at all, and which waiting sequence may run next.
+
+Responsible for refusing what would never fit and for the choice at the head of the queue. It takes no places and
+plans no tokens; the scheduler does.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.errors import RequestError
+from windlass.engine.rotary.policy import RotaryPlan
+from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
+from windlass.engine.scheduling.speculation import SpeculationConfig
+
+_RETRY_STEPS = 8  # steps after which a sequence that found no room is matched against the prefix cache again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler; see `EngineConfig` for their meaning. Here every one is resolved to a number."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_waiting: int
+    max_model_len: int
+    block_size: int
+    target_step_seconds: float = 0.0
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+
+class Admission:
+    """The choice of whom to admit, with what it remembers of the last refusal."""
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._blocked: tuple[int, int, list[int]] | None = None  # who found no room, at which step, with what available
+
+    def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
+        """Raise RequestError unless the request, alone in the engine, can run to its end."""
+        prompt, sampling, limit = len(request.prompt_token_ids), request.sampling, self._config.max_model_len
+        if prompt == 0:
+            raise RequestError("the prompt is empty: send at least one token", "prompt", "empty_prompt")
+        if sampling.n < 1:
+            raise RequestError("n must be at least 1", "n", "invalid_value")
+        if sampling.max_tokens < 0:
+            raise RequestError("max_tokens must be at least 0", "max_tokens", "invalid_value")
+        if prompt + min(sampling.max_tokens, 1) > limit:
+            message = (
+                f"the prompt has {prompt} tokens and the context holds {limit}, at least one of them for the output"
+            )
+            raise RequestError(f"{message}: shorten the prompt", "prompt", "context_length_exceeded")
+        # The last output token is never computed, so it needs no slot.
+        longest = max(prompt, min(prompt + sampling.max_tokens, limit) - 1)
+        last = rotation.stage(prompt).last_length
+        # Keys that turn stand in the cache twice: as computed and as turned.
+        copies = 2 if rotation.policy == "rotate" and last is not None and longest > last else 1
+        for need, pool in zip(self._blocks.min_blocks(longest), self._blocks.pools, strict=True):
+            if need * copies > pool.num_blocks:
+                static = "set rope_update to frozen or recompute, " if copies > 1 else ""
+                raise RequestError(
+                    f"{longest} tokens of prompt and output need {need * copies} KV blocks"
+                    f"{' (keys that turn stand there twice)' if copies > 1 else ''} and the cache has {pool.num_blocks}: "
+                    f"lower max_tokens, shorten the prompt, {static}or give the server more memory for KV pages",
+                    "max_tokens",
+                    "kv_cache_exceeded",
+                )
+
+    def choose(
+        self, waiting: abc.Sequence[Sequence], running: abc.Sequence[Sequence], step: int
+    ) -> tuple[Sequence, bool] | None:
+        """The sequence to admit now, its cached prefix attached, and whether the cache held all of its tokens.
+
+        waiting, running: by rank. Nobody overtakes a sequence for which there is no room, so a large request is not
+        starved by small ones; only one that waits for a prefix somebody else is computing steps aside. If nothing
+        runs, the first is admitted whatever the room, which is what makes a lone request always run.
+        """
+        for seq in waiting:
+            if self._is_prefix_coming(seq):
+                continue
+            if running and self._was_just_blocked(seq, step):
+                return None
+            hit, full = (0, False) if seq.prompt_logprobs is not None else self._blocks.match(seq)
+            if self._find_prefix_source(seq, hit, running):
+                continue
+            before = self._blocks.available()
+            self._blocks.attach(seq, hit)
+            if running and not self._has_room(seq, running):
+                self._blocks.free(seq)
+                self._blocked = (seq.seq_id, step, before)
+                return None
+            return seq, full
+        return None
+
+    def _was_just_blocked(self, seq: Sequence, step: int) -> bool:
+        """Whether `seq` found no room a few steps ago and no more is free now; spares a search of the prefix cache."""
+        if self._blocked is None or self._blocked[0] != seq.seq_id:
+            return False
+        _, blocked_at, before = self._blocked
+        grown = any(now > then for now, then in zip(self._blocks.available(), before, strict=True))
+        return not grown and step - blocked_at < _RETRY_STEPS
+
+    def _has_room(self, seq: Sequence, running: abc.Sequence[Sequence]) -> bool:
+        """Whether all known tokens of `seq` fit beside what running sequences still need for theirs, with 1 % spare."""
+        chunk = self._config.max_num_batched_tokens
+        spare = [pool.num_available - pool.num_blocks // 100 for pool in self._blocks.pools]
+        for other in (seq, *running):
+            spare = [s - n for s, n in zip(spare, self._blocks.blocks_to_come(other, chunk), strict=True)]
+        return min(spare) >= 0
+
+    def _is_prefix_coming(self, seq: Sequence) -> bool:
+        """Whether the sequence that `seq` waits for still runs and has not got there yet."""
+        if seq.waits_for is None:
+            return False
+        other, num_tokens = seq.waits_for
+        if other.status is SequenceStatus.RUNNING and other.num_computed_tokens < num_tokens:
+            return True
+        seq.waits_for = None
+        return False
+
+    def _find_prefix_source(self, seq: Sequence, hit: int, running: abc.Sequence[Sequence]) -> bool:
+        """Let `seq` wait if a better-ranked prefill is about to compute blocks that it could share.
+
+        Waiting costs nothing then, as the other one is served first anyway, and requests that arrive together with the
+        same long prompt compute it once.
+        """
+        if not self._blocks.enable_prefix_caching or seq.prompt_logprobs is not None or seq.private:
+            return False
+        size = self._config.block_size
+        usable = min(seq.num_tokens - 1, seq.num_shareable_tokens) // size
+        for other in running:
+            if other.rank > seq.rank:
+                return False
+            if other.num_uncomputed_tokens > 1 and not other.private:
+                common = min(usable, seq.chain.common_blocks(other.chain))
+                if common > hit and other.num_computed_tokens < common * size:
+                    seq.waits_for = (other, common * size)
+                    return True
+        return False

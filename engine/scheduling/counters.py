@@ -1,0 +1,87 @@
+"""What the scheduler counts. The meaning of each name is that of the field in `EngineStats`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from windlass.engine.api.request import EngineStats
+from windlass.engine.scheduling.sequence import Sequence
+
+_RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update")
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counters that only grow, and per-request durations in seconds that wait to be drained."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_RECOMPUTE_REASONS, 0))
+    key_moves: int = 0
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    queue_seconds: list[float] = field(default_factory=list)
+    prefill_seconds: list[float] = field(default_factory=list)
+    decode_seconds: list[float] = field(default_factory=list)
+
+    def count_chunk(self, seq: Sequence, num_tokens: int) -> None:
+        """Book the next `num_tokens` tokens of `seq` as planned."""
+        start = seq.num_computed_tokens
+        end = start + num_tokens
+        seen = min(max(start, seq.num_seen_tokens), end)
+        self.recomputed_tokens[seq.recompute_reason] += seen - start
+        self.recomputed_tokens["full_prefix_hit"] += max(0, min(end, seq.full_hit_end) - seen)
+        # Those that came from the cache are counted here too, now that they are put to use.
+        self.prompt_tokens += max(0, min(end, seq.num_prompt_tokens) - min(seq.num_seen_tokens, seq.num_prompt_tokens))
+
+    def count_hit(self, seq: Sequence, full: bool, *, looked_up: bool) -> None:
+        """Book that the first `num_computed_tokens` tokens of `seq` came from the cache.
+
+        full: the cache held all of them. looked_up: whether the cache was asked at all.
+        """
+        if seq.cached_tokens is None:
+            seq.cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            if looked_up:
+                self.prefix_cache_queries += seq.num_prompt_tokens
+                self.prefix_cache_hits += seq.cached_tokens
+        seq.full_hit_end = seq.num_tokens if full else 0
+
+    def snapshot(
+        self,
+        *,
+        num_running: int,
+        num_waiting: int,
+        kv_blocks_total: int,
+        kv_blocks_used: int,
+        kv_cache_usage: float,
+    ) -> EngineStats:
+        """The counters beside the given gauges. Durations are handed out once, then forgotten."""
+        stats = EngineStats(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            kv_blocks_total=kv_blocks_total,
+            kv_blocks_used=kv_blocks_used,
+            kv_cache_usage=kv_cache_usage,
+            num_steps=self.num_steps,
+            num_preemptions=self.num_preemptions,
+            prefix_cache_queries=self.prefix_cache_queries,
+            prefix_cache_hits=self.prefix_cache_hits,
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            recomputed_tokens=dict(self.recomputed_tokens),
+            key_moves=self.key_moves,
+            spec_decode_num_drafts=self.spec_decode_num_drafts,
+            spec_decode_num_draft_tokens=self.spec_decode_num_draft_tokens,
+            spec_decode_num_accepted_tokens=self.spec_decode_num_accepted_tokens,
+            queue_seconds=tuple(self.queue_seconds),
+            prefill_seconds=tuple(self.prefill_seconds),
+            decode_seconds=tuple(self.decode_seconds),
+        )
+        for samples in (self.queue_seconds, self.prefill_seconds, self.decode_seconds):
+            samples.clear()
+        return stats

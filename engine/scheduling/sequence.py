@@ -1,0 +1,204 @@
+"""One sample of one request while the engine works on it.
+
+Plain state that the scheduler and the block manager change, and the rules that need nothing else: when it ends.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from windlass.engine.api.request import EngineRequest, FinishReason, TokenLogprobs
+from windlass.engine.cache.prefix import HashChain
+from windlass.engine.scheduling.plan import SampleSlot
+
+if TYPE_CHECKING:
+    from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
+    from windlass.engine.rotary.scaling import RotarySpec
+    from windlass.engine.scheduling.speculation import Drafting
+
+
+class SequenceStatus(Enum):
+    """WAITING holds no blocks and no rotary row; FORKING is a sample whose first token its parent's row draws."""
+
+    WAITING = auto()
+    FORKING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class KeptKeys:
+    """Where the keys of one KV group stand as they were computed, once they have been turned to other frequencies.
+
+    Every turn starts from these, so that a key is rounded once however often the frequencies change.
+    blocks: parallel to the leading entries of the block table. origins: ends of consecutive token spans, and the specs
+    they were computed under.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    origins: list[tuple[int, tuple[RotarySpec, ...]]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.origins[-1][0] if self.origins else 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, computed length and block tables of one sample.
+
+    token_ids: the prompt followed by the output so far; grows in place and is shared by reference with the runner.
+    num_computed_tokens: leading tokens whose keys stand in the cache; it chases `num_tokens`.
+    block_tables: per KV group the physical block of each logical block; -1 where a window has left it behind.
+    table_version: counts the events after which the tables are others (see `ScheduledSequence`).
+    num_dropped_blocks: per KV group how many leading entries are -1.
+    rotation, stage: how frequencies depend on the length, and those that the cached keys stand under now.
+    kept: per KV group the keys as computed, empty until the first turn. num_turns: turns of the keys now in the cache.
+    first_position: absolute position of token 0.
+    chain, num_committed_blocks: digests of the full blocks and how many of them were offered to the prefix cache.
+    private: blocks this sequence takes from now on are never hashed, matched or saved.
+    rotary_id: row of the rotary tables, -1 while not running.
+    arrival_number: order of arrival among requests; (priority, arrival_number, index) ranks sequences, lower is better.
+    num_seen_tokens: the largest `num_computed_tokens` so far; what is computed below it is recomputed.
+    recompute_reason: why, as the counters name it.
+    full_hit_end: end of the tokens that are recomputed because the cache held all of them.
+    waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
+    cached_tokens: prompt tokens taken from the prefix cache at the first admission, None before it.
+    children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
+    prompt_logprobs: those known so far, None if not asked for or handed out already.
+    drafting: what speculation remembers of it, None before its first proposal.
+    last_step: the step that last scheduled it.
+    *_time: seconds on the scheduler's clock.
+    """
+
+    seq_id: int
+    request: EngineRequest
+    index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    rotation: RotaryPlan
+    stage: RotaryStage
+    seed: int
+    chain: HashChain
+    stop_ids: frozenset[int]
+    arrival_number: int
+    arrival_time: float
+    num_computed_tokens: int = 0
+    block_tables: list[list[int]] = field(default_factory=list)
+    table_version: int = 0
+    num_dropped_blocks: list[int] = field(default_factory=list)
+    kept: list[KeptKeys] = field(default_factory=list)
+    num_turns: int = 0
+    first_position: int = 0
+    rotary_id: int = -1
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_committed_blocks: int = 0
+    private: bool = False
+    num_seen_tokens: int = 0
+    recompute_reason: str = "preemption"
+    full_hit_end: int = 0
+    cached_tokens: int | None = None
+    waits_for: tuple[Sequence, int] | None = None
+    children: list[Sequence] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    drafting: Drafting | None = None
+    last_step: int = -1
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    slot: SampleSlot = field(init=False)
+    rank: tuple[int, int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.rank = (self.request.priority, self.arrival_number, self.index)
+        # The slot is the same in every step: it refers to the growing token list.
+        self.slot = SampleSlot(
+            seq_id=self.seq_id,
+            index=self.index,
+            sampling=sampling,
+            seed=self.seed,
+            num_prompt_tokens=self.num_prompt_tokens,
+            token_ids=self.token_ids,
+            stop_ids=tuple(sorted(self.stop_ids)),
+        )
+        if self.prompt_logprobs is None and sampling.prompt_logprobs is not None and self.index == 0:
+            self.prompt_logprobs = [None]  # the first token has no context
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_due_tokens(self) -> int:
+        """Uncomputed tokens that one chunk may hold: under `rotate` those of one stage."""
+        uncomputed, last = self.num_uncomputed_tokens, self.stage.last_length
+        if last is None or self.rotation.policy != "rotate":
+            return uncomputed
+        if self.num_computed_tokens >= last:
+            last = self.rotation.stage(self.num_computed_tokens + 1).last_length
+        return uncomputed if last is None else min(uncomputed, last - self.num_computed_tokens)
+
+    @property
+    def num_shareable_tokens(self) -> int:
+        """Leading tokens that are computed under `stage` and so may come from the prefix cache."""
+        last = self.stage.last_length
+        return self.num_tokens if last is None else min(self.num_tokens, last)
+
+    def outgrown(self) -> RotaryStage | None:
+        """Under `recompute`, the stage of all tokens known now if it is another one: everything is to be computed anew."""
+        last = self.stage.last_length
+        if last is None or self.rotation.policy != "recompute" or self.num_tokens <= last:
+            return None
+        return self.rotation.stage(self.num_tokens)
+
+    def due_turn(self) -> RotaryStage | None:
+        """Under `rotate`, the stage of the next token to compute if it is another one: the cached keys are to be turned."""
+        last = self.stage.last_length
+        if last is None or self.rotation.policy != "rotate" or self.num_computed_tokens < last:
+            return None
+        return self.rotation.stage(self.num_computed_tokens + 1)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of some prompt token are still to come."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    def add_prompt_logprobs(self, start: int, entries: abc.Sequence[TokenLogprobs]) -> None:
+        """Take the entries of the prompt tokens from index start + 1 on, skipping those known before a preemption."""
+        known = self.prompt_logprobs
+        if known is None or start + 1 > len(known):
+            raise RuntimeError(f"sequence {self.seq_id}: prompt log-probabilities out of order at token {start + 1}")
+        known.extend(entries[len(known) - start - 1 :])
+
+    def append_tokens(
+        self, token_ids: abc.Sequence[int], max_model_len: int
+    ) -> tuple[int, FinishReason | None, int | None]:
+        """Append drawn tokens until one ends the sequence.
+
+        Returns how many were kept, the reason if the sequence has ended, and the eos or stop id if one ended it. The
+        first `min_tokens` tokens never end it by their id.
+        """
+        sampling = self.request.sampling
+        for kept, token in enumerate(token_ids, start=1):
+            self.token_ids.append(token)
+            if token in self.stop_ids and self.num_output_tokens > sampling.min_tokens:
+                return kept, "stop", token
+            if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= max_model_len:
+                return kept, "length", None
+        return len(token_ids), None, None
+
+
+def rank_of(seq: Sequence) -> tuple[int, int, int]:
+    """Sort key: whoever ranks lower is served first and preempted last."""
+    return seq.rank

@@ -1,0 +1,63 @@
+// Where int8 pages hold what, in the order of kernels/layouts/int8.py: all of a head's codes of a block in one run.
+//
+// Keys: 64 bytes hold four dims (a quad) of 16 tokens. Values: 64 bytes hold 16 dims of four tokens. A vector of W lanes
+// therefore holds a quad of W tokens, or W dims of four tokens, and is never turned. Scales lie token by token.
+
+constexpr long PANEL_TOKENS = 16;  // side by side in the keys
+constexpr long QUAD = 4;
+constexpr long PIECE = PANEL_TOKENS * QUAD;  // bytes of one quad of a panel's keys
+
+struct CodePages {
+    int8_t *keys, *values;
+    float *key_scales, *value_scales;
+    long block_size, kv_heads, quads, value_dim;  // quads: of a key
+
+    // Tokens before the first one of a head in a block.
+    INLINE_MEMBER long tokens(long block, long head) const { return (block * kv_heads + head) * block_size; }
+    // Quad q of panel token / 16 lies at this + q * PIECE, token by token.
+    INLINE_MEMBER int8_t *key_panel(long block, long head, long token) const {
+        return keys + (tokens(block, head) + token / PANEL_TOKENS * PANEL_TOKENS) * quads * QUAD;
+    }
+    // Dim d of tokens token / 4 * 4 to + 3 lies at this + 4 * d, token by token.
+    INLINE_MEMBER int8_t *value_quad(long block, long head, long token) const {
+        return values + (tokens(block, head) + token / QUAD * QUAD) * value_dim;
+    }
+    INLINE_MEMBER float *key_scale(long block, long head, long token) const { return key_scales + tokens(block, head) + token; }
+    INLINE_MEMBER float *value_scale(long block, long head, long token) const { return value_scales + tokens(block, head) + token; }
+
+    // codes of one token and head, quads * QUAD of them, from or to their places.
+    INLINE_MEMBER void put_key(long block, long head, long token, const int8_t *codes) const {
+        int8_t *target = key_panel(block, head, token) + token % PANEL_TOKENS * QUAD;
+        for (long q = 0; q < quads; q++) __builtin_memcpy(target + q * PIECE, codes + q * QUAD, QUAD);
+    }
+    INLINE_MEMBER void take_key(long block, long head, long token, int8_t *codes) const {
+        const int8_t *source = key_panel(block, head, token) + token % PANEL_TOKENS * QUAD;
+        for (long q = 0; q < quads; q++) __builtin_memcpy(codes + q * QUAD, source + q * PIECE, QUAD);
+    }
+    INLINE_MEMBER void put_value(long block, long head, long token, const int8_t *codes) const {
+        int8_t *target = value_quad(block, head, token) + token % QUAD;
+        for (long d = 0; d < value_dim; d++) target[d * QUAD] = codes[d];
+    }
+    INLINE_MEMBER void take_value(long block, long head, long token, int8_t *codes) const {
+        const int8_t *source = value_quad(block, head, token) + token % QUAD;
+        for (long d = 0; d < value_dim; d++) codes[d] = source[d * QUAD];
+    }
+};
+
+// W quads of bytes.
+typedef vi vi_bytes __attribute__((aligned(1), may_alias));
+INLINE vi load_quads(const int8_t *p) { return *(const vi_bytes *)p; }
+// The first n < W quads at p, zeros after them.
+INLINE vi load_some_quads(const int8_t *p, long n) {
+    vi quads = {};
+    __builtin_memcpy(&quads, p, n * QUAD);
+    return quads;
+}
+// Number i of every quad as floats.
+INLINE vf quad_element(vi quads, int i) { return __builtin_convertvector((quads << (24 - 8 * i)) >> 24, vf); }
+
+INLINE vi lane_numbers() {
+    vi lanes;
+    for (int i = 0; i < W; i++) lanes[i] = i;
+    return lanes;
+}

@@ -1,0 +1,1 @@
+"""How pages and weights lie in memory."""

@@ -1,0 +1,188 @@
+"""Plain torch forms of every kernel: the oracle the other backends are tested against. Clear before quick."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from windlass.kernels.layouts import int8 as int8_layout
+from windlass.kernels.layouts.pages import KVPages
+
+
+def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (j, j + d/2) of the first d = 2 * cos.shape[-1] dims of x by the given angles (RoFormer, 2104.09864).
+
+    x: [T, H, D], cos and sin: [T, d/2] float32. Returns float32 [T, H, D]; dims past d are passed through.
+    """
+    half = cos.shape[-1]
+    x = x.float()
+    cos, sin = cos[:, None], sin[:, None]  # [T, 1, d/2]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+SMALLEST_SCALE = 2.0**-100  # of an int8 head; below it the head counts as zeros
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 codes of every head of x [..., D] and their float32 scales [...]: x is about codes * scale.
+
+    A scale is the largest magnitude of its head over 127, so a code is off by half a step at most. It is 0 for a head of
+    (almost) nothing and NaN for one that is not finite, so that whatever reads such a head shows it.
+    """
+    x = x.float()
+    largest = x.abs().amax(dim=-1)
+    scale = torch.where(largest.isfinite(), largest / 127.0, torch.nan)
+    usable = scale >= SMALLEST_SCALE
+    codes = torch.where(usable[..., None], x / scale[..., None], 0.0).round().to(torch.int8)
+    return codes, torch.where(usable | scale.isnan(), scale, 0.0)
+
+
+def _by_slot(pages: Tensor) -> Tensor:
+    """Pages of floats as [slots, Hkv, D]."""
+    return pages.view(pages.shape[0] * pages.shape[1], *pages.shape[2:])
+
+
+def _store_keys(pages: KVPages, slots: Tensor, x: Tensor) -> None:
+    """Write x [N, Hkv, D] float32 to slots of the key pages, rounded to their dtype."""
+    if pages.key_scale is None:
+        _by_slot(pages.key).index_copy_(0, slots, x.to(pages.key.dtype))
+    else:
+        codes, scales = quantize(x)
+        int8_layout.put_keys(pages.key, slots, codes)
+        int8_layout.put_scales(pages.key_scale, slots, scales)
+
+
+def _store_values(pages: KVPages, slots: Tensor, x: Tensor) -> None:
+    """Write x [N, Hkv, Dv] to slots of the value pages, rounded to their dtype."""
+    if pages.value_scale is None:
+        _by_slot(pages.value).index_copy_(0, slots, x.to(pages.value.dtype))
+    else:
+        codes, scales = quantize(x)
+        int8_layout.put_values(pages.value, slots, codes)
+        int8_layout.put_scales(pages.value_scale, slots, scales)
+
+
+def rotate_and_append(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
+) -> None:
+    """Rotate q in place, and write k rotated and v as it is to the pages.
+
+    q: [T, Hq, D] in any float dtype, scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged.
+    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct. Rotation runs in float32; int8 pages
+    take what `quantize` makes of the result.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    rotated = rotate_half_split(q, cos, sin)
+    rotated[..., :rotary_dim] *= q_scale[:, None, None]
+    q.copy_(rotated)
+    _store_keys(pages, slots, rotate_half_split(k, cos, sin))
+    _store_values(pages, slots, v)
+
+
+def move_cached_keys(
+    pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+) -> None:
+    """Turn cached keys by one rotation each, from source slots to target slots, and take their values along if asked.
+
+    sources, targets: [N] int64 slots; an entry may name one slot twice, to turn a key in place, but no slot may be the
+    source of one entry and the target of another. cos, sin: [N, d/2] float32 of the angle at the target minus that at
+    the source. Rotation runs in float32, so a key is rounded to the cache's dtype once.
+    Values, and keys that no pair turns, are copied bit by bit.
+    """
+    if pages.key_scale is None or pages.value_scale is None:
+        keys, flat = _by_slot(pages.key), _by_slot(pages.value)
+        _store_keys(pages, targets, rotate_half_split(keys[sources], cos, sin))
+        if values:
+            flat.index_copy_(0, targets, flat[sources])
+        return
+    moved = int8_layout.take_keys(pages.key, sources)
+    scales = int8_layout.take_scales(pages.key_scale, sources)
+    if cos.shape[-1]:
+        _store_keys(pages, targets, rotate_half_split(moved.float() * scales[..., None], cos, sin))
+    else:
+        int8_layout.put_keys(pages.key, targets, moved)
+        int8_layout.put_scales(pages.key_scale, targets, scales)
+    if values:
+        int8_layout.put_values(pages.value, targets, int8_layout.take_values(pages.value, sources))
+        int8_layout.put_scales(pages.value_scale, targets, int8_layout.take_scales(pages.value_scale, sources))
+
+
+def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of inv_freq[:, rows] * positions, formed in float64.
+
+    inv_freq: [G, R, d/2] float64. rows, positions: [T] int64, positions exact to 2^53. Returns two float32 [G, T, d/2],
+    right to rounding at any position.
+    """
+    angles = inv_freq.index_select(1, rows) * positions.unsqueeze(-1)
+    return angles.cos().float(), angles.sin().float()
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    score_scale: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's new tokens over its cached keys, in float32.
+
+    q: [T, Hq, D] rotated. block_tables: [B, max_blocks]; entries of blocks outside every query's window may be -1.
+    query_start: [B + 1], rows of q per sequence. seq_lens: [B], cached tokens including the new ones.
+    score_scale: [T] float32, multiplied onto `scale` (normally D ** -0.5). window: keys a query sees, itself included.
+    soft_cap: c * tanh(score / c) before the softmax (Gemma 2). Returns [T, Hq, Dv] in q's dtype.
+    """
+    num_heads, num_kv_heads, block_size = q.shape[1], pages.num_kv_heads, pages.block_size
+    out = q.new_empty(q.shape[0], num_heads, pages.value_dim)
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for b, length in enumerate(lengths):
+        rows = slice(starts[b], starts[b + 1])
+        num_queries = starts[b + 1] - starts[b]
+        first_query = length - num_queries
+        first_key = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
+        table = block_tables[b, first_key // block_size : -(-length // block_size)].long()
+        keys = pages.keys_of(table, q.shape[-1]).flatten(0, 1)[: length - first_key]  # [S, Hkv, D]
+        values = pages.values_of(table).flatten(0, 1)[: length - first_key]  # [S, Hkv, Dv]
+        query = q[rows].float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, -1)
+        scores = torch.einsum("qhgd,khd->hgqk", query, keys) * (scale * score_scale[rows][:, None])
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        query_index = torch.arange(first_query, length, device=q.device)[:, None]
+        key_index = torch.arange(first_key, length, device=q.device)[None]
+        hidden = key_index > query_index
+        if window is not None:
+            hidden |= key_index <= query_index - window
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+        out[rows] = torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_heads, -1).to(q.dtype)
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dim, in float32. weight: [D] float32. Returns x's dtype."""
+    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of [T, 2F] holding (gate, up). activation: "silu" or "gelu_tanh". Returns [T, F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    if activation == "gelu_tanh":
+        return F.gelu(gate, approximate="tanh") * up
+    raise ValueError(f"unknown activation {activation!r}")
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of [T, N] float32."""
+    return cap * torch.tanh(x / cap)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias. x: [T, K], weight: [N, K], bias: [N]; one dtype. Returns [T, N]."""
+    return F.linear(x, weight, bias)

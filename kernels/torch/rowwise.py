@@ -1,0 +1,128 @@
+"""Plain torch forms whose rows are computed one by one, so that a row's bits cannot depend on the rows beside it.
+
+Torch's own operations differ by shape: products by their row count, sums by how they are split, elementary functions
+between a vector's body and its tail. Here every row goes alone, from a fresh buffer (so that its alignment is always
+the same), through operations whose shapes depend on that row's own sequence only. Slow; the compiled kernels need none
+of this. Additions, products and casts round correctly wherever they stand and may take all rows at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.torch import reference
+from windlass.kernels.torch.batched import decode_attention
+
+_PANEL_BYTES = 8 << 20
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    """Copies of the rows, each [1, ...] in a buffer of its own."""
+    return [x[t : t + 1].clone(memory_format=torch.contiguous_format) for t in range(x.shape[0])]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `dispatch.linear`. On a CPU the product is float32, a narrower weight widened in panels of 8 MiB."""
+    columns, inner = weight.shape
+    compute = torch.float32 if x.is_cpu else x.dtype
+    rows = _rows(x.to(compute))
+    out = torch.empty(len(rows), columns, dtype=compute, device=x.device)
+    step = columns if weight.dtype == compute else max(64, _PANEL_BYTES // (4 * max(inner, 1)))
+    for begin in range(0, columns, max(step, 1)):
+        panel = weight[begin : begin + step].to(compute)
+        for t, row in enumerate(rows):
+            out[t, begin : begin + step] = F.linear(row, panel)[0]
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.rms_norm`."""
+    rows = _rows(x.reshape(-1, x.shape[-1]))
+    return torch.cat([reference.rms_norm(row, weight, eps) for row in rows]).view(x.shape) if rows else x.clone()
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """See `reference.gated_activation`."""
+    rows = _rows(gate_up) or [gate_up]
+    return torch.cat([reference.gated_activation(row, activation) for row in rows])
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """See `reference.soft_cap`."""
+    return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])
+
+
+def paged_attention(
+    q: Tensor,
+    pages: KVPages,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    score_scale: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """See `reference.paged_attention`. Every query is attended as the last token of a sequence of its own length."""
+    out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
+    rows, starts = _rows(q), query_start.tolist()
+    for b, length in enumerate(seq_lens.tolist()):
+        for t in range(starts[b], starts[b + 1]):
+            own = torch.tensor([length - (starts[b + 1] - 1 - t)], device=q.device)
+            out[t] = decode_attention(
+                rows[t], pages, block_tables[b : b + 1], own, score_scale[t : t + 1], scale, window, soft_cap
+            )[0]
+    return out
+
+
+def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary_angles`: the same to rounding, from operations that round correctly and nothing else.
+
+    Cody and Waite's reduction by pi/2 in three parts, whose products with a count below 2^31 are exact, and the
+    polynomials of FreeBSD's k_cos.c and k_sin.c.
+    """
+    angles = inv_freq.index_select(1, rows)  # [G, T, d/2], a fresh tensor
+    angles.mul_(positions.unsqueeze(-1))
+    turns = (angles * _TWO_OVER_PI).round_()
+    for part in _HALF_PI:
+        angles.sub_(turns * part)
+    square = angles * angles
+    sine, cosine = torch.full_like(angles, _SINE[0]), torch.full_like(angles, _COSINE[0])
+    for s, c in zip(_SINE[1:], _COSINE[1:], strict=True):
+        sine.mul_(square).add_(s)
+        cosine.mul_(square).add_(c)
+    sine.mul_(square).mul_(angles).add_(angles)
+    cosine.mul_(square).mul_(square).add_(1.0 - square * 0.5)
+    quarter = turns.remainder_(4.0)
+    swapped = (quarter == 1.0) | (quarter == 3.0)
+    cos = torch.where(swapped, sine, cosine)
+    sin = torch.where(swapped, cosine, sine)
+    cos = torch.where((quarter == 1.0) | (quarter == 2.0), -cos, cos)
+    sin = torch.where(quarter >= 2.0, -sin, sin)
+    return cos.float(), sin.float()
+
+
+_TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
+_HALF_PI = tuple(float.fromhex(part) for part in ("0x1.921fbp+0", "0x1.5110bp-22", "0x1.18469898cc517p-44"))
+_SINE = (
+    1.58969099521155010221e-10,
+    -2.50507602534068634195e-08,
+    2.75573137070700676789e-06,
+    -1.98412698298579493134e-04,
+    8.33333333332248946124e-03,
+    -1.66666666666666324348e-01,
+)
+_COSINE = (
+    -1.13596475577881948265e-11,
+    2.08757232129817482790e-09,
+    -2.75573143513906633035e-07,
+    2.48015872894767294178e-05,
+    -1.38888888888741095749e-03,
+    4.16666666666666019037e-02,
+)

@@ -1,0 +1,136 @@
+"""Puts the app together: state, middlewares, routes, error handlers and the API's description. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass import __version__
+from windlass.engine.client import EngineClient
+from windlass.engine.errors import EngineError
+from windlass.server.app.auth import AuthMiddleware
+from windlass.server.app.errors import ApiError, error_response, from_exception, internal_error
+from windlass.server.app.limits import LimitsMiddleware
+from windlass.server.app.request_id import RequestIdMiddleware
+from windlass.server.app.state import ServerState
+from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList
+from windlass.server.protocol.chat import ChatCompletion, ChatRequest
+from windlass.server.protocol.completions import Completion, CompletionRequest
+from windlass.server.protocol.text import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    RotaryInspectRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from windlass.server.routes import chat, completions, health, models, rotary, text
+from windlass.server.routes.common import REF
+from windlass.server.startup.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
+_REQUESTS: tuple[type[BaseModel], ...] = (
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    RotaryInspectRequest,
+)
+_ANSWERS: tuple[type[BaseModel], ...] = (
+    Completion,
+    ChatCompletion,
+    TokenizeAnswer,
+    DetokenizeAnswer,
+    Model,
+    ModelList,
+    ErrorAnswer,
+)
+
+
+def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
+    """The HTTP app; its state is `app.state.windlass`. Chats are rendered by the tokenizer's chat template.
+
+    The engine may still be loading: generation answers 503 until it is ready. Whoever made the engine closes it.
+    """
+    state = ServerState(engine, tokenizer, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        state.text.spawn()
+        try:
+            yield
+        finally:
+            state.close()
+
+    app = FastAPI(
+        title="Windlass",
+        version=__version__,
+        description="An inference server for language models with rotary attention, compatible with OpenAI's API.",
+        docs_url=None,  # these pages load scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat the caller's Host header
+        lifespan=lifespan,
+    )
+    app.state.windlass = state
+    for module in (completions, chat, text, models, rotary, health):
+        app.include_router(module.router)
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(EngineError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+
+    # The last one added is the outermost.
+    if settings.api_keys:
+        app.add_middleware(AuthMiddleware, api_keys=settings.api_keys)
+    app.add_middleware(
+        LimitsMiddleware, max_body_bytes=settings.max_body_bytes, max_header_bytes=settings.max_header_bytes
+    )
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+            allow_credentials=False,
+        )
+    app.add_middleware(RequestIdMiddleware)
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(from_exception(error) or internal_error())
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.scope['path'][:200]}"
+    if error.status_code == 404:
+        message = f"there is no endpoint {where}"
+    elif error.status_code == 405:
+        message = f"{where} is not how this endpoint is called"
+    else:
+        message = str(error.detail)
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document; bodies are read by the routes themselves, so their schemas are added here."""
+    if app.openapi_schema is None:
+        schema = FastAPI.openapi(app)
+        wanted = [(model, "validation") for model in (*_REQUESTS, *_ANSWERS)]
+        _, definitions = models_json_schema(wanted, ref_template=REF)  # type: ignore[arg-type]
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,159 @@
+"""Prometheus metrics of one app: histograms observed here, gauges and counters read from the engine at each scrape.
+
+Every app has a registry of its own. Names begin with `windlass_`; counters end in `_total` as Prometheus wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from windlass.engine.api.request import EngineStats
+from windlass.engine.client import EngineClient
+from windlass.engine.errors import EngineError
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+STATS_SECONDS = 2.0  # an engine that is busy for longer is scraped with its last known numbers
+
+_LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280, 2560)
+
+_GAUGES = {
+    "num_requests_running": ("num_running", "Sequences the engine is working on."),
+    "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
+    "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
+    "rotary_specs_live": ("rotary_specs_live", "Distinct rotary scalings in use."),
+}
+_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Sequences preempted for lack of KV blocks."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens processed or taken from the cache."),
+    "generation_tokens": ("generation_tokens", "Tokens generated."),
+    "engine_steps": ("num_steps", "Steps of the engine."),
+    "key_moves": ("key_moves", "Cached tokens whose keys were turned to other frequencies."),
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
+    # A field of later engines: reported as soon as EngineStats has it.
+    "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
+}
+
+_RECOMPUTE_REASONS = ("full_prefix_hit", "preemption", "rope_update")
+
+# Printed from the start: Prometheus cannot see the first increase of a series that begins with it.
+_FINISH_REASONS = ("stop", "length")
+_SERVER_FAULTS = ("deadline_exceeded", "engine_unavailable", "internal", "queue_full")
+
+
+class _EngineCollector(Collector):
+    """Turns the last `EngineStats` into metric families."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", value=self._engine.restarts)
+        yield GaugeMetricFamily(
+            "windlass_engine_up", "1 while the engine is ready.", value=self._engine.state == "ready"
+        )
+        if self.stats is None:
+            return
+        for name, (attribute, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
+        for name, (attribute, text) in _COUNTERS.items():
+            value = getattr(self.stats, attribute, None)
+            if value is not None:
+                yield CounterMetricFamily(f"windlass_{name}", text, value=value)
+        recomputed = CounterMetricFamily(
+            "windlass_recomputed_tokens", "Positions passed through the model again, by reason.", labels=["reason"]
+        )
+        counts = dict.fromkeys(_RECOMPUTE_REASONS, 0) | self.stats.recomputed_tokens
+        for reason, count in sorted(counts.items()):
+            recomputed.add_metric([reason], count)
+        yield recomputed
+
+
+class Latencies(Collector):
+    """A histogram of seconds for the event loop alone: without the locks that would be paid for at every token."""
+
+    def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
+        self._name = f"windlass_{name}_seconds"
+        self._text = text
+        self._bounds = list(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Count `count` observations of `seconds` each."""
+        self._counts[bisect_left(self._bounds, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        total = 0
+        buckets = []
+        for bound, count in zip([*map(str, map(float, self._bounds)), "+Inf"], self._counts, strict=True):
+            total += count
+            buckets.append((bound, total))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+class ServerMetrics:
+    """What the routes observe, and the text of `/metrics`."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+        self.registry = CollectorRegistry()
+        self._collector = _EngineCollector(engine)
+        self.registry.register(self._collector)
+        self._success = Counter(
+            "windlass_request_success", "Outputs finished, by reason.", ["finished_reason"], registry=self.registry
+        )
+        for reason in _FINISH_REASONS:
+            self._success.labels(reason)
+        self._failed = Counter("windlass_request_errors", "Requests failed, by code.", ["code"], registry=self.registry)
+        for code in _SERVER_FAULTS:
+            self._failed.labels(code)
+        self.time_to_first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
+        self.inter_token_latency = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
+        self._e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)
+        self._engine_samples = {
+            "queue_seconds": self._histogram("request_queue_time", "Arrival at the engine to first schedule.", _LONG),
+            "prefill_seconds": self._histogram("request_prefill_time", "First schedule to first token.", _LONG),
+            "decode_seconds": self._histogram("request_decode_time", "First token to the end.", _LONG),
+        }
+
+    def finished(self, reason: str, seconds: float) -> None:
+        """Count an output that ended well, `seconds` after its request arrived."""
+        self._success.labels(reason).inc()
+        self._e2e.observe(seconds)
+
+    def failed(self, code: str) -> None:
+        """Count a generation request that ended with an error."""
+        self._failed.labels(code).inc()
+
+    async def render(self) -> bytes:
+        """The exposition text, with fresh engine statistics where the engine gives them in time."""
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                stats = await self._engine.stats()
+        except (EngineError, TimeoutError):
+            pass
+        else:
+            self._collector.stats = stats
+            for attribute, histogram in self._engine_samples.items():
+                for seconds in getattr(stats, attribute):
+                    histogram.observe(seconds)
+        return generate_latest(self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Latencies:
+        histogram = Latencies(name, text, buckets)
+        self.registry.register(histogram)
+        return histogram

@@ -1,0 +1,69 @@
+"""The outermost middleware: a request id on every response, and no failure without an answer.
+
+Knows ASGI messages only.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from windlass.server.app.errors import error_response, internal_error
+
+_HEADER = b"x-request-id"
+_VALID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
+_logger = logging.getLogger("windlass.server")
+
+
+class RequestIdMiddleware:
+    """Puts the caller's x-request-id, or one of its own, on the response; `set_request_id` may change it until then."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == _HEADER), b"")
+        valid = _VALID.fullmatch(given) is not None
+        scope["windlass.request_id"] = given.decode() if valid else uuid.uuid4().hex
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (_HEADER, request_id(scope).encode())]
+            await send(message)
+
+        scope["windlass.send"] = send
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if started:
+                raise
+            _logger.exception("request %s failed", request_id(scope), exc_info=error)
+            await error_response(internal_error())(scope, receive, send_with_id)
+
+
+def request_id(scope: Scope) -> str:
+    """The id of the request of this scope."""
+    return str(scope["windlass.request_id"])
+
+
+def direct_send(scope: Scope, send: Send) -> Send:
+    """The server's own `send`, for the body of a response whose start went through `send`.
+
+    Every layer between wraps `send` to see the start of the response; a stream would pay for each of them per token.
+    """
+    direct: Send = scope.get("windlass.send", send)
+    return direct
+
+
+def set_request_id(scope: Scope, value: str) -> None:
+    """Use the id that a body asks for."""
+    scope["windlass.request_id"] = value

@@ -1,0 +1,105 @@
+"""What one running app holds: the engine client, the tokenizer, settings, and the exchanges in progress.
+
+Lives on `app.state.windlass`. The launcher reads `in_flight`, sets `draining` and calls `abort_all`; nothing here
+knows of routes or bodies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from windlass.engine.api.request import ModelInfo
+from windlass.engine.client import EngineClient
+from windlass.server.app.errors import ApiError, unavailable
+from windlass.server.app.metrics import ServerMetrics
+from windlass.server.startup.settings import ServerSettings
+from windlass.server.text.service import TextService
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
+
+class Stoppable(Protocol):
+    """An exchange in progress that can be ended with an error."""
+
+    def stop(self, error: ApiError) -> None: ...
+
+
+class ServerState:
+    """Everything the routes share. One per app; there is no module-level state.
+
+    draining: set it to refuse new generation work with 503 while running work goes on.
+    """
+
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.metrics = ServerMetrics(engine)
+        self.draining = False
+        self.created = int(time.time())
+        self.text = TextService(tokenizer, settings)
+        self._exchanges: set[Stoppable] = set()
+        self._serial = itertools.count()
+
+    @property
+    def in_flight(self) -> int:
+        """Generation requests running or waiting, streams included."""
+        return len(self._exchanges)
+
+    def admit(self) -> ModelInfo:
+        """The loaded model if new generation work may start now; raises ApiError 503 or 429 otherwise."""
+        retry_after = self.settings.retry_after_seconds
+        if self.draining:
+            raise unavailable("the server is shutting down", code="draining", retry_after=retry_after)
+        info = self.engine.info
+        if info is None or self.engine.state != "ready":
+            raise unavailable(f"the engine is {self.engine.state}", code="engine_unavailable", retry_after=retry_after)
+        if self.in_flight >= self.settings.max_in_flight:
+            raise ApiError(
+                429,
+                f"{self.in_flight} requests are in progress, the most this server takes",
+                type="rate_limit_error",
+                code="too_many_requests",
+                retry_after=retry_after,
+            )
+        return info
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 unless `name` is the served model (absent means the served model)."""
+        if name is not None and name != self.settings.served_model_name:
+            raise ApiError(
+                404,
+                f"the model {name[:256]!r} does not exist here: this server serves {self.settings.served_model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def register(self, exchange: Stoppable) -> None:
+        """Count an exchange as in flight until `unregister`."""
+        self._exchanges.add(exchange)
+
+    def unregister(self, exchange: Stoppable) -> None:
+        """Forget an exchange; unknown ones are ignored."""
+        self._exchanges.discard(exchange)
+
+    def abort_all(self) -> None:
+        """End everything in flight: streams with an error event and [DONE], others with 503."""
+        for exchange in tuple(self._exchanges):
+            exchange.stop(
+                unavailable(
+                    "the server is shutting down before this request finished",
+                    code="draining",
+                    retry_after=self.settings.retry_after_seconds,
+                )
+            )
+
+    def unique_id(self, request_id: str) -> str:
+        """An engine request id: the caller's id made unique, as callers may send one id twice."""
+        return f"{request_id}-{next(self._serial)}"
+
+    def close(self) -> None:
+        """End the text processes. The engine belongs to whoever made it."""
+        self.text.close()

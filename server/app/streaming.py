@@ -1,0 +1,218 @@
+"""One generation exchange with a client: late headers, server-sent events, keep-alives, disconnects, aborts, deadlines.
+
+An `Exchange` is the ASGI response of a generation route. It runs the route's work and sees to it that the client gets
+exactly one of: a JSON answer, a JSON error with its status, or a stream that ends with `data: [DONE]`. It knows
+nothing of completions or chats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from windlass.server.app.errors import ApiError, from_exception, internal_error
+from windlass.server.app.request_id import direct_send, request_id
+from windlass.server.app.slices import SLICE, send_whole
+from windlass.server.app.state import ServerState
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+FAREWELL_SECONDS = 5.0  # a client that stopped reading does not get longer to take its error event
+
+_logger = logging.getLogger("windlass.server")
+
+_JSON_HEADERS = [(b"content-type", b"application/json")]
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back
+]
+
+
+def sse(payload: dict[str, Any]) -> bytes:
+    """One server-sent event bearing a JSON object."""
+    return b"data: " + to_json(payload) + b"\n\n"
+
+
+class Exchange(Response):
+    """Runs `work(exchange)`, which sends its answer with `send_json` or `send_events` and `finish`.
+
+    Headers go out with the first event, or with the first keep-alive comment: until then a failure of a stream is
+    still answered with its own status. When the client goes away the work is cancelled, which closes the engine's
+    stream and so aborts the request.
+
+    deadline: `time.monotonic()` seconds. The engine ends the request then; this is the net below it.
+    """
+
+    def __init__(
+        self, state: ServerState, work: Callable[[Exchange], Awaitable[None]], *, deadline: float | None = None
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = []
+        self._state = state
+        self._work = work
+        self._deadline = deadline
+        self._send: Send  # through all middlewares
+        self._send_direct: Send  # past them, for the bodies of streams
+        self._id = ""  # under which the log speaks of the request, and the client of its error
+        self._task: asyncio.Task[Any] | None = None
+        self._closed = False  # the work is over: no more interruptions
+        self._gone = False
+        self._reason: ApiError | None = None
+        self._streaming = False
+        self._quiet = True  # nothing was sent since the keep-alive timer last looked
+        self._sending = False
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
+        self._keep_alive_task: asyncio.Task[None] | None = None
+
+    # ---- for the work ------------------------------------------------------------------------------------------------
+    def begin_stream(self) -> None:
+        """Say that the answer is a stream: keep-alives start to tick."""
+        if self._state.settings.keep_alive_seconds > 0:
+            self._schedule_keep_alive()
+
+    async def send_json(self, pieces: Sequence[bytes]) -> None:
+        """The whole answer: JSON text in pieces."""
+        await self._send_body(200, pieces, {})
+
+    async def send_events(self, events: bytes) -> None:
+        """Events already encoded, one or several."""
+        self._quiet = False
+        self._sending = True
+        if not self._streaming:
+            await self._start_stream()
+        for start in range(0, len(events), SLICE):  # one, but for the log-probabilities of a long prompt
+            part = events[start : start + SLICE]
+            await self._send_direct({"type": "http.response.body", "body": part, "more_body": True})
+        self._sending = False
+
+    async def finish(self, events: bytes = b"") -> None:
+        """Last events of a stream, [DONE] and the end of the body."""
+        self._stop_keep_alive()
+        if not self._streaming:
+            await self._start_stream()
+        await self._send_direct({"type": "http.response.body", "body": events + DONE, "more_body": False})
+
+    # ---- for the server ----------------------------------------------------------------------------------------------
+    def stop(self, error: ApiError) -> None:
+        """End the exchange with this error; without effect once it is ending."""
+        self._interrupt(error, gone=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        self._send = send
+        self._send_direct = direct_send(scope, send)
+        self._id = request_id(scope)
+        # A task of its own: awaiting a token then passes through our few frames and not through the framework's twenty.
+        self._task = loop.create_task(self._run())
+        watcher = loop.create_task(_wait_for_disconnect(receive))
+        watcher.add_done_callback(self._on_disconnect)
+        timer = None
+        if self._deadline is not None:
+            error = ApiError(504, "the request's deadline passed before it finished", code="deadline_exceeded")
+            timer = loop.call_at(self._deadline + self._state.settings.deadline_slack, self.stop, error)
+        self._state.register(self)
+        try:
+            await self._task
+        finally:
+            self._closed = True
+            self._task.cancel()  # without effect unless the server itself is being torn down
+            self._state.unregister(self)
+            self._stop_keep_alive()
+            watcher.cancel()
+            if timer is not None:
+                timer.cancel()
+
+    async def _run(self) -> None:
+        try:
+            try:
+                await self._work(self)
+            except asyncio.CancelledError:
+                if self._reason is None and not self._gone:
+                    raise  # the server itself is being torn down
+                assert self._task is not None
+                self._task.uncancel()  # what follows may await
+                if self._gone:
+                    # The client cannot tell what became of its request, and may ask.
+                    _logger.info("request %s: the client left before its answer was complete", self._id)
+                    self._state.metrics.failed("client_disconnected")
+                    return
+                assert self._reason is not None
+                raise self._reason from None
+        except Exception as error:
+            self._closed = True
+            known = from_exception(error, retry_after=self._state.settings.retry_after_seconds)
+            if known is None:
+                _logger.exception("request %s failed", self._id, exc_info=error)
+                known = internal_error()
+            elif known.status >= 500:
+                _logger.info("request %s: answered %d: %s", self._id, known.status, known.message)
+            self._state.metrics.failed(known.code or str(known.status))
+            await self._send_error(known)
+
+    # ---- the parts ---------------------------------------------------------------------------------------------------
+    def _interrupt(self, reason: ApiError | None, *, gone: bool) -> None:
+        if self._closed or self._task is None:
+            return
+        self._closed = True  # one interruption is enough; a second could hit the farewell
+        self._reason, self._gone = reason, gone
+        self._task.cancel()
+
+    def _on_disconnect(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled() and watcher.exception() is None:
+            self._interrupt(None, gone=True)
+
+    async def _send_error(self, error: ApiError) -> None:
+        self._stop_keep_alive()
+        try:
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                if self._streaming:
+                    await self.finish(sse(error.body()))
+                else:
+                    await self._send_body(error.status, [to_json(error.body())], error.headers)
+        except TimeoutError:
+            _logger.info("request %s: its client does not read; the stream ends without its error event", self._id)
+
+    async def _send_body(self, status: int, pieces: Sequence[bytes], headers: dict[str, str]) -> None:
+        self._stop_keep_alive()
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await send_whole(self._send, status, [*_JSON_HEADERS, *encoded], pieces)
+
+    async def _start_stream(self) -> None:
+        self._streaming = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)})
+
+    def _schedule_keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._keep_alive_timer = loop.call_later(self._state.settings.keep_alive_seconds, self._tick)
+
+    def _tick(self) -> None:
+        # A timer beside the work costs nothing per token, where waiting for each token with a timeout would.
+        if self._closed:
+            return
+        if self._quiet and not self._sending and (self._keep_alive_task is None or self._keep_alive_task.done()):
+            self._keep_alive_task = asyncio.get_running_loop().create_task(self._send_keep_alive())
+        self._quiet = True
+        self._schedule_keep_alive()
+
+    async def _send_keep_alive(self) -> None:
+        if not self._streaming:
+            await self._start_stream()
+        await self._send_direct({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+
+    def _stop_keep_alive(self) -> None:
+        if self._keep_alive_timer is not None:
+            self._keep_alive_timer.cancel()
+            self._keep_alive_timer = None
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

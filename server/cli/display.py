@@ -1,0 +1,106 @@
+"""What a person at the terminal sees while a model loads and once it is there. Everything goes to standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from windlass import __version__
+from windlass.clients.terminal.lines import say
+from windlass.engine.api.request import ModelInfo
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class LoadingDisplay:
+    """A progress bar on a terminal; elsewhere one line when a stage of loading begins.
+
+    It is the callback `(stage, done, total)`; `stop` takes the bar away and may be called twice.
+    """
+
+    def __init__(self, terminal: bool | None = None) -> None:
+        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        self._stage: str | None = None
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if not self._terminal:
+            if stage != self._stage:
+                say(f"{stage} ...")
+        else:
+            progress = self._progress or self._start()
+            if stage != self._stage:
+                if self._task is not None:
+                    progress.remove_task(self._task)
+                self._task = progress.add_task(stage, total=total)
+            if self._task is not None:
+                progress.update(self._task, completed=done, total=total)
+        self._stage = stage
+
+    def _start(self) -> Progress:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._progress.start()
+        return self._progress
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def summary(
+    info: ModelInfo, name: str, url: str, profiles: Sequence[str] = (), options: Sequence[str] = ()
+) -> list[str]:
+    """The lines shown when a server is ready.
+
+    profiles: names of the declared rotary scalings. options: those in force that the other lines do not show, as written.
+    """
+    weights = info.dtype if info.weight_dtype == info.dtype else f"{info.dtype}, weights {info.weight_dtype}"
+    if info.quantization:
+        weights += f" ({info.quantization})"
+    lines = [
+        f"windlass {__version__} serves {name} at {url}",
+        f"  model     {info.architecture}, {count(info.num_parameters)} parameters in {info.num_layers} layers, "
+        f"{weights}, {size(info.weight_bytes)}",
+        f"  device    {info.device}, loaded in {info.load_seconds:.1f} s",
+        f"  context   {info.max_model_len:,} tokens (trained for {info.trained_len:,}), "
+        f"up to {info.max_num_seqs} sequences at once",
+        f"  kv cache  {' + '.join(f'{blocks:,}' for blocks in info.num_kv_blocks)} blocks of {info.block_size} tokens, "
+        f"{size(info.kv_cache_bytes)} {info.kv_cache_dtype}",
+    ]
+    lines += [
+        f"  rotary    {group.name}: {group.scaling.rope_type}, theta {group.parameters()['rope_theta']:g}, "
+        f"{group.base.rotary_dim} of {group.base.head_dim} dimensions"
+        for group in info.rotary_groups
+    ]
+    if profiles:
+        lines.append(f"  profiles  {', '.join(profiles)}")
+    if options:
+        lines.append(f"  options   {', '.join(options)}")
+    lines += [f"  note: {notice}" for notice in info.notices]
+    return lines
+
+
+def count(number: int) -> str:
+    """5_400_000 -> "5.4 M"."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return str(number)
+
+
+def size(number: int) -> str:
+    """Bytes in binary units: 67108864 -> "64.0 MiB"."""
+    value = float(number)
+    for name in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {name}" if name == "B" else f"{value:.1f} {name}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -1,0 +1,198 @@
+"""`windlass generate`: one prompt, its continuation written to the terminal as it comes.
+
+Either through a running server (`--url`) or with an engine process of its own that ends with the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
+from windlass.clients.terminal.lines import say
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.errors import EngineError, LoadError, RequestError
+from windlass.server.cli.display import LoadingDisplay
+from windlass.server.cli.options import EngineOptions
+from windlass.server.startup.hub import resolve_model
+from windlass.server.startup.launch import check_model, make_client
+from windlass.server.text.tokenizer_file import find_tokenizer
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What to generate. chat: the prompt is a user's message, rendered by the model's chat template."""
+
+    prompt: str
+    chat: bool = False
+    max_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stats: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise LoadError(f"--max-tokens must be at least 1, got {self.max_tokens}")
+        if not 0 <= self.temperature <= 2:
+            raise LoadError(f"--temperature must lie between 0 and 2, got {self.temperature:g}")
+        if not 0 < self.top_p <= 1:
+            raise LoadError(f"--top-p must be more than 0 and at most 1, got {self.top_p:g}")
+
+
+def generate_here(wanted: Generation, model: str | None, options: EngineOptions, log_level: str) -> None:
+    """Load the model, write the continuation, end. Raises EngineError subclasses, one line each."""
+    asyncio.run(_generate_here(wanted, model, options, log_level))
+
+
+async def _generate_here(wanted: Generation, model: str | None, options: EngineOptions, log_level: str) -> None:
+    options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    path = resolve_model(model)
+    check_model(options, path)
+    find_tokenizer(path)
+    client = make_client(options, path, log_level)
+    loading = LoadingDisplay()
+    client.progress = loading if sys.stderr.isatty() else None
+    client.spawn()  # it loads while the tokenizer is imported and read
+    try:
+        client.start_nowait()
+        from windlass.server.text.detokenizer import Detokenizer
+        from windlass.server.text.tokenizer import Tokenizer
+
+        tokenizer = await asyncio.to_thread(Tokenizer.from_directory, path)
+        prompt = await _prompt_ids(wanted, tokenizer)
+        info = await client.wait_ready()
+        loading.stop()
+        sampling = SamplingParams(
+            max_tokens=max(1, min(wanted.max_tokens, info.max_model_len - len(prompt))),
+            temperature=wanted.temperature,
+            top_p=wanted.top_p,
+            seed=wanted.seed,
+        )
+        detokenizer = Detokenizer(tokenizer, prompt, stop=wanted.stop)
+        start, first, tokens, reason = time.monotonic(), 0.0, 0, ""
+        async with contextlib.aclosing(client.generate(EngineRequest("generate", prompt, sampling))) as outputs:
+            async for output in outputs:
+                first = first or time.monotonic()
+                tokens += len(output.token_ids)
+                hidden = output.stop_token_id is not None
+                write(detokenizer.push(output.token_ids, hide_last=hidden, final=output.finish_reason is not None))
+                reason = output.finish_reason or reason
+                if detokenizer.stopped is not None:
+                    reason = "stop"
+                    break
+        finish()
+        if wanted.stats:
+            rate = (tokens - 1) / (time.monotonic() - first) if tokens > 1 else 0.0
+            say(
+                f"[{len(prompt)} prompt tokens, first token after {first - start:.2f} s, "
+                f"{tokens} tokens at {rate:.1f} tokens/s, {reason}]"
+            )
+    finally:
+        loading.stop()
+        await client.close()
+
+
+async def _prompt_ids(wanted: Generation, tokenizer: Tokenizer) -> list[int]:
+    text = await _rendered(wanted.prompt, tokenizer) if wanted.chat else wanted.prompt
+    ids = tokenizer.encode(text, add_special_tokens=not wanted.chat)
+    if not ids and tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id]
+    if not ids:
+        raise RequestError("the prompt is empty and this model has no token to begin with: write a prompt")
+    return ids
+
+
+async def _rendered(prompt: str, tokenizer: Tokenizer) -> str:
+    """The prompt as a chat. The template is code that came with the model: it runs with limits, as on a server."""
+    from windlass.server.app.errors import ApiError
+    from windlass.server.protocol.chat import ChatMessage
+    from windlass.server.startup.settings import ServerSettings
+    from windlass.server.text.service import TextService
+
+    if tokenizer.chat_template is None:
+        raise RequestError("this model has no chat template: leave --chat out")
+    service = TextService(tokenizer, ServerSettings(served_model_name="model"))
+    try:
+        return await service.render(
+            [ChatMessage(role="user", content=prompt)],
+            add_generation_prompt=True,
+            continue_final_message=False,
+            variables=None,
+            caller="",
+        )
+    except ApiError as error:
+        raise EngineError(f"the chat template refuses this prompt: {error.message}") from error
+    finally:
+        service.close()
+
+
+def generate_remote(
+    wanted: Generation, model: str | None, options: EngineOptions, url: str, api_key: str | None
+) -> None:
+    """Ask the server at `url` (with or without /v1), write its stream. Raises EngineError, one line."""
+    declared = options.profiles()
+    if options.names_profile() and options.rope_scaling not in declared:
+        scaling: Any = options.rope_scaling  # a profile of that server
+    else:
+        parsed = options.parse_rope_scaling()
+        scaling = parsed.to_dict() if parsed else None
+    settings: dict[str, Any] = {
+        "model": model,
+        "max_tokens": wanted.max_tokens,
+        "temperature": wanted.temperature,
+        "top_p": wanted.top_p,
+        "seed": wanted.seed,
+        "stop": list(wanted.stop) or None,
+        "rope_scaling": scaling,
+        "rope_update": options.parse_rope_update(),
+    }
+    settings = {name: value for name, value in settings.items() if value is not None}
+    start, reason = time.monotonic(), None
+    try:
+        with (
+            Client(url, api_key=api_key, retry=RetryPolicy(max_retries=0)) as client,
+            _open(client, wanted, settings) as stream,
+        ):
+            for chunk in stream:
+                write(chunk.text)
+                for choice in chunk.choices:
+                    reason = choice.finish_reason or reason
+    except APIStatusError as error:
+        raise EngineError(f"{url} answered {error.status}: {error.message}") from error
+    except APIConnectionError as error:
+        raise EngineError(f"cannot reach {url} ({error.message}): is the server running?") from error
+    except (APIError, ValueError) as error:
+        raise EngineError(f"{url}: {error}") from error
+    finally:
+        finish()
+    if wanted.stats:
+        say(f"[{time.monotonic() - start:.2f} s, {reason}]")
+
+
+def _open(client: Client, wanted: Generation, settings: dict[str, Any]) -> Stream[Any, Any]:
+    if wanted.chat:
+        return client.chat([{"role": "user", "content": wanted.prompt}], stream=True, **settings)
+    return client.completions(wanted.prompt, stream=True, **settings)
+
+
+def write(text: str) -> None:
+    """Show new text at once, whatever the terminal's encoding can hold."""
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def finish() -> None:
+    """End the line on a terminal; a file or a pipe gets the text alone."""
+    if sys.stdout.isatty():
+        write("\n")

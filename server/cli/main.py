@@ -1,0 +1,167 @@
+"""The `windlass` command. Parses options and hands them on; every error a person can cause is one line, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windlass import __version__
+from windlass.clients.loadtest.cli.app import add_commands
+from windlass.clients.terminal.options import expands_options, version_option
+from windlass.clients.terminal.run import run_app
+from windlass.engine.errors import EngineError
+from windlass.server.cli.options import (
+    EngineOptions,
+    LogLevel,
+    ModelArgument,
+    ModelOption,
+    ServerOptions,
+    option,
+)
+from windlass.server.cli.rope.commands import app as rope
+from windlass.server.http.options import ConnectionOptions
+
+app = typer.Typer(
+    name="windlass",
+    help="An inference server for language models with rotary attention.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
+add_commands(bench)
+app.add_typer(bench, name="bench")
+app.add_typer(rope, name="rope")
+
+
+@app.callback()
+def program(version: Annotated[bool, version_option(f"windlass {__version__}")] = False) -> None:
+    """What stands before a command."""
+
+
+@app.command()
+@expands_options
+def serve(
+    engine: EngineOptions,
+    server: ServerOptions,
+    connections: ConnectionOptions,
+    model: ModelArgument = None,
+    log_level: LogLevel = "info",
+) -> int:
+    """Serve a model over an OpenAI-compatible HTTP API."""
+    from windlass.server.startup.launch import serve as launch
+
+    return launch(model, engine, server, connections, log_level)
+
+
+@app.command()
+@expands_options
+def generate(
+    engine: EngineOptions,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
+    model: ModelOption = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest continuation.")] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: always the most likely token.")] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the most likely tokens of this total.")] = 1.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message to a chat model.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Say on standard error how fast it went.")] = False,
+    url: Annotated[
+        str | None,
+        option(
+            "--url",
+            help="Ask a running server, such as http://127.0.0.1:8000, rather than load a model. Then "
+            "--model names a model of that server, and of the engine's options only --rope-scaling (JSON, or a profile "
+            "of that server) and --rope-update count.",
+        ),
+    ] = None,
+    api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,
+    log_level: LogLevel = "warning",
+) -> None:
+    """Continue one prompt on the terminal."""
+    from windlass.server.cli.generate import Generation, generate_here, generate_remote
+    from windlass.server.cli.options import check_log_level
+
+    wanted = Generation(
+        prompt=sys.stdin.read() if prompt == "-" else prompt,
+        chat=chat,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        stats=stats,
+    )
+    if url is None:
+        generate_here(wanted, model, engine, check_log_level(log_level))
+    else:
+        generate_remote(wanted, model, engine, url, api_key)
+
+
+@bench.command("engine")
+@expands_options
+def bench_engine(
+    engine: EngineOptions,
+    model: ModelArgument = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Requests at once.")] = 8,
+    input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens per prompt.")] = 512,
+    output_len: Annotated[int, typer.Option("--output-len", min=0, help="Tokens per answer.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+) -> None:
+    """Run the engine alone, without HTTP, and report tokens per second."""
+    from windlass.engine.core.threads import prepare_this_process
+    from windlass.server.cli.display import LoadingDisplay
+    from windlass.server.startup.hub import resolve_model
+    from windlass.server.startup.launch import check_model
+
+    engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    path = resolve_model(model)
+    check_model(engine, path)
+    config = engine.to_config(path)
+    prepare_this_process(config.cores)
+    from windlass.engine.evaluation.bench import run_engine_benchmark  # it brings torch: this process is no server
+
+    display = LoadingDisplay()
+    try:
+        result = run_engine_benchmark(
+            config, batch_size=batch_size, input_len=input_len, output_len=output_len, progress=display
+        )
+    finally:
+        display.stop()
+    if as_json:
+        print(json.dumps(result))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("measure", "value")
+    settings = result.pop("settings", {})
+    for name, value in (result | settings).items():
+        table.add_row(name.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code; errors are one line on standard error."""
+    return run_app(app, "windlass", arguments, errors=(EngineError,))
+
+
+def main() -> None:
+    """Entry point of the `windlass` script."""
+    sys.exit(run())
+
+
+if __name__ == "__main__":
+    main()

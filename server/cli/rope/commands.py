@@ -1,0 +1,121 @@
+"""The `windlass rope` commands: options in, one call out. Imports neither torch nor matplotlib until a command needs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli.options import ModelArgument, option
+from windlass.server.startup.hub import resolve_model
+
+app = typer.Typer(help="Show what a rotary scaling does to a model.", no_args_is_help=True)
+
+
+@app.command("inspect")
+def inspect(
+    scaling: Annotated[
+        str, typer.Argument(metavar="JSON", help='Such as \'{"rope_type": "yarn", "factor": 4}\', or null.')
+    ],
+    model: Annotated[str | None, option("--model", help="Directory or hub id. Default: the bundled model.")] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length", help="Tokens of the request, for kinds that depend on it. Default: the trained length."
+        ),
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw the wavelengths.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+) -> None:
+    """Frequencies, wavelengths and factors of a scaling on a model, beside the model's own. Loads no weights."""
+    from windlass.server.cli.rope.inspection import inspect_scaling
+
+    if png is not None:
+        from windlass.clients.terminal.outputs import check_outputs
+        from windlass.server.cli.rope.pictures import require_matplotlib
+
+        require_matplotlib()
+        check_outputs({"--png": png})
+    result = inspect_scaling(resolve_model(model), _parse(scaling), length)
+    if as_json:
+        print(json.dumps(result.to_json(), allow_nan=False))
+    else:
+        from windlass.server.cli.rope.inspection import print_tables
+
+        print_tables(result)
+    if png is not None:
+        from windlass.server.cli.rope.pictures import draw_inspection, save
+
+        save(draw_inspection(result), png)
+
+
+@app.command("sweep")
+def sweep(
+    text: Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text the model was not trained on.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The report, one HTML file.")],
+    model: ModelArgument = None,
+    max_len: Annotated[int, typer.Option("--max-len", help="Longest context measured, in tokens.")] = 4096,
+    target_len: Annotated[
+        int | None, typer.Option("--target-len", help="Length to recommend a scaling for. Default: --max-len.")
+    ] = None,
+    windows: Annotated[
+        int, typer.Option("--windows", min=1, help="Stretches of --max-len tokens read, spread over the text.")
+    ] = 8,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples", min=0, help="Positions per window at which dynamic is recomputed for the exact length."
+        ),
+    ] = 16,
+    trained_len: Annotated[
+        int | None,
+        typer.Option("--trained-len", min=2, help="Where config.json gives a longer length than was trained on."),
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write every number as JSON.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Also draw the plot as a picture.")] = None,
+    markdown: Annotated[
+        Path | None, typer.Option("--markdown", metavar="FILE", help="Also write the report as Markdown.")
+    ] = None,
+    device: Annotated[str, option("--device", help="cpu, cuda, cuda:1 or auto.")] = "auto",
+    dtype: Annotated[str, option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Perplexity by position under every scaling, as a report with a recommendation."""
+    from windlass.server.cli.rope.pictures import require_matplotlib
+
+    require_matplotlib()
+    from windlass.server.cli.rope.run import SweepOptions, run_sweep
+
+    run_sweep(
+        SweepOptions(
+            model=resolve_model(model),
+            model_name=model,
+            text=text,
+            max_len=max_len,
+            target_len=target_len,
+            windows=windows,
+            samples=samples,
+            trained_len=trained_len,
+            device=device,
+            dtype=dtype,
+            html=out,
+            json=as_json,
+            png=png,
+            markdown=markdown,
+        )
+    )
+
+
+def _parse(text: str) -> RopeScaling | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LoadError(
+            f'the scaling is not valid JSON ({error}): write it like \'{{"rope_type": "yarn", "factor": 4}}\''
+        ) from None
+    return None if value is None else RopeScaling.from_dict(value)

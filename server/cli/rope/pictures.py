@@ -1,0 +1,168 @@
+"""Every picture of `windlass rope`, drawn with matplotlib, which is optional. Knows no model: it draws what it is given."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.errors import LoadError
+from windlass.server.cli.rope.inspection import Inspection, wavelength
+from windlass.server.cli.rope.results import Curve, SweepResult
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Stands for "the colour of the text around": replaced by currentColor when the picture goes into a page.
+_INK = "#010203"
+# Mid-tones that stand out on white and on black alike; every curve also has its own dashes.
+_COLOURS = {
+    "none": "#d1495b",
+    "cut": "#8a8a8a",
+    "own": "#b0569e",
+    "linear": "#d9822b",
+    "ntk": "#9c6b4a",
+    "yarn": "#2f9e62",
+    "frozen": "#3b82c4",
+    "recompute": "#2aa6a6",
+    "rotate": "#8e6bbf",
+}
+_DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate": (3, 1.2), "recompute": (7, 1.5)}
+
+
+def require_matplotlib() -> None:
+    """Raise LoadError, one line, where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise LoadError(
+            "pictures need matplotlib: run `.venv/bin/pip install -c constraints.txt -e '.[plots]'` in Windlass's folder"
+        )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG; raises LoadError where the file cannot be written."""
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    try:
+        path.write_bytes(data.getvalue())
+    except OSError as error:
+        raise LoadError(f"cannot write {path}: {error.strerror}") from None
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as an SVG element for a page: transparent, its ink the page's text colour, the same bytes every time."""
+    import matplotlib as mpl
+
+    text = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "windlass"}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Scales with the page: the view box stays, the fixed size goes.
+    return re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
+    )
+
+
+def draw_inspection(result: Inspection) -> Figure:
+    """Wavelengths before and after, and how much slower each pair turns; a row of panels per rotary group."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.9 * len(result.groups) + 0.4), layout="constrained")
+    rows = figure.subplots(len(result.groups), 2, squeeze=False)
+    for (left, right), group in zip(rows, result.groups, strict=True):
+        pairs = range(len(group.own.inv_freq))
+        for label, spec, style in (("model's own", group.own, "o"), (group.rope_type, group.scaled, "s")):
+            heights = [wavelength(w) or math.nan for w in spec.inv_freq]
+            colour = _COLOURS["cut"] if spec is group.own else _COLOURS["frozen"]
+            left.plot(pairs, heights, style, label=label, color=colour, markersize=4 if style == "o" else 3)
+        left.set_yscale("log")
+        left.axhline(group.trained_len, color=_COLOURS["none"], linewidth=1, linestyle="--", label="trained length")
+        if result.length != group.trained_len:
+            left.axhline(result.length, color=_COLOURS["yarn"], linewidth=1, linestyle=":", label="this request")
+        left.set_ylabel("tokens per turn")
+        left.legend(fontsize=8, frameon=False)
+        ratio = [a / b if b else math.nan for a, b in zip(group.own.inv_freq, group.scaled.inv_freq, strict=True)]
+        right.plot(pairs, ratio, "s-", color=_COLOURS["frozen"], markersize=3, linewidth=1)
+        right.set_ylabel("turns slower by this factor")
+        for axes in (left, right):
+            axes.set_xlabel("pair")
+            axes.spines[["top", "right"]].set_visible(False)
+        left.set_title(f"{group.name}: {group.rope_type} at {result.length:,} tokens", fontsize=10)
+        right.set_title(f"attention factor {group.scaled.rotary_scale:.4g}", fontsize=10)
+    figure.suptitle(f"Rotary frequencies of {result.model}", fontsize=11)
+    return figure
+
+
+def draw_sweep(result: SweepResult, ink: str = _INK) -> Figure:
+    """Perplexity by position, one line per plotted curve, a mark at every multiple of the trained length."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.2), layout="constrained")
+    axes = figure.subplots()
+    middles = [(low + high) / 2 for low, high in result.buckets]
+    for curve in result.plotted():
+        _plot(axes, middles, result.bucket_perplexity(curve), curve)
+    exact = result.exact
+    if exact is not None and exact.points:
+        axes.errorbar(
+            [point.position for point in exact.points],
+            [point.perplexity for point in exact.points],
+            yerr=[
+                [max(p.perplexity - p.low, 0.0) if p.low == p.low else 0.0 for p in exact.points],
+                [max(p.high - p.perplexity, 0.0) if p.high == p.high else 0.0 for p in exact.points],
+            ],
+            fmt="D",
+            color=_COLOURS["recompute"],
+            markerfacecolor="none",
+            elinewidth=0.8,
+            label=f"{exact.name}, recompute for the exact length (sampled)",
+        )
+    multiple = result.trained_len
+    while multiple <= result.max_len:
+        axes.axvline(multiple, color=ink, linewidth=0.8, alpha=0.35, linestyle=":")
+        label = "trained length" if multiple == result.trained_len else f"{multiple // result.trained_len}×"
+        axes.annotate(
+            label,
+            (multiple, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, -8),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color=ink,
+        )
+        multiple *= 2
+    axes.set_yscale("log")
+    axes.set_xlim(0, result.max_len)
+    _ticks(axes)
+    axes.set_xlabel("position (tokens read)", color=ink)
+    axes.set_ylabel("perplexity (log scale)", color=ink)
+    axes.tick_params(colors=ink, which="both")
+    for name, spine in axes.spines.items():
+        spine.set_visible(name in ("left", "bottom"))
+        spine.set_color(ink)
+    figure.legend(loc="outside lower center", fontsize=8, frameon=False, ncols=3, labelcolor=ink)
+    return figure
+
+
+def _plot(axes: Axes, middles: list[float], heights: list[float], curve: Curve) -> None:
+    kind = curve.policy if curve.kind == "dynamic" else curve.kind
+    style: dict[str, Any] = {"color": _COLOURS[str(kind)], "linewidth": 1.6, "label": curve.label}
+    if kind in _DASHES:
+        style["dashes"] = _DASHES[str(kind)]
+    axes.plot(middles, heights, **style)
+
+
+def _ticks(axes: Axes) -> None:
+    """Plain numbers on the logarithmic axis, a few per decade."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

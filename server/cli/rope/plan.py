@@ -1,0 +1,133 @@
+"""Which scalings a sweep measures, and from where in a text. Knows no model beyond its lengths and its own scaling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.policy import RopeUpdate
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli.rope.results import Kind
+
+_DYNAMIC_FACTORS = (1.0, 2.0, 4.0)
+POLICIES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One curve to measure; see `results.Curve` for the fields."""
+
+    name: str
+    label: str
+    kind: Kind
+    scaling: dict[str, Any] | None
+    policy: RopeUpdate | None = None
+    longest: int | None = None
+    plotted: bool = False
+
+
+def static_candidates(
+    *, trained_len: int, config_trained_len: int, max_len: int, target_len: int, own: RopeScaling
+) -> list[Candidate]:
+    """No scaling, the model's own, and linear, NTK-aware and YaRN at every factor of interest: one pass each.
+
+    Factors: max_len and target_len over the trained length, and the powers of two below. The model's config may give a
+    longer length than it was trained on; then YaRN is told the shorter one.
+    """
+    derived = _factor(max_len / trained_len)
+    factors = {derived, _factor(target_len / trained_len)}
+    power = 2.0
+    while power < max_len / trained_len:
+        factors.add(power)
+        power *= 2
+    factors.discard(1.0)
+    found = [Candidate("no scaling", "no scaling", "none", {"rope_type": "default"}, plotted=True)]
+    if own.rope_type != "default" and not own.depends_on_length:
+        found.append(Candidate("model's own", f"model's own ({own.rope_type})", "own", None, plotted=True))
+    original = {} if trained_len == config_trained_len else {"original_max_position_embeddings": trained_len}
+    kinds: tuple[tuple[Kind, str, str, dict[str, Any]], ...] = (
+        ("linear", "linear", "PI (linear)", {}),
+        ("ntk", "ntk", "NTK-aware (ntk)", {}),
+        ("yarn", "yarn", "YaRN (yarn)", original),
+    )
+    for kind, rope_type, label, extra in kinds:
+        for factor in sorted(factors, reverse=True):
+            scaling = {"rope_type": rope_type, "factor": factor, **extra}
+            name = f"{rope_type} {factor:g}"
+            found.append(Candidate(name, f"{label}, factor {factor:g}", kind, scaling, plotted=factor == derived))
+    return found
+
+
+def frozen_candidates(*, max_len: int, target_len: int) -> list[Candidate]:
+    """Dynamic NTK frozen for the longest and for the wanted length, at a few factors: one pass each."""
+    return [
+        _dynamic(factor, "frozen", longest, several=max_len != target_len)
+        for factor in _DYNAMIC_FACTORS
+        for longest in sorted({max_len, target_len}, reverse=True)
+    ]
+
+
+def moving_candidates(factor: float, max_len: int) -> list[Candidate]:
+    """Dynamic NTK of one factor under the policies whose frequencies follow the text."""
+    return [_dynamic(factor, policy, max_len) for policy in ("recompute", "rotate")]
+
+
+def own_candidates(own: RopeScaling, max_len: int, target_len: int) -> list[Candidate]:
+    """The model's own scaling under each policy, where it depends on length."""
+    if not own.depends_on_length:
+        return []
+    found = []
+    for policy in POLICIES:
+        for longest in sorted({max_len, target_len}, reverse=True) if policy == "frozen" else [max_len]:
+            suffix = f" for {longest:,}" if policy == "frozen" and max_len != target_len else ""
+            name = f"model's own, {policy}{suffix}"
+            label = f"model's own ({own.rope_type}), {policy}{suffix}"
+            plotted = policy == "recompute"
+            found.append(Candidate(name, label, "own", None, policy, longest, plotted))
+    return found
+
+
+def factor_of(candidate_name: str) -> float:
+    """The factor in the name of a dynamic candidate."""
+    return float(candidate_name.split()[1].rstrip(","))
+
+
+def _dynamic(factor: float, policy: RopeUpdate, longest: int, *, several: bool = False) -> Candidate:
+    suffix = f" for {longest:,}" if several else ""
+    return Candidate(
+        f"dynamic {factor:g}, {policy}{suffix}",
+        f"dynamic NTK, factor {factor:g}, {policy}{suffix}",
+        "dynamic",
+        {"rope_type": "dynamic", "factor": factor},
+        policy,
+        longest,
+    )
+
+
+def _factor(ratio: float) -> float:
+    return float(f"{ratio:.4g}")
+
+
+def window_starts(tokens: int, needed: int, windows: int, *, max_len: int, text: str) -> tuple[int, ...]:
+    """Starts of up to `windows` stretches of `needed` tokens, spread evenly over the text; they overlap in a short one.
+
+    Raises LoadError where not even one fits.
+    """
+    room = tokens - needed
+    if room < 0:
+        raise LoadError(
+            f"--text {text} has {tokens:,} tokens and --max-len {max_len} needs {needed:,}: give a longer text or a "
+            "smaller --max-len"
+        )
+    count = min(windows, room + 1)
+    return tuple(round(i * room / max(count - 1, 1)) for i in range(count))
+
+
+def sample_rows(trained_len: int, max_len: int, samples: int, window: int, windows: int) -> list[int]:
+    """Rows past the trained length at which one window is recomputed for the exact length, one per equal stretch.
+
+    Each window takes other rows, so that together they cover every stretch evenly.
+    """
+    span = (max_len - trained_len) / samples if samples else 0.0
+    return sorted({trained_len + int((j + (window + 0.5) / windows) * span) for j in range(samples)})

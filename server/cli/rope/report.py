@@ -1,0 +1,128 @@
+"""A sweep's report as one self-contained HTML page and as Markdown. Computes nothing but the words around the numbers."""
+
+from __future__ import annotations
+
+import importlib.resources
+from dataclasses import dataclass
+from typing import Literal
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from windlass.server.cli.rope.recommendation import Recommendation
+from windlass.server.cli.rope.results import TOLERANCE, SweepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Cells of the table; mark tells the recommended row and the reference apart."""
+
+    cells: tuple[str, ...]
+    mark: Literal["", "chosen", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Heads and rows, first the reference and then by overall perplexity within each kind as measured."""
+
+    heads: tuple[str, ...]
+    rows: tuple[Row, ...]
+
+
+def make_table(result: SweepResult, chosen: str) -> Table:
+    """Perplexity of every curve in every range, and how far it holds."""
+    rows = []
+    for curve in result.curves:
+        cells = [curve.name]
+        for low, high in result.ranges.values():
+            value = result.perplexity(curve, low, high)
+            cells.append("" if value != value else f"{value:,.1f}" if value < 1e4 else f"{value:.2g}")
+        holds = result.holds_to(curve)
+        cells.append("" if curve.kind == "cut" else f"{holds:,}" if holds else "nowhere")
+        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind == "cut" else ""
+        rows.append(Row(tuple(cells), "chosen" if curve.name == chosen else mark))
+    return Table(("scaling", *result.ranges, "holds to"), tuple(rows))
+
+
+def facts(result: SweepResult) -> str:
+    """One line: the model's length, the text, how it was read."""
+    return (
+        f"Trained on {result.trained_len:,} tokens, read to {result.max_len:,}. Text: {result.text_name}, "
+        f"{result.text_tokens:,} tokens, of which {len(result.starts)} "
+        f"{'windows' if len(result.starts) > 1 else 'window'} of {result.max_len:,} spread evenly"
+        f"{' and overlapping' if _overlap(result) else ''}."
+    )
+
+
+def notes(result: SweepResult) -> list[str]:
+    """What the columns mean and what the policies are."""
+    half = result.trained_len // 2
+    found = [
+        "Perplexity is e to the mean loss per token: lower is better, and the vocabulary's size is chance. Each "
+        f"column averages the rows of all windows in that range; those with a mark cover the {half:,} tokens before it. "
+        "Columns hold different text, so compare within a column.",
+        "The grey line, text cut to the trained length, is the same model without scaling that reads each token after the "
+        f"last {half:,} to {result.trained_len:,} tokens alone. Reading further is worth it where a scaling comes below that "
+        f"line. A scaling holds up to the length where it first lies more than {100 * (TOLERANCE - 1):.0f} % above it.",
+        "dynamic changes its frequencies with the length of the text. Under frozen they are those of the longest length from "
+        "the first token on; under recompute the text so far is read again whenever they change, so every row is what a model "
+        "without a cache gives at that length; under rotate the cached keys are turned to the new frequencies and nothing is "
+        "read again. The rows of recompute and rotate are read as if each token had been generated in turn.",
+    ]
+    exact = result.exact
+    if exact is not None:
+        parts = [
+            f"{policy} {value:+.4f} ± {exact.error[policy]:.4f}" for policy, value in sorted(exact.difference.items())
+        ]
+        found.append(
+            f"Frequencies change at lengths on the grid M·2^(k/4). At {exact.rows:,} sampled rows the text was also read again "
+            f"for the exact length of each ({exact.name}; the diamonds, with one standard error). Nats per token above that, "
+            f"mean and standard error: {'; '.join(parts)}."
+        )
+    return found
+
+
+def to_html(result: SweepResult, recommendation: Recommendation, svg: str, date: str) -> str:
+    """The page; it needs nothing from anywhere. svg: a trusted element, everything else is escaped."""
+    source = (
+        importlib.resources.files("windlass.server.cli.rope").joinpath("report.html.j2").read_text(encoding="utf-8")
+    )
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(source).render(
+        result=result,
+        recommendation=recommendation,
+        svg=Markup(svg),
+        date=date,
+        facts=facts(result),
+        table=make_table(result, recommendation.curve),
+        notes=notes(result),
+    )
+
+
+def to_markdown(result: SweepResult, recommendation: Recommendation, picture: str | None, date: str) -> str:
+    """The same for places that show no HTML. picture: the plot's file name beside the page."""
+    table = make_table(result, recommendation.curve)
+    lines = [f"# Rotary scalings of {_plain(result.model_name)}", "", f"{_plain(facts(result))} Measured {date}.", ""]
+    lines += [f"**For contexts of {recommendation.target_len:,} tokens: {recommendation.curve}.**"]
+    lines += [" ".join(recommendation.reasons), "", "```sh", recommendation.command, "```", ""]
+    if recommendation.body:
+        lines += ["Or, for one request to a server whose context is long enough:", "", "```json"]
+        lines += [recommendation.body, "```", ""]
+    if picture is not None:
+        lines += [f"![Perplexity by position for each scaling]({picture})", ""]
+    lines += ["| " + " | ".join(table.heads) + " |", "|---" + "|--:" * (len(table.heads) - 1) + "|"]
+    for row in table.rows:
+        cells = [f"**{c}**" if row.mark == "chosen" and c else f"*{c}*" if row.mark and c else c for c in row.cells]
+        lines.append("| " + " | ".join(cells) + " |")
+    for paragraph in notes(result):
+        lines += ["", paragraph]
+    return "\n".join(lines) + "\n"
+
+
+def _overlap(result: SweepResult) -> bool:
+    return any(b - a < result.max_len for a, b in zip(result.starts, result.starts[1:], strict=False))
+
+
+def _plain(text: str) -> str:
+    """File and directory names as text: no character of theirs becomes Markdown."""
+    return "".join("\\" + c if c in "\\`*_[]<>#|" else c for c in text)

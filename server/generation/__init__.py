@@ -1,0 +1,1 @@
+"""From a validated body to requests to the engine, and the text of their answers."""

@@ -1,0 +1,258 @@
+"""Runs the prompts of one API request on the engine and turns outputs into text deltas, one stream for all choices.
+
+Knows the engine client and detokenizing; knows nothing of JSON layouts or HTTP. Closing the stream aborts everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
+from windlass.engine.client import EngineClient
+from windlass.engine.errors import DeadlineError, EngineDeadError
+from windlass.engine.rotary.policy import RotaryPlan, RotaryReport
+from windlass.server.app.metrics import ServerMetrics
+from windlass.server.generation.rotary import report_at
+from windlass.server.text.detokenizer import Detokenizer
+from windlass.server.text.service import Prompt
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
+QUEUED_DELTAS = 256  # deltas of many prompts that may wait for a slow client before the engine's streams wait too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """How tokens become text. See `Detokenizer`."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request ready to run: one engine request per prompt, `samples` outputs each.
+
+    rotary_plans: how each of the requests rotates, for samples that end before the engine tells.
+    answer_bytes: how large the answer may become, as estimated.
+    window: prompts that are on the engine at once; the others wait here and do not fill the engine's queue.
+    """
+
+    prompts: list[Prompt]
+    requests: list[EngineRequest]
+    rotary_plans: list[RotaryPlan]
+    answer_bytes: int
+    samples: int
+    text: TextOptions
+    window: int = 64
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one engine output adds to one choice (choice = prompt index * samples + sample).
+
+    prompt_logprobs comes once per prompt, on its first delta. finish_reason marks the choice's last delta, which also has
+    the rotary report.
+    """
+
+    choice: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    rotary: RotaryReport | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Token counts of a request while it runs."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class _Sample:
+    prompt_index: int
+    detokenizer: Detokenizer
+    last_output: float | None = None
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Generation:
+    """One API request on the engine. `tally` is up to date with the deltas yielded so far."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    metrics: ServerMetrics
+    plan: Plan
+    arrival: float  # time.monotonic() seconds
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.tally.prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
+
+    def deltas(self) -> AsyncGenerator[Delta]:
+        """Deltas of all choices as they come; raises what the engine raises. Close it to abort the request."""
+        return self._run_one(0) if len(self.plan.requests) == 1 else self._run_many()
+
+    async def _run_one(self, prompt_index: int) -> AsyncGenerator[Delta]:
+        plan = self.plan
+        request = plan.requests[prompt_index]
+        samples: list[_Sample | None] = [None] * plan.samples
+        remaining = plan.samples
+        cached = 0
+        waiting = True
+        outputs = self.engine.generate(request)
+        if request.sampling.prompt_logprobs is not None:
+            outputs = _prompt_first(outputs)
+        async with aclosing(outputs):  # type: ignore[type-var]
+            async for output in outputs:
+                now = time.monotonic()
+                if output.error is not None:
+                    raise output.error
+                if waiting:
+                    waiting = False
+                    self.metrics.time_to_first_token.observe(now - self.arrival)
+                if output.cached_tokens > cached:
+                    self.tally.cached_tokens += output.cached_tokens - cached
+                    cached = output.cached_tokens
+                sample = samples[output.index]
+                if sample is None:
+                    sample = samples[output.index] = self._new_sample(prompt_index)
+                if sample.finished:
+                    continue  # its stop string matched; the engine cannot end one sample of several
+                delta = self._push(sample, output, now)
+                delta.choice = prompt_index * plan.samples + output.index
+                if delta.finish_reason is not None:
+                    remaining -= 1
+                    self.metrics.finished(delta.finish_reason, now - self.arrival)
+                yield delta
+                if not remaining:
+                    return
+        raise EngineDeadError("the engine ended this request early: send it again")
+
+    def _new_sample(self, prompt_index: int) -> _Sample:
+        options = self.plan.text
+        return _Sample(
+            prompt_index,
+            Detokenizer(
+                self.tokenizer,
+                self.plan.prompts[prompt_index].token_ids,
+                skip_special_tokens=options.skip_special_tokens,
+                stop=options.stop,
+                include_stop=options.include_stop,
+                min_tokens=options.min_tokens,
+            ),
+        )
+
+    def _push(self, sample: _Sample, output: RequestOutput, now: float) -> Delta:
+        token_ids = output.token_ids
+        reason, rotary = output.finish_reason, output.rotary
+        if reason == "timeout":
+            raise DeadlineError("the request's deadline passed before it finished")
+        if reason == "abort":
+            raise EngineDeadError("the engine aborted this request: send it again")
+        if token_ids:
+            if sample.last_output is not None:
+                count = len(token_ids)
+                self.metrics.inter_token_latency.observe((now - sample.last_output) / count, count)
+            sample.last_output = now
+        detokenizer = sample.detokenizer
+        before = detokenizer.num_tokens
+        text = detokenizer.push(
+            token_ids,
+            hide_last=output.stop_token_id is not None and not self.plan.text.include_stop,
+            final=reason is not None,
+        )
+        logprobs = output.logprobs or ()
+        stop_reason: str | int | None = None
+        if detokenizer.stopped is not None:
+            taken = detokenizer.num_tokens - before  # tokens past the stop string are not part of the answer
+            token_ids, logprobs = token_ids[:taken], logprobs[:taken]
+            reason, stop_reason = "stop", detokenizer.stopped
+            if rotary is None or taken < len(output.token_ids):  # the engine does not know of stop strings and goes on
+                plan = self.plan.rotary_plans[sample.prompt_index]
+                prompt = self.plan.prompts[sample.prompt_index].token_ids
+                rotary = report_at(plan, len(prompt), detokenizer.num_tokens)
+        elif output.stop_token_id is not None:
+            stop_reason = output.stop_token_id
+        self.tally.completion_tokens += len(token_ids)
+        sample.finished = reason is not None
+        return Delta(0, text, token_ids, logprobs, reason, stop_reason, output.prompt_logprobs, rotary)
+
+    async def _run_many(self) -> AsyncGenerator[Delta]:
+        """Merge the streams of several prompts; the first failure, or being closed, ends all of them."""
+        plan = self.plan
+        queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue(QUEUED_DELTAS)
+        todo: Iterator[int] = iter(range(len(plan.requests)))
+
+        async def work() -> None:
+            try:
+                for prompt_index in todo:
+                    async with aclosing(self._run_one(prompt_index)) as deltas:
+                        async for delta in deltas:
+                            await queue.put(delta)
+                await queue.put(None)
+            except Exception as error:
+                await queue.put(error)
+
+        workers: list[asyncio.Task[None]] = []
+        running = count = min(plan.window, len(plan.requests))
+
+        async def start() -> None:
+            for _ in range(count):
+                workers.append(asyncio.create_task(work()))
+                await asyncio.sleep(0)  # handing requests over takes a while where they bear long lists
+
+        starting = asyncio.create_task(start())
+        try:
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, BaseException):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in (starting, *workers):
+                task.cancel()
+            await asyncio.gather(starting, *workers, return_exceptions=True)
+
+
+async def _prompt_first(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+    """The outputs in an order that begins with the one that bears the prompt's log-probabilities."""
+    held: list[RequestOutput] | None = []
+    async with aclosing(outputs):  # type: ignore[type-var]
+        async for output in outputs:
+            if held is None or output.error is not None:
+                yield output
+            elif output.prompt_logprobs is None:
+                held.append(output)
+            else:
+                yield output
+                for earlier in held:
+                    yield earlier
+                held = None

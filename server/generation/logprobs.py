@@ -1,0 +1,137 @@
+"""Log-probabilities in the three layouts of the API: completions, chats and `prompt_logprobs`.
+
+Knows tokens and their texts; knows nothing of where numbers come from or how answers are sent.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.api.request import TokenLogprobs
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON cannot carry
+
+
+def finite(logprob: float) -> float:
+    """The log-probability, or LOWEST for one that JSON could not carry (minus infinity, not a number)."""
+    return logprob if logprob > LOWEST else LOWEST
+
+
+class TextOffsets:
+    """Where each token begins in the text, in characters, counted from `start`.
+
+    A token that continues a character begins where that character does; special tokens that are left out of the text
+    take no room.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._position = start
+
+    def advance(self, token_id: int) -> int:
+        """The offset of this token; the next call is for the token after it."""
+        start = self._position
+        if token_id not in self._skipped:
+            self._position += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return start
+
+    @property
+    def position(self) -> int:
+        """Where the next token will begin."""
+        return self._position
+
+
+class CompletionLogprobs:
+    """Builds the parallel lists of a completions choice, over as many chunks as it takes.
+
+    top: alternatives per token, as the caller asked for. Each of `top_logprobs` also holds the token that stands
+    there, so it may have top + 1 entries; of two alternatives with one text the likelier counts.
+    start: characters that stand before the first token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool, start: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._offsets = TextOffsets(tokenizer, skip_special_tokens=skip_special_tokens, start=start)
+
+    @property
+    def position(self) -> int:
+        """Where the next token will begin, in characters."""
+        return self._offsets.position
+
+    def layout(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """`token_ids` and `entries` are parallel; an entry is None for a token that nothing stands before."""
+        text = self._tokenizer.token_text
+        tokens: list[str] = []
+        logprobs: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            offsets.append(self._offsets.advance(token_id))
+            tokens.append(text(token_id))
+            if entry is None:
+                logprobs.append(None)
+                tops.append(None)
+                continue
+            own = finite(entry.logprob)
+            logprobs.append(own)
+            top: dict[str, float] = {}
+            for other, logprob in entry.top[: self._top]:
+                top.setdefault(text(other), finite(logprob))
+            top.setdefault(tokens[-1], own)
+            tops.append(top)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+
+    def describe(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
+    content = []
+    for entry in entries:
+        described = describe(entry.token_id, entry.logprob)
+        described["top_logprobs"] = [describe(*other) for other in entry.top[:top]]
+        content.append(described)
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs_object(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], top: int
+) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` of an answer: per prompt token an object by token id, null for the first."""
+    result: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        described = {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": tokenizer.token_text(token_id),
+            }
+            for rank, (token_id, logprob) in enumerate(entry.top[:top], start=1)
+        }
+        described.setdefault(
+            str(entry.token_id),
+            {
+                "logprob": finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": tokenizer.token_text(entry.token_id),
+            },
+        )
+        result.append(described)
+    return result

@@ -1,0 +1,200 @@
+"""The way of a generation request: from its validated body and its prompts to the engine, and back as an answer.
+
+Shared by completions and chats, which differ in how prompts are made and answers are laid out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
+from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions, AnswerWriter
+from windlass.server.answers.size import estimate_bytes
+from windlass.server.app.errors import answer_too_large, bad_request
+from windlass.server.app.state import ServerState
+from windlass.server.app.streaming import Exchange
+from windlass.server.generation.generation import Generation, Plan, Tally, TextOptions
+from windlass.server.generation.rotary import Rotation, rotation_of
+from windlass.server.generation.sampling import (
+    build_sampling,
+    fit_to_context,
+    resolve_max_tokens,
+    samples_per_prompt,
+)
+from windlass.server.protocol.generation import GenerationRequest
+from windlass.server.text.service import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request that waits for its prompts. Made by `check`, run by `run`.
+
+    sampling: what all prompts share; max_tokens is clamped per prompt.
+    """
+
+    state: ServerState
+    body: GenerationRequest
+    info: ModelInfo
+    request_id: str
+    caller: str  # whose request it is, for taking turns
+    arrival: float  # time.monotonic() seconds
+    deadline: float | None
+    sampling: SamplingParams
+    rotation: Rotation
+    options: AnswerOptions
+    chat: bool
+    echo: bool
+
+
+def check(
+    state: ServerState,
+    body: GenerationRequest,
+    info: ModelInfo,
+    *,
+    request_id: str,
+    caller: str,
+    arrival: float,
+    default_max_tokens: int,
+    logprobs: int | None,
+    chat: bool,
+    echo: bool = False,
+) -> Job:
+    """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
+
+    logprobs: alternatives per generated token, None for no log-probabilities. chat: in the layout of chats.
+    echo: whether the prompt is repeated, and with log-probabilities if those are asked for.
+    """
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options goes with stream: true", "stream_options")
+    n, samples = samples_per_prompt(body)
+    wanted = [top for top in (body.prompt_logprobs, logprobs if echo else None) if top is not None]
+    sampling = build_sampling(
+        body,
+        info,
+        max_tokens=resolve_max_tokens(body, default_max_tokens),
+        samples=samples,
+        logprobs=0 if logprobs is None and samples > n else logprobs,  # best_of ranks by them
+        prompt_logprobs=max(wanted) if wanted else None,
+    )
+    seconds = state.settings.default_timeout if body.timeout is None else body.timeout
+    usage = body.stream_options
+    return Job(
+        state=state,
+        body=body,
+        info=info,
+        request_id=request_id,
+        caller=caller,
+        arrival=arrival,
+        deadline=None if seconds is None else arrival + seconds,
+        sampling=sampling,
+        rotation=rotation_of(body.rope_scaling, body.rope_update, state.settings, info),
+        options=AnswerOptions(
+            n=n,
+            samples=samples,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            return_token_ids=bool(body.return_token_ids),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            usage_at_end=usage is not None and bool(usage.include_usage),
+            usage_always=usage is not None and bool(usage.continuous_usage_stats),
+            max_bytes=state.settings.max_response_bytes,
+        ),
+        chat=chat,
+        echo=echo,
+    )
+
+
+async def run(
+    exchange: Exchange,
+    job: Job,
+    prompts: Sequence[Prompt],
+    *,
+    param: str,
+    make_writer: Callable[[Sequence[Prompt], Tally], AnswerWriter],
+) -> None:
+    """Generate for `prompts` and answer. `param`: the field that prompts came from, for errors about them."""
+    plan = await _plan(job, list(prompts), param)
+    state = job.state
+    generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
+    writer = make_writer(plan.prompts, generation.tally)
+    streaming = bool(job.body.stream)
+    async with aclosing(generation.deltas()) as deltas:
+        async for delta in deltas:
+            if delta.prompt_logprobs is not None:
+                prompt_index = delta.choice // plan.samples
+                await state.text.on_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
+                delta.prompt_logprobs = None  # its text is kept instead
+            if not streaming:
+                writer.add(delta)
+            elif events := writer.event(delta):
+                await exchange.send_events(events)
+    if streaming:
+        await exchange.finish(writer.last_event())
+    else:
+        large = max(plan.answer_bytes, writer.size) > LARGE_ANSWER
+        await exchange.send_json(await state.text.on_thread(writer.pieces) if large else writer.pieces())
+
+
+async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
+    state, body, info = job.state, job.body, job.info
+    sampling = job.sampling
+    if body.bad_words:
+        words = await state.text.encode_words(body.bad_words, param="bad_words", caller=job.caller)
+        sampling = replace(sampling, bad_words=words)
+    rotation = job.rotation
+    requests, rotary_plans = [], []
+    for prompt in prompts:
+        if not prompt.token_ids:
+            raise bad_request("the prompt is empty: give at least one token", param)
+        max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), info, param=param)
+        requests.append(
+            EngineRequest(
+                request_id=state.unique_id(job.request_id),
+                prompt_token_ids=prompt.token_ids,
+                sampling=replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens)),
+                rope_scaling=rotation.scaling,
+                rope_update=rotation.update,
+                rope_exact=rotation.exact,
+                cache_salt=body.cache_salt,
+                priority=body.priority or 0,
+                deadline=job.deadline,
+            )
+        )
+        rotary_plans.append(rotation.plan(len(prompt.token_ids) + max_tokens))
+    return Plan(
+        prompts=prompts,
+        requests=requests,
+        rotary_plans=rotary_plans,
+        answer_bytes=_answer_bytes(job, requests),
+        samples=sampling.n,
+        text=TextOptions(
+            stop=tuple(body.stop or ()),
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=job.options.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+        ),
+        window=max(1, info.max_num_seqs // sampling.n),
+    )
+
+
+def _answer_bytes(job: Job, requests: Sequence[EngineRequest]) -> int:
+    """How large the answer may become; raises ApiError where that is too much."""
+    lengths = ((len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests)
+    size = estimate_bytes(job.options, lengths, chat=job.chat, echo=job.echo, stream=bool(job.body.stream))
+    if size > job.options.max_bytes:
+        raise answer_too_large(size, job.options.max_bytes)
+    return size
+
+
+def envelope(prefix: str, kind: str, job: Job) -> dict[str, Any]:
+    """The fields an answer begins with. `prefix`: "cmpl" or "chatcmpl"."""
+    return {
+        "id": f"{prefix}-{job.request_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": job.state.settings.served_model_name,
+    }

@@ -1,0 +1,171 @@
+"""Rotary scaling in the API process: what a request may ask for, what comes of it, and how both are shown.
+
+Applies the operator's rules and the model's own numbers, so that the engine never sees a scaling it cannot run. Knows
+neither HTTP nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.api.request import ModelInfo
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryReport, make_plan
+from windlass.engine.rotary.scaling import RopeScaling, original_len
+from windlass.server.generation.profiles import OPTION
+from windlass.server.startup.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from windlass.server.protocol.base import RopeUpdateObject
+
+NOT_ALLOWED = "rope_scaling_not_allowed"
+_NAMES_SHOWN = 20  # of profiles in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What a request asked for, found to fit the model. None means the server's default.
+
+    groups: the model's rotary groups under it. default_update: the server's, for a request that names none.
+    """
+
+    scaling: RopeScaling | None
+    update: RopeUpdate | None
+    exact: bool
+    groups: tuple[RotaryGroup, ...]
+    default_update: RopeUpdate | None
+
+    def plan(self, longest: int) -> RotaryPlan:
+        """The engine's plan for a request of at most `longest` tokens."""
+        return make_plan(self.groups, longest, self.update or self.default_update, exact=self.exact)
+
+
+def rotation_of(
+    rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
+) -> Rotation:
+    """The rotation of a generation request; raises RequestError naming the field and what it may be.
+
+    rope_scaling: the body's field: an object, a profile's name or None.
+    """
+    _check_allowed(rope_scaling, rope_update, settings)
+    rotation = read_rotation(rope_scaling, rope_update, settings, info)
+    if rotation.scaling is not None and rotation.scaling.depends_on_length:
+        # Kinds that follow the length may leave the range of usable frequencies only there.
+        rotation.plan(info.max_model_len).stage(info.max_model_len)
+    return rotation
+
+
+def read_rotation(
+    rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
+) -> Rotation:
+    """`rotation_of` whatever the operator allows, for questions that generate nothing."""
+    scaling = _scaling_of(rope_scaling, settings.rope_profiles)
+    groups = apply_scaling(info.rotary_groups, scaling)
+    if rope_update is None:
+        return Rotation(scaling, None, False, groups, settings.rope_update)
+    return Rotation(scaling, rope_update.policy, bool(rope_update.exact), groups, settings.rope_update)
+
+
+def check_profiles(profiles: Mapping[str, RopeScaling], groups: tuple[RotaryGroup, ...]) -> None:
+    """Raise LoadError, naming the profile, for one that this model cannot run."""
+    for name, scaling in profiles.items():
+        try:
+            apply_scaling(groups, scaling, param=f"{OPTION} {name}")
+        except RequestError as error:
+            raise LoadError(error.message) from None
+
+
+def report_at(plan: RotaryPlan, prompt_tokens: int, tokens: int) -> RotaryReport:
+    """The report of a sample that the server itself ended after `tokens` tokens, of which the engine knows nothing yet.
+
+    The last of these tokens was drawn and not computed: the context was one shorter.
+    """
+    length = prompt_tokens + max(tokens - 1, 0)
+    if plan.policy != "rotate":
+        return plan.report(plan.stage(length), 0)
+    stage, moves = plan.stage(prompt_tokens), 0
+    while stage.last_length is not None and stage.last_length < length:
+        stage = plan.stage(stage.last_length + 1)
+        moves += 1
+    return plan.report(stage, moves)
+
+
+def report_object(report: RotaryReport) -> dict[str, Any]:
+    """A report as answers show it."""
+    shown: dict[str, Any] = {
+        "rope_type": report.rope_type,
+        "parameters": report.parameters,
+        "policy": report.policy,
+        "effective_length": report.effective_length,
+        "fingerprint": report.fingerprint,
+        "moves": report.moves,
+    }
+    if report.groups:
+        shown["groups"] = report.groups
+    return shown
+
+
+def describe_groups(groups: tuple[RotaryGroup, ...]) -> dict[str, Any]:
+    """The main group's scaling and dimensions, and under `groups` every group's."""
+    described = {group.name: _describe(group) for group in groups}
+    return {**described[groups[0].name], "groups": described}
+
+
+def _describe(group: RotaryGroup) -> dict[str, Any]:
+    return {
+        "rope_type": group.scaling.rope_type,
+        **group.parameters(),
+        "rotary_dim": group.base.rotary_dim,
+        "original_max_position_embeddings": original_len(group.scaling, group.base),
+        "max_position_embeddings": group.base.trained_len,
+    }
+
+
+def _check_allowed(rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings) -> None:
+    policy = settings.rope_policy
+    if policy == "off":
+        for name, value in (("rope_scaling", rope_scaling), ("rope_update", rope_update)):
+            if value is not None:
+                raise RequestError(
+                    f"{name} cannot be set by requests on this server (--rope-policy off): leave it out",
+                    name,
+                    NOT_ALLOWED,
+                )
+    if policy == "profiles" and isinstance(rope_scaling, dict):
+        raise RequestError(
+            "rope_scaling must be the name of a profile on this server (--rope-policy profiles), not an object: "
+            + _known(settings.rope_profiles),
+            "rope_scaling",
+            NOT_ALLOWED,
+        )
+    if rope_update is not None and rope_update.exact and not settings.rope_exact:
+        raise RequestError(
+            "rope_update.exact is not allowed on this server: leave it out (the operator allows it with --rope-exact)",
+            "rope_update.exact",
+            "rope_exact_not_allowed",
+        )
+
+
+def _scaling_of(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScaling | None:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        return RopeScaling.from_dict(value)
+    if value not in profiles:
+        raise RequestError(
+            f"rope_scaling: there is no profile {value[:64]!r} on this server: {_known(profiles)}",
+            "rope_scaling",
+            "unknown_profile",
+        )
+    return profiles[value]
+
+
+def _known(profiles: Mapping[str, RopeScaling]) -> str:
+    if not profiles:
+        return "it has none (the operator declares them with --rope-profile)"
+    names = sorted(profiles)
+    more = f" and {len(names) - _NAMES_SHOWN} more (see GET /v1/rotary)" if len(names) > _NAMES_SHOWN else ""
+    return f"it has {', '.join(names[:_NAMES_SHOWN])}{more}"

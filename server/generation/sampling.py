@@ -1,0 +1,102 @@
+"""From body fields to `SamplingParams`: defaults, checks against the vocabulary, and the clamp to the context.
+
+Knows bodies and the loaded model's facts; knows nothing of HTTP, streams or chat templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from windlass.engine.api.request import ModelInfo, SamplingParams
+from windlass.server.app.errors import bad_request, context_length_exceeded
+from windlass.server.protocol.generation import GenerationRequest
+
+GREEDY_BELOW = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite
+
+
+def resolve_max_tokens(body: GenerationRequest, default: int) -> int:
+    """`max_tokens` or `max_completion_tokens` or the default; raises ApiError where the two differ."""
+    first, second = body.max_tokens, body.max_completion_tokens
+    if first is not None and second is not None and first != second:
+        raise bad_request(
+            f"max_tokens is {first} and max_completion_tokens is {second}: give one of them", "max_completion_tokens"
+        )
+    given = first if first is not None else second
+    return default if given is None else given
+
+
+def samples_per_prompt(body: GenerationRequest) -> tuple[int, int]:
+    """(n, best_of); raises ApiError where best_of is below n or cannot be streamed."""
+    n = 1 if body.n is None else body.n
+    best_of = n if body.best_of is None else body.best_of
+    if best_of < n:
+        raise bad_request(f"best_of ({best_of}) must not be below n ({n})", "best_of")
+    if best_of > n and body.stream:
+        raise bad_request("best_of above n cannot be streamed: the best answer is known only at the end", "best_of")
+    return n, best_of
+
+
+def build_sampling(
+    body: GenerationRequest,
+    info: ModelInfo,
+    *,
+    max_tokens: int,
+    samples: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+) -> SamplingParams:
+    """Parameters of all prompts of a request; raises ApiError naming the field.
+
+    samples: outputs per prompt. max_tokens: as asked, not yet clamped (see `fit_to_context`).
+    """
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise bad_request(f"min_tokens ({min_tokens}) must not be above max_tokens ({max_tokens})", "min_tokens")
+    logit_bias = body.logit_bias or None
+    check_ids(logit_bias or (), info.vocab_size, "logit_bias")
+    check_ids(body.stop_token_ids or (), info.vocab_size, "stop_token_ids")
+    check_ids(body.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
+    temperature = 1.0 if body.temperature is None else body.temperature
+    top_k = body.top_k or 0
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        top_k=0 if top_k <= 0 or top_k >= info.vocab_size else top_k,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        typical_p=1.0 if body.typical_p is None else body.typical_p,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=logit_bias,
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
+        bad_words=bad_words,
+        seed=body.seed,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        min_tokens=min_tokens,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        n=samples,
+    )
+
+
+def fit_to_context(max_tokens: int, prompt_tokens: int, info: ModelInfo, *, param: str) -> int:
+    """`max_tokens` clamped to what the context leaves; raises ApiError where the prompt leaves nothing.
+
+    With max_tokens 0 (scoring) the prompt may fill the whole context.
+    """
+    room = info.max_model_len - prompt_tokens
+    if room < 0 or (room == 0 and max_tokens > 0):
+        raise context_length_exceeded(info.max_model_len, prompt_tokens, param=param)
+    return min(max_tokens, room)
+
+
+def check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Raise ApiError for an id outside the vocabulary."""
+    for token_id in (min(ids), max(ids)) if ids else ():
+        if not 0 <= token_id < vocab_size:
+            raise bad_request(
+                f"{param}: token id {token_id} is outside the vocabulary, ids run from 0 to {vocab_size - 1}", param
+            )

@@ -1,0 +1,1 @@
+"""From options to a listening server, and its end."""

@@ -1,0 +1,92 @@
+"""Ends a server within a bounded time whatever its clients do: drain, abort, close, and as a last resort leave.
+
+Knows the app's state, its HTTP server and the engine's client; knows nothing of what requests do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from windlass.clients.terminal.lines import say
+from windlass.engine.client.process import ProcessClient
+from windlass.server.app.state import ServerState
+
+if TYPE_CHECKING:
+    from windlass.server.http.server import HttpServer
+
+AFTER_GRACE_SECONDS = 2.0  # the process ends so long after the grace period at the latest; of these:
+ABORT_SECONDS = 0.6  # for streams to pass their error event on
+HTTP_SECONDS = 0.7  # for uvicorn's own steps once nobody is connected
+SPARE_SECONDS = 0.5  # for the interpreter to end, and for a busy machine
+CLOSE_SECONDS = 5.0  # for what is no generation request, where the grace period lasts that long
+
+
+class Ending:
+    """The end of a server. Make it in the main thread while the server runs, and `begin` it once.
+
+    grace_seconds: how long generation requests may go on.
+    """
+
+    def __init__(self, client: ProcessClient, grace_seconds: float) -> None:
+        self._client = client
+        self._grace_seconds = grace_seconds
+        self._grace_ends = self._leave_at = 0.0
+        self._insisted = threading.Event()
+        self.begun = False
+        # It waits from the start, since a thread cannot be started safely in a signal handler.
+        threading.Thread(target=self._leave_in_time, name="ending", daemon=True).start()
+
+    def begin(self) -> None:
+        """The time runs from now on. From a signal handler, so that it runs although the event loop is busy."""
+        self.begun = True
+        self._grace_ends = time.monotonic() + self._grace_seconds
+        self._leave_at = self._grace_ends + AFTER_GRACE_SECONDS - SPARE_SECONDS
+
+    def insist(self) -> None:
+        """The process shall be gone in time, with exit code 0, though threads work on what nobody waits for any more.
+
+        Python joins threads before it ends, and one that is tokenizing a long text cannot be interrupted.
+        """
+        self._insisted.set()
+
+    async def drain(self, state: ServerState) -> None:
+        """Refuse new work, let running requests finish for a while, then end them with an error."""
+        state.draining = True
+        if state.in_flight:
+            left = max(0.0, self._grace_ends - time.monotonic())
+            say(f"draining: {state.in_flight} requests have {left:.3g} s to finish; signal again to stop at once")
+        if not await _idle(state, self._grace_ends):
+            say(f"the grace period is over: {state.in_flight} requests are aborted")
+            state.abort_all()
+            await _idle(state, time.monotonic() + ABORT_SECONDS)
+        say("stopped")
+
+    async def close(self, server: HttpServer, http: asyncio.Task[None]) -> None:
+        """End the HTTP server, which `http` runs, and the engine."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._left()):
+                await asyncio.gather(self._close_http(server, http), self._client.close())
+
+    async def _close_http(self, server: HttpServer, http: asyncio.Task[None]) -> None:
+        await server.stop(min(CLOSE_SECONDS, self._left() - HTTP_SECONDS))
+        await asyncio.wait({http}, timeout=self._left())
+
+    def _left(self) -> float:
+        return max(0.0, self._leave_at - time.monotonic())
+
+    def _leave_in_time(self) -> None:
+        self._insisted.wait()
+        time.sleep(self._left())
+        self._client.kill(reap=False)
+        os._exit(0)
+
+
+async def _idle(state: ServerState, deadline: float) -> bool:
+    while state.in_flight and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return not state.in_flight

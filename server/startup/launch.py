@@ -1,0 +1,250 @@
+"""Runs a server from start to end: listener, engine process, readiness, draining, exit code.
+
+The engine process is started before anything slow is imported here, so both load side by side; torch is never
+imported in this process. Knows nothing of what the routes do, only of `app.state.windlass`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from windlass.clients.terminal.lines import say
+from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
+from windlass.engine.core.threads import pin, split_cores
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.preflight import check_start
+from windlass.server.cli.display import LoadingDisplay, summary
+from windlass.server.cli.options import EngineOptions, ServerOptions, check_log_level
+from windlass.server.generation.rotary import check_profiles
+from windlass.server.http.descriptors import raise_limit
+from windlass.server.http.options import ConnectionOptions
+from windlass.server.http.settings import ConnectionSettings
+from windlass.server.startup.ending import Ending
+from windlass.server.startup.hub import resolve_model
+from windlass.server.startup.memory import keep_startup_objects, return_large_pieces
+from windlass.server.startup.settings import ServerSettings
+from windlass.server.text.tokenizer_file import find_tokenizer
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from windlass.server.http.server import HttpServer
+
+# Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
+CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
+
+
+def serve(
+    model: str | None, engine: EngineOptions, server: ServerOptions, connections: ConnectionOptions, log_level: str
+) -> int:
+    """Serve until told to stop; returns the process's exit code.
+
+    0: stopped by a signal. 1: the engine failed for good. Raises LoadError or RequestError, each one line for the
+    person who started it, when it cannot start.
+    """
+    level = check_log_level(log_level)
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if level == "info":
+        logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
+    server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
+    engine.to_config(Path())
+    bounds = connections.to_settings().within(raise_limit())
+    path = resolve_model(model)
+    settings = server.to_settings(model_name(model, path), engine)
+    check_model(engine, path)
+    find_tokenizer(path)
+    client = make_client(engine, path, level)
+    if engine.pin_cores:
+        pin(split_cores()[1])
+    with contextlib.closing(listen(server.host, server.port)) as listener, exit_on_signal():
+        client.spawn()
+        say(f"loading {settings.served_model_name}; listening on {_url(listener)}")
+        try:
+            app = _make_app(client, path, settings)
+            with contextlib.closing(app.state.windlass) as state:
+                http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log)
+                state.text.wait_loaded()
+                return_large_pieces()
+                keep_startup_objects()
+                return asyncio.run(_run(app, client, http, _url(listener), settings, not_default(engine, server)))
+        finally:
+            client.kill()
+
+
+def check_model(engine: EngineOptions, path: Path) -> None:
+    """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line."""
+    if CORE_VARIABLE not in os.environ:  # such a core loads no model
+        check_profiles(engine.profiles(), check_start(engine.to_config(path)).own_groups)
+
+
+def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
+    """The options, as written, that change how answers come about or what requests may ask for, where they are in force."""
+    return [
+        option
+        for option, given in (
+            ("--deterministic", engine.deterministic),
+            (f"--speculative-ngram {engine.speculative_ngram}", engine.speculative_ngram > 0),
+            (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
+            (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
+            ("--rope-exact", server.rope_exact),
+        )
+        if given
+    ]
+
+
+def make_client(engine: EngineOptions, path: Path, log_level: str) -> ProcessClient:
+    """A client for the model in `path`, not yet spawned."""
+    core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
+    return ProcessClient(engine.to_config(path), log_level=log_level, core=core)
+
+
+def model_name(given: str | None, path: Path) -> str:
+    """The model's id in the API: a hub id as given (its cached directory is named by a hash), else the directory."""
+    if given is not None and not Path(given).expanduser().exists():
+        return given
+    return path.name
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; raises LoadError that says what to do about an address that cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise LoadError(f"--host {host} is no address of this machine ({error.strerror or error})") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # From here on clients may connect, and are answered once the app is there. The system cuts the number to its own.
+        listener.listen(65535)
+        listener.set_inheritable(False)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise LoadError(f"cannot listen on {host} port {port} ({reason}): choose another with --port") from error
+    return listener
+
+
+@contextlib.contextmanager
+def exit_on_signal() -> Iterator[None]:
+    """End with SystemExit on SIGINT and SIGTERM until the event loop has its own handlers.
+
+    As process 1 of a container a program that installs no handler is not ended by SIGTERM at all.
+    """
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(0)
+
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _make_app(client: ProcessClient, path: Path, settings: ServerSettings) -> FastAPI:
+    # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
+    from windlass.server.app.app import create_app
+    from windlass.server.text.tokenizer import Tokenizer
+
+    app = create_app(client, Tokenizer.from_directory(path), settings)
+    app.openapi()  # kept for whoever asks: making it would hold up streams
+    return app
+
+
+def _make_server(
+    app: FastAPI, listener: socket.socket, bounds: ConnectionSettings, max_header_bytes: int, access_log: bool
+) -> HttpServer:
+    from windlass.server.http.server import HttpServer  # it brings uvicorn: here for the same reason
+
+    return HttpServer(app, listener, bounds, max_header_bytes=max_header_bytes, access_log=access_log)
+
+
+async def _run(
+    app: FastAPI,
+    client: ProcessClient,
+    server: HttpServer,
+    url: str,
+    settings: ServerSettings,
+    shown_options: list[str],
+) -> int:
+    ending = Ending(client, settings.grace_seconds)
+    stopping = _catch_signals(client, ending)
+    loading = LoadingDisplay()
+    client.progress = loading
+    client.start_nowait()
+    http = asyncio.create_task(server.serve(), name="http")
+    engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
+    stop = asyncio.create_task(stopping.wait(), name="stop")
+    try:
+        await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
+        loading.stop()
+        if stop.done():
+            await ending.drain(app.state.windlass)
+            return 0
+        if engine.done():
+            return engine.result()
+        http.result()
+        return 1  # the HTTP server ended by itself
+    finally:
+        loading.stop()
+        stop.cancel()
+        engine.cancel()
+        if not ending.begun:
+            ending.begin()
+        await ending.close(server, http)
+
+
+async def _follow(
+    client: ProcessClient, loading: LoadingDisplay, settings: ServerSettings, url: str, shown_options: list[str]
+) -> int:
+    """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
+    info = await client.wait_ready()
+    loading.stop()
+    check_profiles(settings.rope_profiles, info.rotary_groups)
+    for line in summary(info, settings.served_model_name, url, tuple(settings.rope_profiles), shown_options):
+        say(line)
+    await client.wait_state("failed")
+    say(f"error: {client.failure}")
+    return 1
+
+
+def _catch_signals(client: ProcessClient, ending: Ending) -> asyncio.Event:
+    """An event set by the first SIGINT or SIGTERM; the second ends both processes at once.
+
+    These are not the event loop's own handlers: what a client asked for may keep the loop busy for a while.
+    """
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    def handle(signum: int, frame: object) -> None:
+        if ending.begun:
+            os.write(2, b"stopped at once\n")  # print could have been interrupted by this signal
+            client.kill()
+            os._exit(128 + signum)
+        ending.begin()
+        ending.insist()
+        loop.call_soon_threadsafe(stopping.set)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return stopping
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        return f"http://127.0.0.1:{port}/v1 (on every address of this machine)"
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"

@@ -1,0 +1,191 @@
+"""Renders a model's chat template, byte for byte as transformers does, without transformers.
+
+Responsible for preparing messages, for `continue_final_message`, and for errors a caller can read. Knows nothing of tokens,
+HTTP or where the template came from. A template is code that came with a model file: it runs in `template_sandbox`, and
+where it serves callers in a process with limits on time and memory (`windlass.server.text`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
+
+from windlass.server.text.template_sandbox import sandboxed_environment
+
+MAX_OUTPUT_CHARS = 16 * 1024 * 1024
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one most templates read
+_RESERVED = ("messages", "tools", "add_generation_prompt")
+
+
+class ChatTemplateError(ValueError):
+    """The messages cannot be rendered with this template; the message is short and fit for the caller."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class ChatTemplate:
+    """A compiled chat template; rendering is thread-safe and touches neither disk nor network.
+
+    source: the jinja2 text. special_tokens: names such as bos_token, visible to the template.
+    Raises ChatTemplateError when the source does not parse.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+    ) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._max_output_chars = max_output_chars
+        try:
+            self._template = sandboxed_environment().from_string(source)
+        except TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"the chat template does not parse, line {error.lineno}: {error.message}"
+            ) from error
+        except (TemplateError, RecursionError, ValueError, TypeError, SyntaxError) as error:
+            raise ChatTemplateError(f"the chat template does not parse: {_short(error)}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool | str = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation; tokenize it with add_special_tokens=False.
+
+        messages: JSON-like mappings; keys whose value is None are dropped first, as in transformers.
+        continue_final_message: end inside the last message so that the model goes on with it (True: its "content"; a
+        string: that field). Excludes add_generation_prompt, which must then be False.
+        variables: further variables of the template, under names a caller chose (`chat_template_kwargs`); they win over
+        special tokens, and a name that belongs to this method is refused. kwargs: the same, for names you chose.
+        Raises ChatTemplateError.
+        """
+        if not messages:
+            raise ChatTemplateError("messages must hold at least one message")
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError(
+                "continue_final_message and add_generation_prompt exclude each other: set one of them"
+            )
+        extra = {**kwargs, **(variables or {})}
+        for name in extra:
+            if name in _RESERVED:
+                raise ChatTemplateError(f"{name!r} cannot be given as a template variable")
+        try:
+            chat = _prepare_messages(messages)
+            final = _tag_final_message(chat, continue_final_message, self.source) if continue_final_message else None
+            scope = {"documents": None, **self._special_tokens, **_plain(extra)}
+            scope.update(
+                messages=chat,
+                tools=_plain(tools) if tools is not None else None,
+                add_generation_prompt=add_generation_prompt,
+            )
+            text = self._generate(scope)
+            return text if final is None else _cut_at_tag(text, final)
+        except ChatTemplateError:
+            raise
+        except SecurityError as error:
+            raise ChatTemplateError(f"the chat template was stopped by the sandbox: {_short(error)}") from error
+        except TemplateError as error:
+            raise ChatTemplateError(_short(error)) from error
+        except RecursionError as error:
+            raise ChatTemplateError("the chat template or the messages nest too deeply") from error
+        except MemoryError:
+            raise  # whoever bounds the memory says so
+        except Exception as error:  # a template may fail in any way Python code can, on data its author never saw
+            raise ChatTemplateError(f"the chat template failed on these messages: {_short(error)}") from error
+
+    def _generate(self, scope: dict[str, Any]) -> str:
+        parts: list[str] = []
+        size = 0
+        for part in self._template.generate(scope):
+            size += len(part)
+            if size > self._max_output_chars:
+                raise ChatTemplateError(
+                    f"the chat template builds more than {self._max_output_chars} characters of text"
+                )
+            parts.append(part)
+        return "".join(parts)
+
+
+def _short(error: BaseException) -> str:
+    text = " ".join(str(getattr(error, "message", None) or error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _plain(value: Any) -> Any:
+    """A fresh copy made of exact JSON types, so that nothing with methods of its own reaches the template."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    for exact in (str, int, float):
+        if isinstance(value, exact):
+            return exact(value)
+    return f"<{type(value).__name__}>"
+
+
+def _prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    chat: list[dict[str, Any]] = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise ChatTemplateError(f"each message must be an object, got {type(message).__name__}")
+        # Clients send "content": null or "tool_calls": null; templates test for the key, not for None.
+        plain = {key: _plain(value) for key, value in message.items() if value is not None}
+        reasoning = next((plain[key] for key in _REASONING_FIELDS if plain.get(key) is not None), None)
+        if reasoning is not None:
+            plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+        chat.append(plain)
+    return chat
+
+
+def _tag_final_message(chat: list[dict[str, Any]], field: bool | str, source: str) -> str:
+    """Append the tag to the text to be continued, in place; returns that text without the tag."""
+    name = field if isinstance(field, str) else "content"
+    last = chat[-1]
+    text = last.get(name)
+    if text is None:
+        raise ChatTemplateError(f'continue_final_message is set but the final message has no "{name}" to continue')
+    fields = [name]
+    if name in _REASONING_FIELDS:
+        fields = [key for key in _REASONING_FIELDS if last.get(key) == text]
+    if not any(key in source for key in fields):
+        raise ChatTemplateError(f'continue_final_message: the chat template does not use the field "{name}"')
+    if isinstance(text, (list, tuple)):
+        for block in reversed(text):
+            if isinstance(block, dict) and isinstance(block.get("text"), str):
+                original: str = block["text"]
+                block["text"] = original + _CONTINUE_TAG
+                return original
+        raise ChatTemplateError("continue_final_message is set but the final message has no text to continue")
+    if not isinstance(text, str):
+        raise ChatTemplateError(f'continue_final_message: "{name}" of the final message must be text')
+    for key in fields:
+        last[key] = text + _CONTINUE_TAG
+    return text
+
+
+def _cut_at_tag(rendered: str, final: str) -> str:
+    tag = _CONTINUE_TAG.strip()
+    if final.strip() not in rendered or tag not in rendered:
+        raise ChatTemplateError("continue_final_message: the chat template changes or drops the final message")
+    at = rendered.rindex(tag)
+    if rendered[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG:
+        return rendered[:at]
+    return rendered[:at].rstrip()  # the template trims messages: trim as it would have without the tag

@@ -1,0 +1,268 @@
+"""Turns the tokens of one sample into text that may be sent at once, and finds stop strings in it.
+
+Responsible for three promises: a character is never sent in halves, a stop string never leaks, and everything sent,
+put together, is the decoded text. Knows nothing of HTTP or of the engine. The work per token does not grow with the
+length of the text.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from windlass.server.text.token_pieces import PieceDecoder
+from windlass.server.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_WINDOW = 6  # tokens of context for decoders that cannot be taken apart
+_MAX_PENDING = 5  # a character has at most 4 bytes, so at most 4 tokens
+
+
+def _replace_every_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+# `tokenizers` marks each stray byte token by itself, where a byte-level decoder marks a broken character once.
+codecs.register_error("windlass.replace_every_byte", _replace_every_byte)
+
+
+class _Stream(Protocol):
+    def feed(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _PieceStream:
+    """Joins the bytes of tokens and decodes them as they complete: exact, and constant work per token."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, pieces: PieceDecoder, prompt: Sequence[int], skipped: frozenset[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = pieces
+        self._skipped = skipped
+        self._first = True
+        self._strip = pieces.strip_left
+        self._strip_bytes = pieces.strip_char.encode("utf-8", "replace")
+        errors = "windlass.replace_every_byte" if pieces.byte_fallback else "replace"
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._follow(prompt)
+
+    def _follow(self, prompt: Sequence[int]) -> None:
+        """Take up the state the prompt leaves: whether a text has begun, and a character it may end within."""
+        for token_id in prompt:
+            if not self._first and not self._strip:
+                break
+            self._bytes(token_id)
+        tail = b""
+        for token_id in reversed(prompt[-64:]):
+            if token_id not in self._skipped:
+                tail = self._tokenizer.token_bytes(token_id) + tail
+            if len(tail) >= 4:
+                break
+        self._utf8.decode(tail)
+        unfinished = self._utf8.getstate()[0]
+        self._utf8.reset()
+        self._utf8.decode(unfinished)
+
+    def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._skipped:
+            return b""
+        if self._first:
+            token = self._tokenizer.backend.id_to_token(token_id)
+            if token is None:
+                return b""
+            data = self._pieces.bytes_of(token, first=True)
+            self._first = False
+        else:
+            data = self._tokenizer.token_bytes(token_id)
+        while self._strip and data:
+            if not data.startswith(self._strip_bytes):
+                self._strip = 0
+                break
+            data = data[len(self._strip_bytes) :]
+            self._strip -= 1
+        return data
+
+    def feed(self, token_id: int) -> str:
+        return self._utf8.decode(self._bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class _WindowStream:
+    """Decodes a little context with and without the new tokens and takes the difference: for any decoder."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._context = [token_id for token_id in prompt[-64:] if token_id not in skipped][-_WINDOW:]
+        self._pending: list[int] = []
+
+    def feed(self, token_id: int) -> str:
+        if token_id in self._skipped:
+            return ""
+        self._pending.append(token_id)
+        return self._take(len(self._pending) >= _MAX_PENDING)
+
+    def flush(self) -> str:
+        return self._take(True)
+
+    def _take(self, whole: bool) -> str:
+        if not self._pending:
+            return ""
+        tokens = self._context + self._pending
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        if not whole and text.endswith(_REPLACEMENT):
+            return ""
+        known = len(self._tokenizer.decode(self._context, skip_special_tokens=False))
+        self._context = tokens[-_WINDOW:]
+        self._pending = []
+        return text[known:]
+
+
+class _StopMatcher:
+    """Finds the stop string that completes first, character by character, so the answer never depends on chunks.
+
+    One Knuth-Morris-Pratt automaton per stop string: its state is how much of the string the text so far ends with,
+    which is also how much must be held back. Of two strings that complete at the same character the longer one counts.
+    """
+
+    def __init__(self, stop: Sequence[str], include_stop: bool) -> None:
+        self._stop = tuple(stop)
+        self._include = include_stop
+        self._failure = [_failure_table(string) for string in self._stop]
+        self._state = [0] * len(self._stop)
+        self._begins = frozenset(string[0] for string in self._stop)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Text that is safe to send now, and the stop string if one is complete (what follows it is dropped)."""
+        if not self._held and self._begins.isdisjoint(text):
+            return text, None
+        buffer = self._held + text
+        for position in range(len(self._held), len(buffer)):
+            matched = self._advance(buffer[position])
+            if matched is not None:
+                self._held = ""
+                end = position + 1
+                return buffer[: end if self._include else end - len(matched)], matched
+        safe = len(buffer) - max(self._state)
+        self._held = buffer[safe:]
+        return buffer[:safe], None
+
+    def _advance(self, char: str) -> str | None:
+        matched: str | None = None
+        for index, string in enumerate(self._stop):
+            state = self._state[index]
+            failure = self._failure[index]
+            while state and string[state] != char:
+                state = failure[state - 1]
+            if string[state] == char:
+                state += 1
+            if state == len(string):
+                if matched is None or len(string) > len(matched):
+                    matched = string
+                state = failure[state - 1]
+            self._state[index] = state
+        return matched
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+def _failure_table(string: str) -> list[int]:
+    """table[i]: length of the longest proper prefix of string[: i + 1] that is also its suffix."""
+    table = [0] * len(string)
+    state = 0
+    for index in range(1, len(string)):
+        while state and string[index] != string[state]:
+            state = table[state - 1]
+        state += string[index] == string[state]
+        table[index] = state
+    return table
+
+
+class Detokenizer:
+    """The text side of one sample of a request.
+
+    The text is what the tokens add behind the prompt: decode(prompt + tokens) without decode(prompt), so that a
+    sentencepiece token keeps its leading space when a prompt stands before it. One difference, on malformed output
+    only: with byte fallback tokens a valid character is sent when complete, even if stray bytes follow it.
+
+    stop: non-empty strings; generation should end when one completes. include_stop: leave it in the text.
+    min_tokens: text of the first so many tokens is never searched for stop strings.
+    stopped: the stop string that matched. num_tokens: tokens taken, the one that completed the stop string included and
+    later ones not.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        if not all(stop):
+            raise ValueError("stop strings must not be empty")
+        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._stream: _Stream
+        if tokenizer.pieces is not None:
+            self._stream = _PieceStream(tokenizer, tokenizer.pieces, prompt_token_ids, skipped)
+        else:
+            self._stream = _WindowStream(tokenizer, prompt_token_ids, skipped)
+        self._matcher = _StopMatcher(stop, include_stop) if stop else None
+        self._min_tokens = min_tokens
+        self._parts: list[str] = []
+        self._done = False
+        self.stopped: str | None = None
+        self.num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """Everything `push` has returned so far."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    def push(self, token_ids: Sequence[int], *, hide_last: bool = False, final: bool = False) -> str:
+        """Take new tokens; returns the text that became safe to send, possibly none.
+
+        hide_last: the last token ended the generation (an eos or stop id): counted, but not part of the text.
+        final: nothing follows, so text held back comes out, a broken last character as U+FFFD. After that, and after a
+        stop string matched, further calls return nothing.
+        """
+        if self._done:
+            return ""
+        safe: list[str] = []
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            self.num_tokens += 1
+            if hide_last and index == last:
+                break
+            safe.append(self._match(self._stream.feed(token_id), self.num_tokens > self._min_tokens))
+            if self._done:
+                break
+        if final and not self._done:
+            safe.append(self._match(self._stream.flush(), self.num_tokens > self._min_tokens))
+            if self._matcher is not None and not self._done:
+                safe.append(self._matcher.flush())
+            self._done = True
+        text = "".join(safe)
+        if text:
+            self._parts.append(text)
+        return text
+
+    def _match(self, text: str, searched: bool) -> str:
+        if self._matcher is None or not text or not searched:
+            return text
+        text, self.stopped = self._matcher.feed(text)
+        self._done = self.stopped is not None
+        return text

@@ -1,0 +1,109 @@
+"""The process that text processes are forked from: `python -m windlass.server.text.workers.fork_server --fd N`.
+
+It loads the tokenizer and compiles the chat template once; a fork of it is ready within milliseconds and shares that
+memory, so a text process that took too long or too much is simply killed and another takes its place. It has one thread
+and never tokenizes itself: nothing is half done when it forks. A closed control socket ends it and all it forked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+import tokenizers
+from pydantic_core import to_json
+
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
+from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.workers import frames
+from windlass.server.text.workers.fork_commands import ANSWER, COMMAND, FORK, REAP
+from windlass.server.text.workers.frames import Done, Refused
+from windlass.server.text.workers.tasks import TextTasks
+from windlass.server.text.workers.worker import limit_memory, serve
+
+COMPILE_MEMORY = 512 * 2**20  # bytes a chat template may take while it is compiled
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the fork server; returns when its control socket closes."""
+    parser = argparse.ArgumentParser(
+        prog="windlass.server.text.workers.fork_server", description="internal: started by the server"
+    )
+    parser.add_argument("--fd", type=int, required=True)
+    control = socket.socket(fileno=parser.parse_args(argv).fd)
+    control.set_inheritable(False)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    tasks = _load(control)
+    if tasks is None:
+        return 1
+    to_json("")  # imports what it needs at its first call: here, and not in every fork
+    gc.collect()
+    gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page
+    children: set[int] = set()
+    try:
+        _obey(control, tasks, children)
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return 0
+
+
+def _load(control: socket.socket) -> TextTasks | None:
+    """Says Done when the tokenizer is loaded and again when the template is compiled: each has a time of its own."""
+    source = frames.receive(control)
+    if source is None:
+        return None
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer), source.special_tokens)
+    frames.send(control, Done())
+    template = None
+    if source.chat_template is not None:
+        limit_memory(COMPILE_MEMORY)
+        try:
+            template = ChatTemplate(source.chat_template, source.special_tokens)
+        except (ChatTemplateError, MemoryError) as error:
+            frames.send(control, Refused(str(error) or "compiling it takes too much memory"))
+            return None
+        finally:
+            limit_memory(None)
+    frames.send(control, Done())
+    return TextTasks(tokenizer, template)
+
+
+def _obey(control: socket.socket, tasks: TextTasks, children: set[int]) -> None:
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
+        if len(data) < COMMAND.size:
+            return
+        command, number = COMMAND.unpack(data)
+        if command == FORK:
+            try:
+                pid = os.fork()
+            except OSError as error:  # no room for another process now: those that run go on
+                pid = -(error.errno or 1)
+            if pid == 0:
+                try:
+                    control.close()
+                    serve(socket.socket(fileno=fds[0]), tasks)
+                finally:
+                    os._exit(0)  # whatever happened, a fork never goes on with what is the fork server's
+            os.close(fds[0])
+            if pid > 0:
+                children.add(pid)
+            control.sendall(ANSWER.pack(pid))
+        elif command == REAP and number in children:
+            children.discard(number)
+            control.sendall(ANSWER.pack(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,209 @@
+"""Runs text jobs in processes from the event loop: lanes by size, limits of time and memory, processes made as needed.
+
+Knows lanes and processes; knows nothing of requests. Threads of its own wait for the processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.server.text.workers import frames
+from windlass.server.text.workers.frames import Done, Job, OutOfMemory, Refused, TextSource
+from windlass.server.text.workers.lanes import Lane
+from windlass.server.text.workers.processes import ForkError, ForkServer, ProcessDiedError, TextProcess
+
+LARGE_JOB = 64 * 1024  # characters or token ids from which a job goes to the lane of large ones
+TIRED_BY = 256 * 1024  # characters or token ids after which a process is replaced, which gives its memory back
+KEPT_IDLE = 3
+
+
+class RefusedError(Exception):
+    """The job's input is at fault; the message is fit for the caller."""
+
+
+class ClosedError(Exception):
+    """There are no text processes, and will be none soon."""
+
+
+class OutOfMemoryError(Exception):
+    """The job needed more memory than it may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one job may take. seconds: from its start, waiting for its turn not counted. memory: bytes."""
+
+    seconds: float
+    memory: int
+
+
+class TextPool:
+    """Processes for text jobs. Starts nothing until `spawn` or the first job.
+
+    short, large: jobs of each kind that run at once. max_waiting: total size of the large jobs that may wait.
+    """
+
+    def __init__(self, source: TextSource, *, short: int, large: int, templates: int, max_waiting: int) -> None:
+        self._source = source
+        self._short, self._large = Lane(short, max_waiting), Lane(large, max_waiting)
+        self.templates = Lane(templates, max_waiting)
+        self._threads = ThreadPoolExecutor(short + large + templates, thread_name_prefix="windlass-text")
+        self._lock = threading.Lock()
+        self._server: ForkServer | None = None
+        self._loaded = False
+        self._idle: list[TextProcess] = []
+        self._running: set[TextProcess] = set()
+        self._closed = False
+
+    def spawn(self) -> None:
+        """Begin to load, without waiting."""
+        if self._server is None:
+            self._server = ForkServer(self._source)
+
+    def wait_loaded(self) -> None:
+        """Load, and wait for it; blocks. Raises LoadError where the tokenizer or the chat template cannot be used."""
+        with self._lock:
+            self._ensure_server()
+
+    async def run(
+        self, task: str, *args: Any, size: int, limits: Limits, caller: str = "", lane: Lane | None = None
+    ) -> Any:
+        """The result of a method of `TextTasks`.
+
+        size: characters or token ids. caller: waiting jobs of different callers take turns. lane: by size where None.
+        Raises RefusedError, OutOfMemoryError, TooSlowError, ProcessDiedError, LaneFullError, ClosedError. Cancelling it
+        kills the job.
+        """
+        lane = lane or (self._large if size >= LARGE_JOB else self._short)
+        async with lane.turn(caller, size):
+            holder = _Holder()
+            running = asyncio.get_running_loop().run_in_executor(
+                self._threads, self._call, Job(task, args, limits.memory), limits.seconds, size, holder
+            )
+            try:
+                result = await asyncio.shield(running)
+            except asyncio.CancelledError:
+                holder.cancel()
+                with contextlib.suppress(Exception):
+                    await running  # the place in the lane is free once the process is dead
+                raise
+        match result:
+            case Done(value):
+                return value
+            case Refused(message):
+                raise RefusedError(message)
+            case _:
+                assert isinstance(result, OutOfMemory)
+                raise OutOfMemoryError
+
+    def close(self) -> None:
+        """End every process, without waiting for their work: jobs that run fail."""
+        self._closed = True  # without the lock, which a thread may hold for as long as loading takes
+        if self._server is not None:
+            self._server.kill()
+        for process in [*list(self._running), *self._idle]:
+            process.interrupt()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        while self._idle:
+            self._idle.pop().kill()
+
+    # ---- on threads --------------------------------------------------------------------------------------------------
+    def _call(self, job: Job, seconds: float, size: int, holder: _Holder) -> frames.Result:
+        body = frames.encode(job)
+        process, fresh = self._take()
+        try:
+            result = self._run(process, holder, body, seconds)
+        except ProcessDiedError:
+            if fresh or self._closed:
+                raise
+            process = self._fork()  # it may have died while it was idle, through no fault of this job
+            result = self._run(process, holder, body, seconds)
+        process.tired |= size >= TIRED_BY or not isinstance(result, Done)
+        self._put(process)
+        return result
+
+    def _run(self, process: TextProcess, holder: _Holder, body: bytes, seconds: float) -> frames.Result:
+        self._running.add(process)
+        try:
+            if self._closed or not holder.take(process):
+                process.kill()
+                raise ClosedError("the server is shutting down")
+            result = process.run(body, seconds)
+        finally:
+            self._running.discard(process)
+            if not holder.release():
+                process.kill()  # cancelled: it may be dead already
+        return result
+
+    def _take(self) -> tuple[TextProcess, bool]:
+        """A process, and whether it is a new one."""
+        with self._lock:
+            if self._idle:
+                return self._idle.pop(), False
+        return self._fork(), True
+
+    def _fork(self) -> TextProcess:
+        with self._lock:
+            for _ in range(2):
+                server = self._ensure_server()
+                try:
+                    return server.fork()
+                except ForkError as error:
+                    raise ClosedError(f"no further process can be started ({error}): try again later") from None
+                except OSError:  # it was killed, or does not answer: another takes its place
+                    server.kill()
+        raise ClosedError("the processes for tokenizing and chat templates cannot be started")
+
+    def _put(self, process: TextProcess) -> None:
+        with self._lock:
+            if not (process.ended or process.tired or self._closed or len(self._idle) >= KEPT_IDLE):
+                self._idle.append(process)
+                return
+        process.kill()
+
+    def _ensure_server(self) -> ForkServer:
+        if self._closed:
+            raise ClosedError("the server is shutting down")
+        if self._server is not None and not self._server.alive:
+            self._server.kill()
+            self._server, self._loaded = None, False
+        self.spawn()
+        server = self._server
+        assert server is not None
+        if not self._loaded:
+            server.wait_loaded()
+            self._loaded = True
+        return server
+
+
+class _Holder:
+    """The process that runs a job, while it does, so that the job can be cancelled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: TextProcess | None = None
+        self._cancelled = False
+
+    def take(self, process: TextProcess) -> bool:
+        """The job runs there from now on; False where it is cancelled already."""
+        with self._lock:
+            self._process = process
+            return not self._cancelled
+
+    def release(self) -> bool:
+        """The job is over; False where it was cancelled, and its process with it."""
+        with self._lock:
+            self._process = None
+            return not self._cancelled
+
+    def cancel(self) -> None:
+        """End the process that runs the job, if one does."""
+        with self._lock:
+            self._cancelled = True
+            if self._process is not None:
+                self._process.interrupt()

@@ -1,0 +1,106 @@
+"""What a text process does: everything that takes a tokenizer or a chat template and whose cost a caller can drive up.
+
+Runs in a process of its own, one job at a time, and may be killed at any moment. Token ids travel packed,
+answers as finished JSON. Knows nothing of sockets, limits or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+
+from windlass.engine.errors import RequestError
+from windlass.server.generation.logprobs import TextOffsets
+from windlass.server.text.chat_template import ChatTemplate
+from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.workers.frames import pack_ids, unpack_ids
+
+
+class TextTasks:
+    """The jobs by name. Methods raise RequestError or ChatTemplateError where the input is at fault."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+        """Packed token ids of each text."""
+        return [pack_ids(self._encode(text, add_special_tokens)[0]) for text in texts]
+
+    def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Id sequences of each word as a text begins with it and as it stands after a space, each once."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, " " + word.lstrip(" ")):
+                ids = tuple(self._encode(text, False)[0])
+                if ids:
+                    found[ids] = None
+        return tuple(found)
+
+    def tokenize(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        offsets: bool,
+        token_strs: bool,
+        max_model_len: int | None,
+        max_bytes: int,
+    ) -> bytes:
+        """The JSON answer of /tokenize, of at most max_bytes."""
+        ids, spans = self._encode(text, add_special_tokens)
+        payload: dict[str, Any] = {"count": len(ids), "max_model_len": max_model_len, "tokens": ids}
+        if offsets:
+            payload["offsets"] = spans
+        if token_strs:
+            payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
+        return _within(to_json(payload), max_bytes, "prompt")
+
+    def decode(self, prompts: Sequence[bytes], skip_special_tokens: bool) -> list[str]:
+        """The text of each list of packed ids."""
+        return [self._tokenizer.decode(unpack_ids(ids), skip_special_tokens=skip_special_tokens) for ids in prompts]
+
+    def detokenize(self, packed: bytes, skip_special_tokens: bool, offsets: bool, max_bytes: int) -> bytes:
+        """The JSON answer of /detokenize, of at most max_bytes."""
+        ids = unpack_ids(packed)
+        payload: dict[str, Any] = {"prompt": self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)}
+        if offsets:
+            counter = TextOffsets(self._tokenizer, skip_special_tokens=skip_special_tokens)
+            starts = [counter.advance(token_id) for token_id in ids]
+            payload["offsets"] = list(zip(starts, [*starts[1:], counter.position], strict=False))
+        return _within(to_json(payload), max_bytes, "tokens")
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> str:
+        """A conversation as one text; see `ChatTemplate.render`."""
+        assert self._template is not None
+        return self._template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=variables,
+        )
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        try:
+            return self._tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
+        except (RequestError, MemoryError):
+            raise
+        except BaseException as error:  # a panic inside the Rust library is no Exception: a pattern that gave up, say
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RequestError(f"the model's tokenizer cannot process this text ({reason})") from None
+
+
+def _within(answer: bytes, max_bytes: int, param: str) -> bytes:
+    if len(answer) > max_bytes:
+        raise RequestError(
+            f"the answer has {len(answer)} bytes, and this server sends at most {max_bytes} at once "
+            f"(--max-response-bytes): send less in {param}, or leave offsets and token_strs out"
+        )
+    return answer

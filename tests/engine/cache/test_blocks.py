@@ -1,0 +1,317 @@
+"""The block manager's books: order of ids, sharing, copy on write, windows, eviction, private blocks."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.fake_executor import FakeRotation
+
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.prefix import HashChain, root_digest
+from windlass.engine.cache.turns import turn, turn_needs
+from windlass.engine.scheduling.plan import BlockCopy, KeyMove, KVGroupLayout
+from windlass.engine.scheduling.sequence import Sequence
+
+_IDS = iter(range(10**6))
+
+
+def manager(*groups: tuple[int, int | None], block_size: int = 4, prefix_caching: bool = True) -> BlockManager:
+    return BlockManager([KVGroupLayout(n, w) for n, w in groups], block_size, prefix_caching)
+
+
+def sequence(blocks: BlockManager, tokens: list[int], salt: str | None = None) -> Sequence:
+    seq_id = next(_IDS)
+    return Sequence(
+        seq_id=seq_id,
+        request=EngineRequest(str(seq_id), tokens),
+        index=0,
+        token_ids=list(tokens),
+        num_prompt_tokens=len(tokens),
+        rotation=FakeRotation(),  # type: ignore[arg-type]
+        stage=FakeRotation().stage(1),
+        seed=0,
+        chain=HashChain(root_digest(b"test", ["plain"], 0, salt), blocks.block_size),
+        stop_ids=frozenset(),
+        arrival_number=seq_id,
+        arrival_time=0.0,
+    )
+
+
+def start(blocks: BlockManager, tokens: list[int], salt: str | None = None) -> Sequence:
+    """A sequence with its cached prefix attached."""
+    seq = sequence(blocks, tokens, salt)
+    blocks.attach(seq, blocks.match(seq)[0])
+    return seq
+
+
+def compute(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) -> list[BlockCopy]:
+    """Allocate for, and pretend to have computed, the next tokens."""
+    count = seq.num_uncomputed_tokens if num_tokens is None else num_tokens
+    copies = blocks.allocate(seq, count)
+    seq.num_computed_tokens += count
+    blocks.commit(seq)
+    blocks.drop_outside_window(seq)
+    return copies
+
+
+def test_a_fresh_pool_hands_out_ascending_ids_and_takes_them_back_in_table_order() -> None:
+    blocks = manager((10, None), prefix_caching=False)
+    a, b = start(blocks, [0] * 9), start(blocks, [0] * 12)
+    compute(blocks, a)
+    compute(blocks, b)
+    assert (a.block_tables, b.block_tables) == ([[0, 1, 2]], [[3, 4, 5]])
+    blocks.free(a)
+    c = start(blocks, [0] * 20)
+    compute(blocks, c)
+    assert c.block_tables == [[0, 1, 2, 6, 7]]
+
+
+def test_a_block_is_matched_once_full_and_computed_and_by_the_same_root_only() -> None:
+    blocks = manager((20, None))
+    a = start(blocks, list(range(11)))
+    compute(blocks, a, 7)
+    assert blocks.match(sequence(blocks, list(range(11)))) == (1, False)
+    compute(blocks, a)
+    assert blocks.match(sequence(blocks, list(range(11)))) == (2, False)
+    assert blocks.match(sequence(blocks, [0, 1, 2, 3, 4, 5, 6, 9, 8])) == (1, False)
+    assert blocks.match(sequence(blocks, list(range(11)), salt="mine")) == (0, False)
+    b = start(blocks, list(range(11)))
+    assert b.block_tables == [a.block_tables[0][:2]]
+    assert b.num_computed_tokens == 8
+    blocks.assert_consistent([a, b])
+
+
+def test_a_full_hit_leaves_the_last_block_to_compute_into_a_block_of_its_own() -> None:
+    blocks = manager((20, None))
+    a = start(blocks, list(range(8)))
+    compute(blocks, a)
+    b = sequence(blocks, list(range(8)))
+    assert blocks.match(b) == (1, True)
+    blocks.attach(b, 1)
+    assert compute(blocks, b) == []
+    assert b.block_tables[0][0] == a.block_tables[0][0]
+    assert b.block_tables[0][1] != a.block_tables[0][1]
+    blocks.free(a)
+    blocks.free(b)
+    blocks.assert_balanced()
+
+
+def test_without_prefix_caching_nothing_is_hashed_or_matched() -> None:
+    blocks = manager((20, None), prefix_caching=False)
+    compute(blocks, start(blocks, list(range(9))))
+    assert blocks.match(sequence(blocks, list(range(9)))) == (0, False)
+    assert not blocks.pools[0].cached
+
+
+def test_free_blocks_go_first_then_the_longest_idle_and_tails_before_heads() -> None:
+    blocks = manager((7, None))
+    a = start(blocks, [1] * 12)  # blocks 0 1 2
+    compute(blocks, a)
+    b = start(blocks, [2] * 12)  # blocks 3 4 5, and 6 stays free
+    compute(blocks, b)
+    blocks.free(a)
+    blocks.free(b)
+    assert blocks.available() == [7]
+    c = start(blocks, [3] * 16)
+    compute(blocks, c)
+    assert c.block_tables == [[6, 2, 1, 0]]
+    blocks.free(c)
+    assert blocks.match(sequence(blocks, [2] * 13)) == (3, False)
+    d = start(blocks, [4] * 4)  # the longest idle is the tail of b
+    compute(blocks, d)
+    assert blocks.match(sequence(blocks, [2] * 13)) == (2, False)
+    blocks.free(d)
+    blocks.assert_balanced()
+
+
+def test_a_hit_revives_an_idle_block_and_makes_it_the_last_to_go() -> None:
+    blocks = manager((2, None))
+    for token in (1, 2):
+        seq = start(blocks, [token] * 4)
+        compute(blocks, seq)
+        blocks.free(seq)
+    seq = start(blocks, [1] * 5)
+    assert blocks.available() == [1]
+    blocks.free(seq)
+    compute(blocks, start(blocks, [3] * 4))
+    assert blocks.match(sequence(blocks, [1] * 5)) == (1, False)
+    assert blocks.match(sequence(blocks, [2] * 5)) == (0, False)
+
+
+def test_forks_share_blocks_and_whoever_writes_first_copies() -> None:
+    blocks = manager((10, None), (10, 4))
+    parent = start(blocks, list(range(6)))
+    compute(blocks, parent)
+    children = [sequence(blocks, list(range(6))) for _ in range(2)]
+    for child in children:
+        blocks.fork(parent, child)
+    assert blocks.available() == [8, 8]
+    for seq in (parent, *children):
+        seq.token_ids.append(50)
+    partial = [table[1] for table in parent.block_tables]
+    assert compute(blocks, parent) == [
+        BlockCopy(group, partial[group], parent.block_tables[group][1]) for group in range(2)
+    ]
+    assert len(compute(blocks, children[0])) == 2
+    assert compute(blocks, children[1]) == []  # the last holder writes in place
+    assert [table[1] for table in children[1].block_tables] == partial
+    assert len({seq.block_tables[0][1] for seq in (parent, *children)}) == 3
+    assert len({seq.block_tables[0][0] for seq in (parent, *children)}) == 1
+    blocks.assert_consistent([parent, *children])
+    for seq in (parent, *children):
+        blocks.free(seq)
+    blocks.assert_balanced()
+
+
+def test_a_write_into_a_hashed_block_copies_even_for_a_single_holder() -> None:
+    blocks = manager((4, None))
+    seq = start(blocks, list(range(4)))
+    compute(blocks, seq)
+    seq.num_computed_tokens = 3  # as if the last token were to be computed again in place
+    held = seq.block_tables[0][0]
+    assert blocks.allocate(seq, 1) == [BlockCopy(0, held, seq.block_tables[0][0])]
+    assert seq.block_tables[0][0] != held
+    assert blocks.match(sequence(blocks, list(range(5)))) == (1, False)
+    blocks.assert_consistent([seq])
+
+
+def test_a_window_group_drops_what_no_query_to_come_can_see() -> None:
+    blocks = manager((20, None), (20, 5))
+    seq = start(blocks, list(range(40)))
+    for computed in range(1, 30):
+        compute(blocks, seq, 1)
+        # The next query, at token `computed`, sees keys computed - 4 .. computed.
+        first = max(0, computed - 4) // 4
+        table = seq.block_tables[1]
+        assert [block < 0 for block in table] == [i < first for i in range(len(table))]
+        assert min(seq.block_tables[0]) >= 0
+        blocks.assert_consistent([seq])
+    blocks.free(seq)
+    blocks.assert_balanced()
+
+
+def test_a_hit_needs_only_the_visible_blocks_of_a_window_group() -> None:
+    blocks = manager((20, None), (4, 5))
+    seq = start(blocks, list(range(24)))
+    for _ in range(6):
+        compute(blocks, seq, 4)
+    # The window pool has four blocks, so the first two of six have been taken again.
+    again = sequence(blocks, [*range(24), 99])
+    assert blocks.match(again) == (6, False)
+    blocks.free(seq)
+    blocks.attach(again, 6)
+    assert [block < 0 for block in again.block_tables[1]] == [True] * 5 + [False]
+    assert blocks.match(sequence(blocks, list(range(7)))) == (0, False)  # held in group 0, gone from group 1
+    blocks.free(again)
+    blocks.assert_balanced()
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 13])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_min_blocks_is_what_one_token_at_a_time_really_takes(window: int, block_size: int) -> None:
+    blocks = manager((100, None), (100, window), block_size=block_size, prefix_caching=False)
+    seq = start(blocks, [0] * 50)
+    most = 0
+    for _ in range(50):
+        blocks.allocate(seq, 1)
+        most = max(most, 100 - blocks.available()[1])
+        seq.num_computed_tokens += 1
+        blocks.drop_outside_window(seq)
+    assert blocks.min_blocks(50) == [-(-50 // block_size), most]
+
+
+def test_capacity_is_exactly_what_can_be_allocated() -> None:
+    blocks = manager((3, None), (2, None))
+    seq = start(blocks, [0] * 30)
+    assert blocks.capacity(seq, 30) == 8
+    assert blocks.capacity(seq, 5) == 5
+    with pytest.raises(RuntimeError, match="no room"):
+        blocks.allocate(seq, 9)
+    assert blocks.available() == [3, 2]  # nothing was taken
+    compute(blocks, seq, 6)
+    child = sequence(blocks, [0] * 30)
+    blocks.fork(seq, child)
+    assert blocks.capacity(child, 1) == 0  # the shared last block needs a copy, and group 1 has none left
+    blocks.free(seq)
+    assert blocks.capacity(child, 30) == 2
+
+
+def test_turned_keys_are_private_and_their_originals_stay_as_they_were() -> None:
+    """Block size 4: a turn at 6 tokens keeps one full block in place and moves the partial one aside; then one at 10."""
+    rotation = FakeRotation("dynamic", "rotate")
+    blocks = manager((20, None))
+    seq = start(blocks, list(range(16)))
+    seq.rotation, seq.stage = rotation, rotation.stage(6)  # type: ignore[assignment]
+    compute(blocks, seq, 6)
+    before = list(seq.block_tables[0])
+    specs = [rotation.stage(n).specs for n in (6, 8, 11)]
+    assert turn_needs(blocks, seq, rotation.stage(8)) == [2]
+    keeps, moves = turn(blocks, seq, rotation.stage(8))
+    table, kept = seq.block_tables[0], seq.kept[0].blocks
+    assert kept[0] == before[0] and table[1] == before[1] and len({*table, *kept}) == 4
+    assert keeps == [KeyMove(0, 4, 6, [table[1]], [kept[1]], 0, specs[0], specs[0])]
+    assert moves == [KeyMove(0, 0, 6, kept, table, 0, specs[0], specs[1])]
+    compute(blocks, seq, 2)
+    compute(blocks, seq, 2)
+    assert turn_needs(blocks, seq, rotation.stage(11)) == [1]
+    keeps, moves = turn(blocks, seq, rotation.stage(11))
+    # Tokens 6 and 7 joined a turned block: their originals join those of 4 and 5. The third block is new and partial.
+    assert [(m.start, m.end, m.sources, m.targets) for m in keeps] == [
+        (6, 8, [table[1]], [kept[1]]),
+        (8, 10, [table[2]], [kept[2]]),
+    ]
+    assert [(m.start, m.end, m.from_specs, m.to_specs) for m in moves] == [
+        (0, 6, specs[0], specs[2]),
+        (6, 10, specs[1], specs[2]),
+    ]
+    assert moves[1].sources == kept[1:] and moves[1].targets == table[1:]
+    compute(blocks, seq)
+    # The original of the first block is still what another prompt may take; nothing computed since is.
+    assert blocks.match(sequence(blocks, list(range(17)))) == (1, False)
+    assert all(blocks.pools[0].private[block] for block in table)
+    blocks.assert_consistent([seq])
+    blocks.free(seq)
+    assert not any(blocks.pools[0].private)
+    blocks.assert_balanced()
+
+
+def test_a_turn_copies_a_shared_last_block_and_leaves_groups_alone_whose_frequencies_stay() -> None:
+    rotation = FakeRotation("dynamic", "rotate")
+    blocks = BlockManager([KVGroupLayout(20, None), KVGroupLayout(20, None, rotary_groups=())], 4)
+    seq = start(blocks, list(range(6)))
+    seq.rotation, seq.stage = rotation, rotation.stage(6)  # type: ignore[assignment]
+    compute(blocks, seq)
+    child = sequence(blocks, list(range(6)))
+    child.rotation, child.stage = seq.rotation, seq.stage
+    blocks.fork(seq, child)
+    shared = list(seq.block_tables[0])
+    assert turn_needs(blocks, child, rotation.stage(8)) == [3, 0]
+    keeps, moves = turn(blocks, child, rotation.stage(8))
+    assert keeps[0].sources == [shared[1]] and not {*child.block_tables[0]} & {*shared}
+    assert child.block_tables[1] == seq.block_tables[1] and {m.group for m in keeps + moves} == {0}
+    with pytest.raises(RuntimeError, match="turned keys"):
+        blocks.fork(child, sequence(blocks, [0]))
+    blocks.assert_consistent([seq, child])
+    blocks.free(child)
+    blocks.free(seq)
+    blocks.assert_balanced()
+
+
+def test_misuse_is_an_error_and_the_checks_see_damage() -> None:
+    blocks = manager((4, None))
+    seq = start(blocks, [1, 2, 3])
+    compute(blocks, seq)
+    with pytest.raises(RuntimeError, match="already holds"):
+        blocks.attach(seq, 0)
+    with pytest.raises(RuntimeError, match="already holds"):
+        blocks.fork(seq, seq)
+    with pytest.raises(AssertionError, match="reference counts"):
+        blocks.assert_balanced()
+    blocks.free(seq)
+    blocks.free(seq)
+    blocks.assert_balanced()
+    with pytest.raises(RuntimeError, match="more often"):
+        blocks.pools[0].release(0)
+    with pytest.raises(ValueError, match="at least one group"):
+        BlockManager([], 16)
+    assert (blocks.num_blocks, blocks.num_used_blocks, blocks.usage) == (4, 0, 0.0)

@@ -1,0 +1,141 @@
+"""int8 KV caches in the engine: what they cost, how near they stay to float32, and that every way of running agrees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.tiny_models import make_model
+from tokenizers import Tokenizer
+
+import windlass
+from windlass.engine.api.config import EngineConfig, parse_cache_dtype
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.model.loading.loader import load_model
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.scheduling.plan import BlockCopy
+
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
+
+
+def core_of(directory: Path, **options: Any) -> EngineCore:
+    return make_core(directory, **{"max_model_len": 160, "kv_cache_dtype": "int8", **options})
+
+
+def tokens_of(finished: dict[tuple[str, int], Finished]) -> dict[str, list[int]]:
+    return {name: result.token_ids for (name, _), result in finished.items()}
+
+
+def test_names() -> None:
+    assert parse_cache_dtype("INT8") == "int8"
+    assert parse_cache_dtype("bf16") == "bfloat16"
+    with pytest.raises(LoadError, match="float16 or int8"):
+        parse_cache_dtype("int4")
+    assert EngineConfig(model="x").kv_cache_dtype == "auto"
+
+
+def test_memory_counts_codes_and_scales(tmp_path: Path) -> None:
+    directory = make_model("gemma3", tmp_path)
+    core, wide = core_of(directory, kv_cache_memory=1 << 20), core_of(directory, kv_cache_dtype="float32")
+    assert core.info.kv_cache_dtype == "int8"
+    attention = [layer.attention for layer in core.runner.decoder.spec.layers]
+    assert core.info.kv_bytes_per_token == sum(2 * a.num_kv_heads * (a.head_dim + 4) for a in attention)
+    assert wide.info.kv_bytes_per_token == sum(2 * a.num_kv_heads * a.head_dim * 4 for a in attention)
+    pages = [core.runner.cache.pages(layer) for layer in range(len(attention))]
+    tensors = [t for p in pages for t in (p.key, p.value, p.key_scale, p.value_scale) if t is not None]
+    assert len(tensors) == 4 * len(attention)
+    assert sum(t.nbytes for t in tensors) == core.info.kv_cache_bytes <= 1 << 20
+
+
+def test_block_copies_take_the_scales_along() -> None:
+    group = load_model(EngineConfig(model=str(DEMO), device="cpu")).decoder.spec.kv_groups[0]
+    storage = KVStorage([group], [4], 16, torch.int8, torch.device("cpu"))
+    for layer in group.layers:
+        pages = storage.pages(layer)
+        assert pages.key_scale is not None
+        assert pages.value_scale is not None
+        pages.key.random_(-127, 128), pages.value.random_(-127, 128)
+        pages.key_scale.uniform_(), pages.value_scale.uniform_()
+    storage.copy_blocks([BlockCopy(0, 1, 3)])
+    for layer in group.layers:
+        pages = storage.pages(layer)
+        for tensor in (pages.key, pages.value, pages.key_scale, pages.value_scale):
+            assert tensor is not None
+            assert torch.equal(tensor[3], tensor[1])
+            assert not torch.equal(tensor[2], tensor[1])
+
+
+def test_held_out_text_is_as_likely_as_with_float32_keys() -> None:
+    model = load_model(EngineConfig(model=str(DEMO), device="cpu"))
+    excerpt = json.loads((DEMO / "heldout_excerpt.json").read_text())
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    wide, narrow = (Scorer(model.decoder, dtype) for dtype in (torch.float32, torch.int8))
+    losses, divergences, agree = [], [], []
+    for text in excerpt.values():
+        ids = tokenizer.encode(text).ids[:300]
+        plan = wide.plan(len(ids), None)
+        targets = torch.tensor(ids[1:])[:, None]
+        rows = [torch.log_softmax(scorer.logits(ids, plan)[:-1].double(), -1) for scorer in (wide, narrow)]
+        losses.append([-float(row.gather(1, targets).mean()) for row in rows])
+        divergences.append((rows[0].exp() * (rows[0] - rows[1])).sum(-1))
+        agree.append(rows[0].argmax(-1) == rows[1].argmax(-1))
+    means = torch.tensor(losses, dtype=torch.float64).mean(0)
+    assert abs(float((means[1] - means[0]).exp()) - 1) < 0.003  # perplexity
+    assert 0 < float(torch.cat(divergences).mean()) < 1e-3
+    assert float(torch.cat(agree).double().mean()) > 0.97
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_mixed_batches_preemption_and_the_prefix_cache(deterministic: bool) -> None:
+    """The demo model's answers alone, in company, in chunks, preempted and from the prefix cache."""
+    sent = [greedy(str(i), [3 + (11 * i + 7 * j) % 500 for j in range(20 + 9 * i)], 20) for i in range(6)]
+    options: dict[str, Any] = {"deterministic": deterministic}
+    alone = {name: tokens for one in sent for name, tokens in tokens_of(run(core_of(DEMO, **options), [one])).items()}
+    core = core_of(DEMO, **options)
+    found = {"together": tokens_of(run(core, sent)), "from the cache": tokens_of(run(core, sent))}
+    found["chunks"] = tokens_of(run(core_of(DEMO, max_num_batched_tokens=17, **options), sent))
+    tight = core_of(DEMO, kv_cache_memory=20 * 16 * core.info.kv_bytes_per_token, prefix_caching=False, **options)
+    found["preempted"] = tokens_of(run(tight, sent))
+    assert tight.stats().num_preemptions > 0
+    for way, tokens in found.items():
+        same = sum(tokens[name] == alone[name] for name in alone)
+        # A sum in another order may round a key to the next code, so only the mode promises every token.
+        assert same == len(alone) if deterministic else same >= len(alone) - 2, way
+
+
+def test_turned_keys_are_rounded_once_however_often_they_turn(tmp_path: Path) -> None:
+    """Four turns away from its origin a key is as near to the exact one as after its first rounding."""
+    core = core_of(make_model("llama", tmp_path, max_position_embeddings=32), max_model_len=256, deterministic=True)
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    core.add(greedy("a", range(3, 51), 120, rope_scaling=dynamic, rope_update="rotate"))
+    sequence = core.scheduler.live_sequences()[0]
+    while core.has_work() and sequence.num_turns < 4:
+        core.step()
+    assert sequence.num_turns == 4
+    core.step()
+    pages = core.runner.cache.pages(0)
+    wide = pages.keys_of(torch.arange(pages.key.shape[0]), 16).double()
+    original = wide[torch.tensor(sequence.kept[0].blocks[:3])].flatten(0, 1)  # [48, Hkv, D]
+    turned = wide[torch.tensor(sequence.block_tables[0][:3])].flatten(0, 1)
+    old, new = sequence.kept[0].origins[0][1][0], sequence.stage.specs[0]
+    step = torch.tensor(new.inv_freq, dtype=torch.float64) - torch.tensor(old.inv_freq, dtype=torch.float64)
+    angle = torch.arange(48).double()[:, None, None] * step
+    first, second = original.chunk(2, -1)
+    right = torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
+    assert ((turned - right).abs() <= right.abs().amax(-1, keepdim=True) * 0.501 / 127).all()
+    assert not torch.equal(turned, original)
+
+
+def test_the_prefix_cache_tells_dtypes_apart() -> None:
+    roots = {
+        dtype: core_of(DEMO, kv_cache_dtype=dtype).scheduler._stages._namespace
+        for dtype in ("int8", "float32", "bfloat16")
+    }
+    assert len(set(roots.values())) == 3

@@ -1,0 +1,338 @@
+"""ProcessClient against a scripted core: streams, aborts, deaths, restarts, and what happens when the parent dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
+
+TESTS = Path(__file__).parents[2]
+CORE = "helpers.scripted_core:ScriptedCore"
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(30)]
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
+
+
+def make_client(config: EngineConfig | None = None, **options) -> ProcessClient:
+    options.setdefault("backoff", 0.05)
+    return ProcessClient(config or EngineConfig(model="scripted"), core=CORE, **options)
+
+
+@asynccontextmanager
+async def running(config: EngineConfig | None = None, **options):
+    client = make_client(config, **options)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
+def request(name: str, first: int = 50, max_tokens: int = 5, n: int = 1) -> EngineRequest:
+    return EngineRequest(name, [first, 7], SamplingParams(max_tokens=max_tokens, n=n))
+
+
+async def tokens(client: ProcessClient, wanted: EngineRequest) -> list[int]:
+    return [token async for output in client.generate(wanted) for token in output.token_ids]
+
+
+async def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        await asyncio.sleep(0.01)
+
+
+async def test_streams_are_split_by_request_and_sample():
+    seen = []
+    async with running(progress=lambda *report: seen.append(report)) as client:
+        assert client.info is not None and client.info.vocab_size == 4096
+        assert (seen[0], seen[-1]) == (("reading weights", 1, 3), ("reading weights", 3, 3))
+        short, long, double = await asyncio.gather(
+            tokens(client, request("a", max_tokens=3)),
+            tokens(client, request("b", max_tokens=9)),
+            tokens(client, request("c", max_tokens=2, n=2)),
+        )
+        assert short == [FIRST_TOKEN + i for i in range(3)]
+        assert long == [FIRST_TOKEN + i for i in range(9)]
+        assert double == [100, 100, 101, 101]
+    assert client.state == "closed" and client.restarts == 0
+    with pytest.raises(EngineDeadError):
+        await tokens(client, request("d"))
+
+
+async def test_errors_of_one_request_stay_with_it():
+    async with running(EngineConfig(model="scripted", max_waiting=2)) as client:
+        neighbour = asyncio.create_task(tokens(client, request("neighbour", max_tokens=60)))
+        with pytest.raises(RequestError) as refused:
+            await tokens(client, request("refused", REFUSE))
+        assert (refused.value.param, refused.value.code) == ("prompt", "refused")
+        with pytest.raises(EngineError, match="KeyError"):
+            await tokens(client, request("bug", BUG))
+        with pytest.raises(RequestError, match="in flight"):
+            await tokens(client, request("fail", FAIL))
+        stream = client.generate(request("second", max_tokens=1000))
+        await anext(stream)
+        with pytest.raises(QueueFullError) as full:
+            await tokens(client, request("third"))
+        assert full.value.retry_after == 7.0
+        with pytest.raises(RequestError, match="already running"):
+            await tokens(client, request("second"))
+        await stream.aclose()
+        assert len(await neighbour) == 60
+        assert client.restarts == 0
+
+
+async def test_closing_a_stream_aborts_within_a_step(monkeypatch):
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.05")
+    async with running() as client:
+        stream = client.generate(request("a", max_tokens=10_000))
+        await anext(stream)
+        before = (await client.stats()).num_steps
+        await stream.aclose()
+        after = await client.stats()
+        assert after.num_running == 0 and after.recomputed_tokens == {"aborts": 1}
+        assert after.num_steps - before <= 2  # the one under way, and at most one begun before the abort arrived
+
+        task = asyncio.create_task(tokens(client, request("b", max_tokens=10_000)))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await client.stats()).recomputed_tokens == {"aborts": 2}
+
+
+async def test_an_id_can_be_reused_at_once_after_an_abort():
+    async with running() as client:
+        for _ in range(20):
+            stream = client.generate(request("same", max_tokens=10_000))
+            assert (await anext(stream)).token_ids == (FIRST_TOKEN,)  # never a late output of the one before
+            await anext(stream)
+            await stream.aclose()
+        assert await tokens(client, request("same", max_tokens=2)) == [100, 101]
+
+
+@pytest.mark.parametrize("how", ["from outside", "from inside"])
+async def test_sigkill_fails_what_is_in_flight_and_restarts(how):
+    async with running() as client:
+        first = 50 if how == "from outside" else KILL
+        victims = [asyncio.create_task(tokens(client, request(f"v{i}", first, 100_000))) for i in range(3)]
+        await asyncio.sleep(0.1 if how == "from outside" else 0)
+        if how == "from outside":
+            os.kill(client.pid, signal.SIGKILL)
+        for result in await asyncio.gather(*victims, return_exceptions=True):
+            assert isinstance(result, EngineDeadError)
+        assert client.state == "restarting"
+        with pytest.raises(EngineDeadError, match="restarted"):
+            await tokens(client, request("too early"))
+        with pytest.raises(EngineDeadError):
+            await client.stats()
+        await client.wait_ready()
+        assert client.restarts == 1
+        assert await tokens(client, request("later", max_tokens=3)) == [100, 101, 102]
+        assert (await client.stats()).num_steps == 3  # counters of the new process
+
+
+async def test_a_crashing_step_is_logged_and_restarted(capfd):
+    async with running() as client:
+        with pytest.raises(EngineDeadError):
+            await tokens(client, request("bad", CRASH, 10))
+        await client.wait_ready()
+        assert client.restarts == 1
+    errors = capfd.readouterr().err
+    assert "Traceback" in errors and "ValueError: scripted crash" in errors
+
+
+async def test_a_hung_step_is_killed():
+    async with running(hang_seconds=0.4) as client:
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            await tokens(client, request("hung", HANG, 10))
+        assert 0.3 < time.monotonic() - start < 3.0
+        await client.wait_ready()
+        assert await tokens(client, request("ok", max_tokens=1)) == [100]
+
+
+async def test_it_is_given_up_after_too_many_deaths():
+    async with running(max_deaths=3, backoff=0.01) as client:
+        for _ in range(3):
+            await client.wait_ready()
+            with pytest.raises(EngineDeadError):
+                await tokens(client, request("bad", KILL, 10))
+        with pytest.raises(LoadError, match=r"died 3 times.*SIGKILL"):
+            await client.wait_ready()
+        assert client.state == "failed" and client.restarts == 2
+        with pytest.raises(EngineDeadError, match="given up"):
+            await tokens(client, request("late"))
+
+
+async def test_a_restart_that_cannot_load_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCRIPT_RELOAD_FILE", str(tmp_path / "marker"))
+    async with running(backoff=0.01) as client:
+        os.kill(client.pid, signal.SIGKILL)
+        assert await client.wait_state("failed") == "failed"
+        with pytest.raises(LoadError, match="the second load fails"):
+            await client.wait_ready()
+
+
+async def test_load_errors(monkeypatch):
+    monkeypatch.setenv("SCRIPT_LOAD_ERROR", "config.json names\nno architecture")
+    client = make_client()
+    with pytest.raises(LoadError, match=r"^config\.json names no architecture$"):
+        await client.start()
+    assert client.state == "failed"
+    await client.close()
+    await client.close()
+
+    client = ProcessClient(EngineConfig(model="scripted"), core="helpers.no_such_module:Core")
+    with pytest.raises(LoadError, match=r"cannot load scripted: ModuleNotFoundError: .*no_such_module"):
+        await client.start()
+    await client.close()
+
+
+async def test_killed_or_closed_while_loading(monkeypatch):
+    monkeypatch.setenv("SCRIPT_LOAD_SECONDS", "100")
+    client = make_client()
+    client.start_nowait()
+    with pytest.raises(EngineDeadError, match="loading"):
+        await tokens(client, request("early"))
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(LoadError, match=r"while loading: killed by SIGKILL"):
+        await client.wait_ready()
+    await client.close()
+
+    client = make_client()
+    client.start_nowait()
+    waiting = asyncio.create_task(client.wait_ready())
+    await asyncio.sleep(0.1)
+    start = time.monotonic()
+    await client.close()
+    assert time.monotonic() - start < 2.0
+    with pytest.raises(LoadError, match="closed"):
+        await waiting
+    assert client._child.ended
+
+
+async def test_signals_for_the_terminal_do_not_end_it():
+    async with running() as client:
+        os.kill(client.pid, signal.SIGINT)
+        os.kill(client.pid, signal.SIGTERM)
+        assert os.getsid(client.pid) == client.pid
+        assert len(await tokens(client, request("a", max_tokens=20))) == 20
+        assert client.restarts == 0
+
+
+async def test_samples_are_handed_out_once(monkeypatch):
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.01")
+    async with running() as client:
+        total, finished = 0, False
+
+        async def poll():
+            nonlocal total
+            while not finished:
+                results = await asyncio.gather(client.stats(), client.stats())
+                total += sum(len(stats.queue_seconds) for stats in results)
+                await asyncio.sleep(0.07)
+
+        poller = asyncio.create_task(poll())
+        # Longer than the push interval, so that samples arrive with steps as well as by asking.
+        for wave in range(5):
+            await asyncio.gather(*[tokens(client, request(f"{wave}-{i}", max_tokens=12)) for i in range(8)])
+        finished = True
+        await poller
+        total += len((await client.stats()).queue_seconds)
+        assert total == 40
+
+
+async def test_stats_do_not_wait_for_a_long_step(monkeypatch):
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.5")
+    monkeypatch.setattr("windlass.engine.client.process.STATS_TIMEOUT", 0.05)
+    async with running() as client:
+        stream = client.generate(request("a", max_tokens=10))
+        await anext(stream)
+        start = time.monotonic()
+        for _ in range(3):
+            stats = await client.stats()
+        assert time.monotonic() - start < 0.4
+        assert stats.num_steps == 1 and stats.num_running == 1
+        await stream.aclose()
+
+
+async def test_a_slow_consumer_does_not_stall_the_engine(monkeypatch):
+    """The parent's event loop sleeps while megabytes of outputs pile up: the engine must finish all the same."""
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0")
+    async with running() as client:
+        stream = client.generate(request("a", max_tokens=5000, n=4))
+        await anext(stream)
+        time.sleep(2.0)
+        stats = await client.stats()
+        assert stats.num_running == 0 and stats.generation_tokens == 20_000
+        assert len([output async for output in stream]) == 19_999
+
+
+async def test_ten_thousand_outputs_pass_quickly(monkeypatch):
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0")
+    async with running() as client:
+        start = time.monotonic()
+        results = await asyncio.gather(*[tokens(client, request(f"r{i}", max_tokens=200)) for i in range(50)])
+        seconds = time.monotonic() - start
+        assert all(result == list(range(100, 300)) for result in results)
+        print(f"{10_000 / seconds:.0f} outputs/s")
+        assert seconds < 5.0
+
+
+@pytest.mark.parametrize("load_seconds", ["0", "100"])
+async def test_a_killed_parent_takes_the_engine_along(load_seconds):
+    script = """
+import asyncio, sys
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.api.config import EngineConfig
+async def main():
+    client = ProcessClient(EngineConfig(model="scripted"), core="helpers.scripted_core:ScriptedCore")
+    client.start_nowait()
+    print(client.pid, flush=True)
+    await asyncio.sleep(100)
+asyncio.run(main())
+"""
+    environment = {**os.environ, "SCRIPT_LOAD_SECONDS": load_seconds}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        await asyncio.sleep(0.6)
+        parent.kill()
+        parent.wait()
+
+    def gone() -> bool:
+        try:
+            return Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    await until(gone, 6.0)
+
+
+def test_the_client_is_free_of_torch():
+    code = "import sys, windlass.engine.client.process, windlass.engine.core.process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,57 @@
+"""Both clients around the real engine and the bundled model: the same tokens, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.client.inline import InlineClient
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.errors import LoadError, RequestError
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+
+CONFIG = EngineConfig(
+    model=str(Path(__file__).parents[3] / "models" / "demo"), device="cpu", threads=1, kv_cache_memory=32 * 2**20
+)
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+async def tokens(client, name: str, prompt: list[int], max_tokens: int = 12) -> list[int]:
+    request = EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True))
+    return [token async for output in client.generate(request) for token in output.token_ids]
+
+
+async def test_a_process_and_a_thread_make_the_same_tokens():
+    prompts = [[5, 17, 400, 33, 8], list(range(100, 180)), [7]]
+    results = []
+    for client in (ProcessClient(CONFIG), InlineClient(CONFIG)):
+        info = await client.start()
+        assert info.vocab_size > 400 and info.device == "cpu"
+        results.append(await asyncio.gather(*[tokens(client, f"r{i}", prompt) for i, prompt in enumerate(prompts)]))
+        with pytest.raises(RequestError):
+            await tokens(client, "outside", [info.vocab_size])
+        stream = client.generate(EngineRequest("abandoned", [9, 9], SamplingParams(max_tokens=400, ignore_eos=True)))
+        await anext(stream)
+        await stream.aclose()
+        stats = await client.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
+        assert stats.generation_tokens >= 36
+        await client.close()
+    assert results[0] == results[1]
+    assert [len(result) for result in results[0]] == [12, 12, 12]
+
+
+async def test_a_directory_without_a_model_is_a_load_error(tmp_path):
+    client = ProcessClient(EngineConfig(model=str(tmp_path)))
+    with pytest.raises(LoadError, match=r"config\.json"):
+        await client.start()
+    await client.close()

@@ -1,0 +1,72 @@
+"""How engine threads wait and where they run: the environment of the child process, affinities, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.core import threads
+from windlass.engine.errors import LoadError
+from windlass.server.cli.options import EngineOptions
+
+MODEL = Path(__file__).parents[3] / "models" / "demo"
+
+
+def test_polling_is_bounded_unless_the_operator_decided() -> None:
+    assert 0 <= int(threads.wait_settings({})["GOMP_SPINCOUNT"]) <= 10_000  # libgomp's own is 300,000
+    assert threads.wait_settings({"OMP_WAIT_POLICY": "active"}) == {}
+    assert threads.wait_settings({"GOMP_SPINCOUNT": "7"}) == {}
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, str(threads.SPIN_COUNT)), ({"GOMP_SPINCOUNT": "7"}, "7")])
+def test_an_engine_process_starts_with_it_and_on_its_cores(
+    given: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    core = min(os.sched_getaffinity(0))
+
+    async def look() -> tuple[str, set[int]]:
+        client = ProcessClient(EngineConfig(model=str(MODEL), cores=(core,), kv_cache_memory=32 << 20))
+        try:
+            await client.start()
+            environment = Path(f"/proc/{client.pid}/environ").read_bytes().split(b"\0")
+            assert client.pid is not None
+            found = [item for item in environment if item.startswith(b"GOMP_SPINCOUNT=")]
+            return found[0].decode().partition("=")[2], os.sched_getaffinity(client.pid)
+        finally:
+            await client.close()
+
+    assert asyncio.run(look()) == (expected, {core})
+
+
+def test_preparing_a_process_comes_before_torch_or_not_at_all() -> None:
+    script = (
+        "import os, sys; os.environ.pop('GOMP_SPINCOUNT', None); os.environ.pop('OMP_WAIT_POLICY', None)\n"
+        "from windlass.engine.client import threads\n"
+        "sys.modules.update({'torch': sys} if sys.argv[1] == 'late' else {})\n"
+        "threads.prepare_this_process(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    answers = [subprocess.check_output([sys.executable, "-c", script, when], text=True) for when in ("early", "late")]
+    assert answers == [f"{threads.SPIN_COUNT}\n", "None\n"]
+
+
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 2, 9}, raising=False)
+    assert threads.split_cores() == ((2, 5), (9,))
+    assert EngineOptions(pin_cores=True).to_config(Path("m")).cores == (2, 5)
+    assert EngineOptions().to_config(Path("m")).cores is None
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2}, raising=False)
+    with pytest.raises(LoadError, match="--pin-cores needs two cores"):
+        EngineOptions(pin_cores=True).to_config(Path("m"))
+    with pytest.raises(LoadError, match="cannot use the cores"):
+        threads.pin([4095])

@@ -1,0 +1,68 @@
+"""Every field of an output crosses the boundary between the processes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
+from windlass.engine.client.router import RequestRouter
+from windlass.engine.core.wire import FrameReader, PromptLogprobs, StepDone, decode, encode
+from windlass.engine.errors import RequestError
+from windlass.engine.rotary.policy import RotaryReport
+
+
+def test_no_field_of_an_output_is_lost_or_shifted() -> None:
+    drawn = TokenLogprobs(5, -0.5, 1, ((5, -0.5),))
+    report = RotaryReport("dynamic", {"factor": 4.0}, "rotate", 181.02, "f0", 2, {"full_attention": {"rope_type": "x"}})
+    values = {
+        "request_id": "r",
+        "index": 3,
+        "token_ids": (5, 6),
+        "logprobs": (drawn, drawn),
+        "prompt_logprobs": (None, drawn),
+        "finish_reason": "stop",
+        "stop_token_id": 6,
+        "cached_tokens": 7,
+        "rotary": report,
+        "error": RequestError("no", "field", "code"),
+    }
+    assert set(values) == {field.name for field in dataclasses.fields(RequestOutput)}
+    output = RequestOutput(**values)  # type: ignore[arg-type]
+    decoded = decode(encode(StepDone((output,), 0.5, None))[4:])
+    assert isinstance(decoded, StepDone)
+    (received,) = decoded.outputs
+    for name, value in values.items():
+        if name != "error":
+            assert getattr(received, name) == value, name
+    error = received.error
+    assert isinstance(error, RequestError) and (error.message, error.param, error.code) == ("no", "field", "code")
+
+
+def test_long_log_probabilities_of_a_prompt_travel_in_parts() -> None:
+    entries = (None, *(TokenLogprobs(token, -float(token), 1, ((token, -0.5),)) for token in range(1, 3000)))
+    short = RequestOutput("short", prompt_logprobs=entries[:5])
+    long = RequestOutput("long", token_ids=(1,), prompt_logprobs=entries)
+    frames = FrameReader()
+    data = encode(StepDone((short, long), 0.5, None))
+    messages = [message for start in range(0, len(data), 1000) for message in frames.feed(data[start : start + 1000])]
+    parts, (step,) = messages[:-1], messages[-1:]
+    assert len(parts) == 5 and all(isinstance(part, PromptLogprobs) for part in parts)
+    assert max(len(part.entries) for part in parts) == 512  # type: ignore[union-attr]
+
+    async def delivered() -> dict[str, RequestOutput]:
+        router = RequestRouter(lambda message: None, lambda: None)
+        sampling = SamplingParams(max_tokens=1)
+        streams = {name: router.generate(EngineRequest(name, [1], sampling)) for name in ("short", "long")}
+        waiting = {name: asyncio.create_task(anext(stream)) for name, stream in streams.items()}
+        await asyncio.sleep(0)
+        for message in messages:
+            assert router.deliver(message)
+        outputs = {name: await task for name, task in waiting.items()}
+        for stream in streams.values():
+            await stream.aclose()
+        return outputs
+
+    assert isinstance(step, StepDone)
+    outputs = asyncio.run(delivered())
+    assert outputs == {"short": short, "long": long}

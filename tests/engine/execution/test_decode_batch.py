@@ -1,0 +1,61 @@
+"""Batches of single tokens in lasting memory hold what batches made from nothing hold."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.scheduling.plan import ScheduledSequence
+
+
+def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two KV groups, one of them a window that drops blocks; streams come, go and outgrow the first table width."""
+    monkeypatch.setattr("windlass.engine.execution.decode_batch._FIRST_COLUMNS", 4)
+    core = make_core(make_model("gemma3", tmp_path), max_model_len=256)
+    runner = core.runner
+    build, lasting = runner.build_batch, runner._decoding
+    seen: list[ForwardBatch] = []
+
+    def both(sequences: list[ScheduledSequence]) -> ForwardBatch:
+        batch = build(sequences)
+        if not batch.lasting:
+            return batch
+        found = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "lasting"}
+        kept = {name: tensor.clone() for name, tensor in found.items()}
+        runner._decoding = None
+        fresh = build(sequences)
+        runner._decoding = lasting
+        assert not fresh.lasting
+        for name, tensor in kept.items():
+            want = getattr(fresh, name)
+            if name == "block_tables":  # entries past a sequence's last block are undefined
+                for row, length in enumerate(batch.seq_lens.tolist()):
+                    blocks = -(-length // 16)
+                    assert torch.equal(tensor[:, row, :blocks], want[:, row, :blocks])
+            else:
+                assert torch.equal(tensor, want) and tensor.dtype == want.dtype, name
+        seen.append(batch)
+        return batch
+
+    runner.build_batch = both  # type: ignore[method-assign]
+    linear = RopeScaling.from_dict({"rope_type": "linear", "factor": 3.0})
+    run(core, [greedy("a", range(3, 20), 90), greedy("b", range(5, 9), 12, n=2), greedy("c", range(4, 44), 30)])
+    run(core, [greedy("d", range(2, 70), 8, rope_scaling=linear), greedy("e", range(9, 12), 20)])
+    widths = {(batch.input_ids.shape[0], batch.block_tables.shape[2]) for batch in seen}
+    assert {(1, 8), (2, 4), (2, 8), (4, 4)} <= widths
+    same = {id(batch) for batch in seen}
+    assert len(same) < len(seen) / 4  # memory is used again
+
+
+def test_a_token_without_a_block_is_noticed(tmp_path: Path) -> None:
+    core = make_core(make_model("llama", tmp_path))
+    chunk = ScheduledSequence(0, 4, 1, [3, 4, 5, 6, 7], [[-1] * 4], 0, 0)
+    with pytest.raises(AssertionError, match="no block"):
+        core.runner.build_batch([chunk])

@@ -1,0 +1,134 @@
+"""Steps by repetition give the bits of steps run one by one, and steps that cannot be repeated are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.kernels import cpu
+
+pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels nothing repeats")
+
+LINEAR = RopeScaling.from_dict({"rope_type": "linear", "factor": 3.0})
+
+
+def work(core: EngineCore, repeat: bool) -> dict[tuple[str, int], Any]:
+    """Streams of several lengths that come and go, so that shapes change and come back."""
+    if not repeat:
+        core.runner.replay.max_rows = 0
+    requests = [
+        greedy("a", range(3, 20), 70, n=2),
+        greedy("b", range(5, 9), 40, logprobs=2),
+        greedy("c", range(4, 44), 12, rope_scaling=LINEAR),
+    ]
+    found = run(core, requests)
+    return found | run(core, [greedy("d", range(9, 60), 60), greedy("e", range(2, 30), 50, temperature=0.7, seed=3)])
+
+
+def assert_same_bits(directory: Path, **options: Any) -> EngineCore:
+    """Every token and every logit with repetition as without; returns the core that repeats."""
+    plain = work(make_core(directory, max_model_len=256, **options), repeat=False)
+    core = make_core(directory, max_model_len=256, **options)
+    repeated = work(core, repeat=True)
+    assert repeated.keys() == plain.keys()
+    for key, entry in plain.items():
+        assert repeated[key].token_ids == entry.token_ids
+        assert torch.equal(torch.stack(repeated[key].logits), torch.stack(entry.logits)), key
+    return core
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "helium", "qwen3", "gemma3"])
+def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path) -> None:
+    core = assert_same_bits(make_model(family, tmp_path), deterministic=deterministic)
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4", "kv_cache_dtype": "int8"}])
+def test_quantized_models_are_repeated(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    core = assert_same_bits(make_model(family, tmp_path), **options)
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+
+
+def test_norms_after_the_rotation_are_not_repeated(tmp_path: Path) -> None:
+    core = assert_same_bits(make_model("hunyuan", tmp_path))
+    assert "outside the compiled" in str(core.runner.replay.obstacle) and core.runner.replay.num_repeated == 0
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+def test_batches_of_any_size_are_repeated(rows: int, quantization: str, tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    requests = [greedy(f"r{i}", range(3 + i, 9 + i), 24) for i in range(rows)]
+    found = {}
+    for repeat in (False, True):
+        core = make_core(tmp_path, max_num_seqs=rows, quantization=quantization)
+        if not repeat:
+            core.runner.replay.max_rows = 0
+        found[repeat] = run(core, requests)
+    assert core.runner.replay.num_repeated >= 15 and core.runner.replay.obstacle is None
+    for key, entry in found[False].items():
+        assert torch.equal(torch.stack(found[True][key].logits), torch.stack(entry.logits)), key
+
+
+def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran before: shapes whose recordings share the arena take turns, and between steps it may be lost."""
+    make_model("llama", tmp_path)
+    plain = work(make_core(tmp_path, max_model_len=256), repeat=False)
+    monkeypatch.setattr("windlass.engine.execution.replay._ARENA_BYTES", 1 << 20)
+    arenas: list[cpu.Arena] = []
+
+    class Watched(cpu.Arena):
+        def __init__(self, capacity: int) -> None:
+            super().__init__(capacity)
+            arenas.append(self)
+
+    monkeypatch.setattr(cpu, "Arena", Watched)
+    core = make_core(tmp_path, max_model_len=256)
+    (arena,) = arenas
+    memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+    replay, execute = core.runner.replay.run, core.runner.execute
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def run_and_keep(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        memory.fill_(0xFF)  # NaN
+        found = replay(batch)
+        results.extend((x, x.clone()) for x in found or ())
+        return found
+
+    def execute_and_look(output: SchedulerOutput) -> list[StepResult]:
+        results.clear()
+        found = execute(output)
+        assert all(torch.equal(x, copy) for x, copy in results)
+        return found
+
+    core.runner.replay.run = run_and_keep  # type: ignore[method-assign]
+    core.runner.execute = execute_and_look  # type: ignore[method-assign]
+    repeated = work(core, repeat=True)
+    assert core.runner.replay.num_repeated > 60
+    assert all(torch.equal(torch.stack(repeated[k].logits), torch.stack(plain[k].logits)) for k in plain)
+
+
+def test_memory_bounds_the_rows_that_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tmp_path)
+    # Of a row: the normed state and the logits, 4 * (64 + 128) bytes, and a little more while layers run.
+    monkeypatch.setattr("windlass.engine.execution.replay._ARENA_BYTES", 5000)
+    core = assert_same_bits(tmp_path)
+    assert core.runner.replay.max_rows == 2 and "no place" in str(core.runner.replay.obstacle)
+    assert core.runner.replay.num_repeated > 30
+
+
+def test_no_memory_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.engine.execution.replay._ARENA_BYTES", 0)
+    core = assert_same_bits(make_model("llama", tmp_path))
+    assert core.runner.replay.max_rows == 0 and core.runner.replay.num_repeated == 0

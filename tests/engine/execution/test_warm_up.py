@@ -1,0 +1,82 @@
+"""The steps before the first request: they prepare its decode steps and leave no trace in any answer or count."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import FAMILIES, make_model
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.core.loop import default_core
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+OPTIONS = [
+    {},
+    {"quantization": "int8"},
+    {"kv_cache_dtype": "int8", "deterministic": True},
+    {"max_model_len": 3},  # no room for what it would run
+    {"max_model_len": 9, "block_size": 16},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_answers_and_books_are_those_of_an_engine_that_was_not_warmed_up(options):
+    found = []
+    for warm in (False, True):
+        core = make_core(DEMO, **options)
+        if warm:
+            core.warm_up(most_seconds=math.inf)
+        assert core.runner.positions_computed == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
+        length = min(40, core.info.max_model_len - 1)
+        results = run(core, [greedy("a", range(5, 5 + length - 1), max_tokens=1), greedy("b", [7], max_tokens=2)])
+        stats = core.stats()
+        found.append(
+            (
+                {key: result.token_ids for key, result in results.items()},
+                core.runner.positions_computed,
+                (stats.prompt_tokens, stats.generation_tokens, stats.kv_blocks_used),
+            )
+        )
+    assert found[0] == found[1]
+
+
+def test_the_first_stream_repeats_recorded_steps_at_once():
+    core = make_core(DEMO)
+    core.warm_up(most_seconds=math.inf)
+    if core.runner.replay.obstacle is not None:
+        pytest.skip(core.runner.replay.obstacle)
+    before = core.runner.replay.num_repeated
+    run(core, [greedy("a", [5, 6, 7], max_tokens=6)])
+    assert core.runner.replay.num_repeated - before == 5
+
+
+def test_an_engine_that_serves_was_warmed_up(monkeypatch):
+    cores = []
+    monkeypatch.setattr(EngineCore, "warm_up", lambda self: cores.append(self))
+    core = default_core(EngineConfig(model=str(DEMO), device="cpu", kv_cache_memory=8 << 20), lambda *_: None)
+    assert cores == [core]
+
+
+def test_a_slow_model_is_not_waited_for():
+    core = make_core(DEMO)
+    steps = []
+    core.runner.execute = lambda output: steps.append(output) or time.sleep(0.02)
+    core.warm_up(most_seconds=0.01)
+    assert len(steps) == 1 and core.runner.tables.num_live == 0
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_warmed_up(family, tmp_path):
+    directory = make_model(family, tmp_path)
+    found = []
+    for warm in (False, True):
+        core = make_core(directory)
+        if warm:
+            core.warm_up(most_seconds=math.inf)
+        found.append(run(core, [greedy("a", range(5, 60), max_tokens=3)])["a", 0].token_ids)
+    assert found[0] == found[1]

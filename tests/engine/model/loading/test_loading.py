@@ -1,0 +1,246 @@
+"""What loading accepts and refuses: every refusal is a LoadError of one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.api.config import EngineConfig, parse_size
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.evaluation.bench import run_engine_benchmark
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_model("llama", tmp_path / "model")
+
+
+def edit_config(model: Path, **changes: Any) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(model: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(model: Path, match: str, **options: Any) -> None:
+    with pytest.raises(LoadError, match=match) as error:
+        make_core(model, **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "does not exist.*model directory")
+
+
+def test_broken_config(model: Path) -> None:
+    (model / "config.json").write_text("{")
+    refused(model, "not valid JSON")
+    (model / "config.json").write_text("[]")
+    refused(model, "JSON object")
+
+
+def test_missing_surplus_and_misshapen_tensors(model: Path) -> None:
+    edit_weights(model, lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}))
+    refused(model, r"unexpected tensor 'model.layers.0.self_attn.q_norm.weight'")
+    edit_weights(model, lambda t: t.pop("model.layers.0.self_attn.q_norm.weight"))
+    make_core(model)
+    edit_weights(model, lambda t: t.update({"model.norm.weight": torch.ones(63)}))
+    refused(model, r"'model.norm.weight' has shape \[63\].*\[64\]")
+    edit_weights(model, lambda t: t.pop("model.norm.weight"))
+    refused(model, "1 tensors are missing.*model.norm.weight")
+
+
+def test_truncated_file_and_no_file(model: Path) -> None:
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(model, "cannot read .*model.safetensors")
+    path.unlink()
+    refused(model, "no model.safetensors.*dummy")
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+    refused(model, "only safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*not supported.*LlamaForCausalLM"),
+        ({"architectures": None}, "not supported"),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -1, "rope_theta": 1e4}}, "factor"),
+        ({"hidden_act": "relu"}, "relu.*silu"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers"),
+    ],
+)
+def test_configs_that_are_not_understood(model: Path, changes: dict[str, Any], match: str) -> None:
+    edit_config(model, **changes)
+    refused(model, match)
+
+
+def test_gemma_without_a_window_is_refused(tmp_path: Path) -> None:
+    gemma = make_model("gemma3", tmp_path / "gemma")
+    edit_config(gemma, sliding_window=None)
+    refused(gemma, "sliding_window is null")
+
+
+def test_unknown_keys_are_named(model: Path) -> None:
+    edit_config(model, attention_swirl=3)
+    assert any("attention_swirl" in notice for notice in make_core(model).info.notices)
+
+
+def test_options_that_do_not_fit(model: Path) -> None:
+    refused(model, "100000 tokens does not fit.*kv-cache-memory", max_model_len=100_000)
+    refused(model, "unknown dtype 'int3'.*float32", dtype="int3")
+    refused(model, "device", device="cuda:77")
+    for options in ({"max_num_batched_tokens": 0}, {"max_num_seqs": -1}, {"block_size": 24}, {"kv_cache_memory": 0}):
+        refused(model, f"--{next(iter(options)).replace('_', '-')}", **options)
+
+
+def test_context_defaults_to_what_the_cache_holds(model: Path) -> None:
+    per_block = make_core(model).info.kv_bytes_per_token * 16
+    info = make_core(model, kv_cache_memory=5 * per_block).info
+    assert info.max_model_len == 80
+    assert any("80 tokens" in notice for notice in info.notices)
+    assert make_core(model, max_model_len=1000).info.max_model_len == 1000  # past the model's own length is allowed
+
+
+def test_sharded_checkpoint_gives_the_same_model(model: Path, tmp_path: Path) -> None:
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    loaded.save_pretrained(tmp_path / "sharded", max_shard_size="200KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
+    request = greedy("a", range(3, 40), 8)
+    whole, sharded = (run(make_core(d), [request])["a", 0] for d in (model, tmp_path / "sharded"))
+    assert torch.equal(torch.stack(whole.logits), torch.stack(sharded.logits))
+    next((tmp_path / "sharded").glob("model-*.safetensors")).unlink()
+    refused(tmp_path / "sharded", "shards are missing")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(model: Path, dtype: str) -> None:
+    request = greedy("a", range(3, 40), 1)
+    full = run(make_core(model), [request])["a", 0].logits[0]
+    core = make_core(model, dtype=dtype)
+    half = run(core, [request])["a", 0].logits[0]
+    assert core.info.dtype == core.info.kv_cache_dtype == dtype
+    error = (half - full).norm() / full.norm()
+    assert 0 < error < (0.05 if dtype == "bfloat16" else 0.01)
+
+
+def test_dummy_weights_need_only_a_config(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    config = EngineConfig(model=str(model), load_format="dummy", device="cpu", kv_cache_memory=8 << 20)
+    report = run_engine_benchmark(config, batch_size=3, input_len=20, output_len=5)
+    assert report["prefill_tokens_per_second"] > 0 and report["decode_tokens_per_second"] > 0
+    assert report["prefix_cache_hits"] == 0
+    assert report["settings"]["batch_size"] == 3
+    assert run_engine_benchmark(config, batch_size=1, input_len=8, output_len=1)["decode_tokens_per_second"] is None
+    with pytest.raises(LoadError, match="exceed the context"):
+        run_engine_benchmark(config, batch_size=1, input_len=400, output_len=5)
+
+
+def test_requests_the_engine_refuses(model: Path) -> None:
+    core = make_core(model)
+    length = core.info.max_model_len
+    cases = [
+        (greedy("a", []), "prompt"),
+        (greedy("a", [5] * length), "prompt"),
+        (greedy("a", [128]), "prompt"),
+        (greedy("a", [-1]), "prompt"),
+        (greedy("a", [5], temperature=float("nan")), "temperature"),
+        (greedy("a", [5], logit_bias={500: 1.0}), "logit_bias"),
+        (greedy("a", [5], stop_token_ids=(128,)), "stop_token_ids"),
+        (greedy("a", [5], allowed_token_ids=()), "allowed_token_ids"),
+        (greedy("a", [5], n=65), "n"),
+        (greedy("a", [5], rope_update="sideways"), "rope_update"),
+    ]
+    for request, param in cases:
+        with pytest.raises(RequestError) as error:
+            core.add(request)
+        assert error.value.param == param
+    assert not core.has_work()
+
+
+def test_max_tokens_past_the_context_ends_with_length(model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(model), max_model_len=32, device="cpu", kv_cache_memory=8 << 20))
+    result = run(core, [greedy("a", range(3, 23), 1000)])["a", 0]
+    assert len(result.token_ids) == 12 and result.finish_reason == "length"
+
+
+def test_sizes() -> None:
+    assert parse_size("4GiB") == 4 << 30 and parse_size("1.5g") == 1_500_000_000 and parse_size("77") == 77
+    for bad in ("", "GiB", "-1", "4 parsecs", "0"):
+        with pytest.raises(LoadError, match="4GiB"):
+            parse_size(bad)
+
+
+NOT_FINITE = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"}], ids=str
+)
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+def test_numbers_that_are_not_finite_are_refused_by_name(model: Path, stored: str, options: dict[str, Any]) -> None:
+    """A matrix that is read into place or in parts, a part of a fused one, the embedding, a norm: first, inner, last."""
+    names = ["model.layers.1.mlp.down_proj.weight", "model.layers.0.self_attn.k_proj.weight", "model.norm.weight"]
+    tensors = {name: t.to(getattr(torch, stored)) for name, t in load_file(model / "model.safetensors").items()}
+    for name, place, value in zip(
+        [*names, "model.embed_tokens.weight"], (0, 77, -1, -1), (*NOT_FINITE, NOT_FINITE[0]), strict=True
+    ):
+        damaged = tensors[name].clone()
+        damaged.view(-1)[place] = value
+        save_file({**tensors, name: damaged}, model / "model.safetensors", metadata={"format": "pt"})
+        refused(model, rf"tensor '{name}' holds numbers that are NaN or infinite.*download or copy it again", **options)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    make_core(model, **options)
+
+
+def test_a_tied_head_that_is_not_finite_is_named_too(tmp_path: Path) -> None:
+    tied = make_model("llama_bias", tmp_path / "tied")
+    edit_weights(
+        tied, lambda t: t.update({"lm_head.weight": torch.full_like(t["model.embed_tokens.weight"], torch.inf)})
+    )
+    refused(tied, r"tensor 'lm_head\.weight' holds numbers that are NaN or infinite")
+
+
+def test_buffers_that_nobody_reads_may_hold_anything(model: Path) -> None:
+    edit_weights(model, lambda t: t.update({"model.rotary_emb.inv_freq": torch.full((8,), torch.nan)}))
+    make_core(model)
+
+
+def test_large_numbers_are_numbers(model: Path) -> None:
+    """Their sum is infinite; each of them is not."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        largest = torch.full((64,), torch.finfo(dtype).max, dtype=dtype)
+        edit_weights(model, lambda t, w=largest: t.update({"model.norm.weight": w}))
+        make_core(model)
+        edit_weights(model, lambda t, w=largest: t.update({"model.norm.weight": -w}))
+        make_core(model)
+
+
+def test_numbers_beyond_the_type_they_are_converted_to_are_refused(model: Path) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+
+    def enlarge(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][3, 3] = -70_000.0
+
+    edit_weights(model, enlarge)
+    refused(model, rf"tensor '{name}' holds numbers beyond 6\.55e\+04.*float16.*--dtype bfloat16", dtype="float16")
+    for options in ({"dtype": "bfloat16"}, {"quantization": "int8"}, {}):
+        make_core(model, **options)

@@ -1,0 +1,193 @@
+"""What is known before a model is loaded: sizes that agree with what is then allocated, and what does not fit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny_models import FAMILIES, make_model
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache import memory
+from windlass.engine.cache.budget import bytes_per_token, plan_cache
+from windlass.engine.cache.memory import available_memory
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.formats import describe_foreign
+from windlass.engine.model.loading.loader import load_model
+from windlass.engine.model.loading.preflight import check_memory, check_start, describe_model
+from windlass.engine.model.loading.sizes import weight_bytes
+from windlass.engine.model.spec import KVGroupSpec, ModelSpec
+from windlass.kernels import PackedWeight
+
+DEMO = Path(__file__).parents[4] / "models" / "demo"
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def spec() -> ModelSpec:
+    return describe_model(EngineConfig(model=str(DEMO))).spec
+
+
+@pytest.mark.parametrize(
+    ("rename", "says"),
+    [
+        (lambda name: name.removeprefix("model."), "without its language-model head"),
+        (lambda name: f"language_{name}", "of a multimodal model"),
+        (lambda name: name.replace(".weight", ".qweight"), r"quantized \(GPTQ or AWQ\).*--quantization"),
+        (lambda name: name.replace("norm.weight", "norm.weight_scale_inv"), r"quantized \(FP8\)"),
+    ],
+)
+def test_names_of_tensors_tell_what_they_are(rename: Callable[[str], str], says: str, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    tensors = {rename(name): tensor for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=says):
+        check_start(EngineConfig(model=str(model)))
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom windlass.engine.api.config import EngineConfig\n"
+        "from windlass.engine.model.loading.preflight import check_start\n"
+        f"check_start(EngineConfig(model={str(DEMO)!r}))\n"
+        "print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_supported_family_passes(family: str, tmp_path: Path) -> None:
+    check_start(EngineConfig(model=str(make_model(family, tmp_path / family))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dim", [16, 18, 63, 128])
+def test_bytes_per_token_are_those_of_the_pages(dtype: str, dim: int) -> None:
+    group = KVGroupSpec(layers=(0, 1, 2), num_kv_heads=5, head_dim=dim, window=None)
+    storage = KVStorage([group], [7], 32, getattr(torch, dtype), torch.device("cpu"))
+    pages = [storage.pages(layer) for layer in group.layers]
+    planes = [plane for page in pages for plane in (page.key, page.value, page.key_scale, page.value_scale)]
+    assert bytes_per_token(group, dtype) * 7 * 32 == sum(plane.nbytes for plane in planes if plane is not None)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_bias", "gemma3", "phi3"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}], ids=str
+)
+def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "vocab_size": 512}
+    config = EngineConfig(model=str(make_model(family, tmp_path / "model", **sizes)), device="cpu", **options)
+    decoder = load_model(config).decoder
+    foretold = weight_bytes(decoder.spec, decoder.weight_dtype.itemsize, config.quantization)
+    matrices = [t for t in decoder.tensors() if isinstance(t, PackedWeight) or len(t.shape) > 1]
+    # Scales of rows of 8 bits are not counted; with real widths they are less than a thousandth.
+    assert 0.97 * sum(t.nbytes for t in matrices) <= foretold <= sum(t.nbytes for t in matrices)
+
+
+def refusal(spec: ModelSpec, free: int | None, stored: str = "float32", **options: object) -> str:
+    config = EngineConfig(model=str(DEMO), **options)  # type: ignore[arg-type]
+    with pytest.raises(LoadError) as error:
+        check_memory(config, spec, "float32", stored, "cpu", free)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_weights_that_do_not_fit_name_the_options_under_which_they_do(spec: ModelSpec) -> None:
+    whole, half, quarter = (weight_bytes(spec, n, q) for n, q in ((4, "none"), (2, "none"), (4, "int4")))
+    said = refusal(spec, whole - 1)
+    assert "--dtype bfloat16 (" in said and "--quantization int8 (" in said and "--quantization int4 (" in said
+    assert "the weights need 15.2 MiB of memory, 15.2 MiB are free" in said
+    said = refusal(spec, half - 1)
+    assert "--dtype" not in said and "--quantization int8" in said
+    assert refusal(spec, quarter - 1).endswith("use a smaller model or free some memory")
+    assert "--dtype" not in refusal(spec, half - 1, "bfloat16")
+    check_memory(EngineConfig(model=str(DEMO)), spec, "float32", "float32", "cpu", 4 * whole)
+
+
+def test_a_cache_must_fit_beside_the_weights(spec: ModelSpec) -> None:
+    length, sequences = 1 << 20, 4
+    needed = length * sequences * bytes_per_token(spec.kv_groups[0], "float32")
+    weights = weight_bytes(spec, 4)
+    options = {"max_model_len": length, "max_num_seqs": sequences, "kv_cache_memory": 500 * GIB}
+    said = refusal(spec, needed + weights - 1, **options)
+    assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.2 MiB of it for the weights: ")
+    assert "--kv-cache-dtype int8" in said and "int8" not in refusal(spec, GIB, kv_cache_dtype="int8", **options)
+    config = EngineConfig(model=str(DEMO), **options)  # type: ignore[arg-type]
+    check_memory(config, spec, "float32", "float32", "cpu", needed + weights)
+    check_memory(config, spec, "float32", "float32", "cpu", None)  # nobody knows what is free
+
+
+def test_only_ways_out_that_lead_somewhere_are_named(spec: ModelSpec) -> None:
+    """1 M tokens take 4 GiB in float32 and 1.1 in int8."""
+    said = refusal(spec, 10 * GIB, max_model_len=1 << 20, kv_cache_memory=GIB)
+    assert "it needs 4.0 GiB of KV cache, there are 1.0 GiB, which hold 262144 tokens" in said
+    assert "raise --kv-cache-memory or lower --max-model-len or use --kv-cache-dtype int8" in said
+    said = refusal(spec, 2 * GIB, max_model_len=1 << 20)
+    assert "raise" not in said and said.endswith("lower --max-model-len or use --kv-cache-dtype int8")
+    said = refusal(spec, GIB, max_model_len=1 << 20)
+    assert said.endswith("tokens: lower --max-model-len")
+
+
+def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
+    model = make_model("gemma3", tmp_path / "gemma", sliding_window=64)
+    spec = describe_model(EngineConfig(model=str(model))).spec
+    options = {"max_model_len": 4096, "max_num_batched_tokens": 64}
+    few, many = (EngineConfig(model=str(model), max_num_seqs=n, **options) for n in (1, 64))  # type: ignore[arg-type]
+    budget = plan_cache(few, spec, "float32", GIB).num_bytes
+    assert plan_cache(few, spec, "float32", budget).max_model_len == 4096
+    with pytest.raises(LoadError, match="lower --max-model-len or --max-num-seqs"):
+        plan_cache(many, spec, "float32", budget)
+
+
+def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than is free was not asked for as far as anybody knew: the allocation itself fails."""
+    monkeypatch.setattr("windlass.engine.model.loading.loader.available_memory", lambda: None)
+    config = EngineConfig(
+        model=str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 20, max_model_len=1 << 26
+    )
+    with pytest.raises(
+        LoadError, match=r"the KV cache needs .* GiB of memory, more than cpu gives.*--kv-cache-memory"
+    ) as e:
+        EngineCore(config)
+    assert "\n" not in str(e.value)
+
+
+def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside = available_memory()
+    assert outside is not None and outside > 64 << 20
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text(f"{40 << 20}\n")
+    assert available_memory() > 64 << 20
+    (tmp_path / "memory.max").write_text(f"{64 << 20}\n")
+    assert available_memory() == 24 << 20
+    # What files have left in memory is given back on demand.
+    (tmp_path / "memory.stat").write_text(f"anon 1\nactive_file {10 << 20}\ninactive_file {20 << 20}\nshmem 5\n")
+    assert available_memory() == 54 << 20
+
+
+def test_conversions_are_quoted_for_a_shell(tmp_path: Path) -> None:
+    for name in ("plain", "it's $HOME", 'a "b"'):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "pytorch_model.bin").touch()
+        said = describe_foreign(directory)
+        assert said is not None
+        command = said[said.index("python -c") :].replace("python -c", "printf %s", 1)
+        code = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
+        assert repr(str(directory)) in code and repr(f"{name}-safetensors") in code
+        compile(code, "command", "exec")
+
+
+def test_training_leftovers_are_no_weights(tmp_path: Path) -> None:
+    for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
+        (tmp_path / name).touch()
+    assert describe_foreign(tmp_path) is None

@@ -1,0 +1,170 @@
+"""Quantized models through the whole engine: close to the unquantized one, the same bits however they are batched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.cpu_kernels import kernels
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file, save_file
+
+import windlass
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.core.engine_core import _namespace
+from windlass.engine.errors import LoadError
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.model.loading.loader import load_model
+from windlass.engine.model.loading.preflight import check_quantization
+from windlass.kernels import PackedWeight
+
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
+FAMILIES = ("llama", "llama_bias", "glm", "phi3", "gemma3", "hunyuan")
+WIDTHS = ("int8", "int4")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_model(family, root / family) for family in FAMILIES}
+
+
+def whole_logits(directory: Path, ids: list[int], **options: Any) -> torch.Tensor:
+    loaded = load_model(EngineConfig(model=str(directory), device="cpu", **options))
+    scorer = Scorer(loaded.decoder, loaded.cache_dtype)
+    with torch.inference_mode():
+        return scorer.logits(ids, scorer.plan(len(ids)))
+
+
+def write_back(decoder: Any) -> None:
+    """Replace every packed weight by the float32 matrix that it stands for."""
+    for weights in decoder.layers:
+        for name in ("qkv", "out", "gate_up", "down"):
+            setattr(weights, name, getattr(weights, name).dequantize())
+    if isinstance(decoder.embedding, PackedWeight):
+        decoder.embedding = decoder.embedding.dequantize()
+    decoder.head = decoder.head.dequantize()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_lands_in_its_place(models: dict[str, Path], family: str, width: str) -> None:
+    """Packed weights, read back, equal the plain loader's matrices to the width's rounding: fused rows, order and ties."""
+    plain, packed = (
+        load_model(EngineConfig(model=str(models[family]), device="cpu", dtype="float32", **extra)).decoder
+        for extra in ({}, {"quantization": width})
+    )
+    assert packed.num_parameters() == plain.num_parameters()
+    write_back(packed)
+    for ours, theirs in zip(packed.tensors(), plain.tensors(), strict=True):
+        assert ours.shape == theirs.shape
+        if ours.dim() == 1:
+            assert torch.equal(ours, theirs)
+        else:
+            assert (ours - theirs).norm() <= (0.01 if width == "int8" else 0.1) * theirs.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_int8_logits_stay_near_float32(models: dict[str, Path], family: str) -> None:
+    ids = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    want = whole_logits(models[family], ids, dtype="float32")
+    got = whole_logits(models[family], ids, dtype="float32", quantization="int8")
+    assert not torch.equal(got, want)
+    assert (got - want).norm() < 0.1 * want.norm()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_bundled_model_still_writes(width: str) -> None:
+    text = torch.randint(3, 4096, (40,), generator=torch.Generator().manual_seed(2)).tolist()
+    want = whole_logits(DEMO, text).log_softmax(-1)
+    got = whole_logits(DEMO, text, quantization=width).log_softmax(-1)
+    divergence = (want.exp() * (want - got)).sum(-1).mean()
+    assert 0 < divergence < (0.005 if width == "int8" else 0.1)
+    core = make_core(DEMO, quantization=width)
+    assert core.info.quantization == width
+    result = run(core, [greedy("a", text[:20], 12)])["a", 0]
+    assert len(result.token_ids) == 12
+
+
+def logits_of(finished: dict[tuple[str, int], Finished]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack(result.logits) for (name, _), result in finished.items()}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_deterministic_bits_alone_batched_and_chunked(
+    models: dict[str, Path], width: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr("windlass.kernels.cpu.unavailable_reason", lambda: "none here")
+    generator = torch.Generator().manual_seed(3)
+    sent = [
+        greedy(str(i), torch.randint(3, 128, (5 + 7 * i,), generator=generator).tolist(), 6)
+        for i in range(6 if compiled else 3)
+    ]
+    options: dict[str, Any] = {"quantization": width, "deterministic": True, "prefix_caching": False}
+    alone = {}
+    for request in sent:
+        alone |= logits_of(run(make_core(models["llama_bias"], **options), [request]))
+    for budget in (2048, 7):
+        together = logits_of(run(make_core(models["llama_bias"], max_num_batched_tokens=budget, **options), sent))
+        assert all(torch.equal(together[name], alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_dummy_weights(models: dict[str, Path], width: str) -> None:
+    (models["llama"] / "empty").mkdir(exist_ok=True)
+    core = make_core(models["llama"], load_format="dummy", quantization=width)
+    decoder = core.runner.decoder
+    weight = decoder.layers[0].down
+    assert isinstance(weight, PackedWeight)
+    values = weight.dequantize()
+    assert float(values.std()) == pytest.approx((1 / weight.columns) ** 0.5, rel=0.1)
+    assert len(torch.unique(weight.data)) > 200
+    assert weight.bits == (8 if width == "int8" else 4)
+    assert all(row.isfinite().all() for row in run(core, [greedy("a", [5, 6, 7], 4)])["a", 0].logits)
+
+
+def test_memory_shrinks() -> None:
+    sizes = [
+        load_model(EngineConfig(model=str(DEMO), device="cpu", quantization=q)).decoder.weight_bytes()
+        for q in ("none", "int8", "int4")
+    ]
+    assert sizes[1] < 0.52 * sizes[0]
+    assert sizes[2] < sizes[1]
+
+
+def test_prefix_blocks_of_another_width_are_not_the_same(models: dict[str, Path]) -> None:
+    loaded = [load_model(EngineConfig(model=str(models["llama"]), quantization=q)) for q in ("none", "int8", "int4")]
+    assert len({_namespace(model) for model in loaded}) == 3
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_saved_head_must_equal_the_tied_embedding(tmp_path: Path, equal: bool) -> None:
+    directory = make_model("llama_bias", tmp_path / "tied")
+    tensors = load_file(directory / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    if not equal:
+        head[7] *= 1.5
+    save_file({**tensors, "lm_head.weight": head}, directory / "model.safetensors", metadata={"format": "pt"})
+    if equal:
+        make_core(directory, quantization="int8")
+    else:
+        with pytest.raises(LoadError, match="tie_word_embeddings"):
+            make_core(directory, quantization="int8")
+
+
+def test_what_does_not_work_is_refused_with_a_way_out(models: dict[str, Path]) -> None:
+    config = EngineConfig(model=str(models["llama"]), quantization="int4")
+    with pytest.raises(LoadError, match="--device cpu"):
+        check_quantization(config, "cuda")
+    with pytest.raises(LoadError, match="use none, int8 or int4"):
+        make_core(models["llama"], quantization="int3")
+
+
+def test_kernels_are_compiled_here() -> None:
+    """Without them the tests above would compare the reference with itself."""
+    kernels("generic")

@@ -1,0 +1,437 @@
+"""The cache of quantized weights: the same bits as without it, and never in the way of a start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file, save_file
+
+import windlass
+from windlass import kernels
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading import weight_cache
+from windlass.engine.model.loading.loader import LoadedModel, load_model
+from windlass.engine.model.loading.safetensors_file import write_tensors
+from windlass.engine.model.loading.weight_cache import FOLDER, WeightCache, decoder_tensors
+
+FAMILIES = ("llama_bias", "gemma3", "glm")
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {family: make_model(family, root / family) for family in FAMILIES}
+
+
+@pytest.fixture
+def model(originals: dict[str, Path], tmp_path: Path) -> Path:
+    """A tied model with biases, to change at will."""
+    return Path(shutil.copytree(originals["llama_bias"], tmp_path / "model"))
+
+
+def load(directory: Path, cache: Path | str | None = "beside", **options: Any) -> LoadedModel:
+    given: dict[str, Any] = {"quantization": "int8", "device": "cpu", **options}
+    return load_model(EngineConfig(model=str(directory), weight_cache=None if cache is None else str(cache), **given))
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted((directory / FOLDER).iterdir())
+
+
+def same_weights(found: LoadedModel, wanted: LoadedModel) -> bool:
+    mine, theirs = decoder_tensors(found.decoder), decoder_tensors(wanted.decoder)
+    assert mine.keys() == theirs.keys()
+    return all(bits(mine[name]) == bits(theirs[name]) for name in mine)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def notice(loaded: LoadedModel) -> str:
+    (line,) = (line for line in loaded.notices if "weight" in line)
+    assert "\n" not in line
+    return line
+
+
+def was_read(loaded: LoadedModel) -> bool:
+    return "quantized weights read from" in notice(loaded)
+
+
+@pytest.fixture
+def no_quantizing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    def forbid() -> None:
+        def pack(*_: object) -> None:
+            raise AssertionError("weights were quantized although they are cached")
+
+        monkeypatch.setattr(kernels, "pack", pack)
+
+    return forbid
+
+
+@pytest.mark.parametrize("width", ["int8", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_same_bits_from_the_cache(
+    family: str, width: str, originals: dict[str, Path], tmp_path: Path, no_quantizing: Callable[[], None]
+) -> None:
+    options = {"quantization": width, "prefix_caching": False}
+    sent = [greedy("x", [5, 9, 3, 17, 11], 6)]
+    want = run(make_core(originals[family], **options), sent)
+    first = run(make_core(originals[family], weight_cache=str(tmp_path), **options), sent)
+    no_quantizing()
+    core = make_core(originals[family], weight_cache=str(tmp_path), **options)
+    again = run(core, sent)
+    assert any("read from" in line for line in core.info.notices)
+    for got in (first, again):
+        assert got["x", 0].token_ids == want["x", 0].token_ids
+        for mine, theirs in zip(got["x", 0].logits, want["x", 0].logits, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_the_first_start_writes_one_ordinary_safetensors_file(model: Path) -> None:
+    loaded = load(model)
+    (path,) = files(model)
+    assert f"kept in {path}" in notice(loaded)
+    assert path.name.startswith("int8-float32-") and path.suffix == ".safetensors"
+    found = load_file(path)
+    assert found.keys() == decoder_tensors(loaded.decoder).keys()
+    for name, tensor in decoder_tensors(loaded.decoder).items():
+        assert found[name].dtype == tensor.dtype and bits(found[name]) == bits(tensor), name
+    assert "head.data" not in found, "a tied head is the embedding's"
+    umask = os.umask(0o022)
+    os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_other_options_have_files_of_their_own(model: Path, tmp_path: Path) -> None:
+    for options in ({}, {"quantization": "int4"}, {"dtype": "bfloat16"}):
+        assert not was_read(load(model, **options))
+        assert was_read(load(model, **options))
+    assert len(files(model)) == 3
+    # One folder for two models of one name.
+    shared, other = tmp_path / "shared", tmp_path / "elsewhere" / "model"
+    shutil.copytree(model, other)
+    assert not was_read(load(model, shared)) and not was_read(load(other, shared))
+    assert was_read(load(model, shared)) and was_read(load(other, shared))
+    assert len(list(shared.iterdir())) == 2
+    assert all(path.name.startswith("model-") for path in shared.iterdir())
+
+
+def change_weights(model: Path) -> None:
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] += 1.0
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def touch(model: Path) -> None:
+    stat = (model / "model.safetensors").stat()
+    os.utime(model / "model.safetensors", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+
+
+def change_config(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (change_weights, "the checkpoint has changed"),
+        (touch, "the checkpoint has changed"),
+        (change_config, "config.json has changed"),
+    ],
+)
+def test_a_stale_cache_is_made_anew(change: Callable[[Path], None], reason: str, model: Path) -> None:
+    load(model)
+    change(model)
+    stale = load(model)
+    assert [line for line in stale.notices if "is not used" in line and reason in line]
+    assert same_weights(stale, load(model, None))
+    renewed = load(model)
+    assert was_read(renewed) and same_weights(renewed, stale)
+    assert len(files(model)) == 1, "a stale file was left beside its successor"
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "reason"),
+    [
+        (windlass, "__version__", "0.0.0", "another version"),
+        (kernels, "LAYOUT_VERSION", 0, "another layout"),
+    ],
+)
+def test_a_cache_of_another_program_version_is_made_anew(
+    where: Any, name: str, value: Any, reason: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, value)
+        load(model)
+    assert [line for line in load(model).notices if reason in line]
+    assert was_read(load(model))
+
+
+def test_a_file_serves_whatever_the_processor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantizing gives the same bytes without compiled kernels, so that a file can be carried to another machine."""
+    load(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("windlass.kernels.cpu.unavailable_reason", lambda: "not here")
+        assert was_read(load(model))
+        (file,) = files(model)
+        read = file.read_bytes()
+        file.unlink()
+        load(model)
+    assert files(model) == [file]
+    assert file.read_bytes() == read
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def garble(path: Path) -> None:
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def foreign(path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, path)
+
+
+def other_tensors(path: Path) -> None:
+    """The right fingerprint over tensors of other shapes."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    save_file({"a": torch.zeros(3)}, path, metadata=header["__metadata__"])
+
+
+def damaged_metadata(path: Path) -> None:
+    save_file(load_file(path), path, metadata={"kind": "windlass packed weights", "fingerprint": "["})
+
+
+def odd_metadata(path: Path) -> None:
+    save_file(load_file(path), path, metadata={"kind": "windlass packed weights", "fingerprint": "[1]"})
+
+
+def not_finite(path: Path) -> None:
+    """The right fingerprint over a scale that is no number."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors = load_file(path)
+    tensors["layers.1.out.scales"][5] = torch.nan
+    save_file(tensors, path, metadata=header["__metadata__"])
+
+
+def test_nothing_is_cached_of_a_checkpoint_that_is_not_finite(model: Path) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.inf
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    for _ in range(2):
+        with pytest.raises(LoadError, match=r"up_proj\.weight' holds numbers that are NaN or infinite"):
+            load(model)
+    assert not (model / FOLDER).exists()
+
+
+@pytest.mark.parametrize(
+    "damage", [not_finite, cut, garble, empty, foreign, other_tensors, damaged_metadata, odd_metadata]
+)
+def test_an_unusable_file_is_made_anew(damage: Callable[[Path], None], model: Path) -> None:
+    want = load(model)
+    (path,) = files(model)
+    damage(path)
+    found = load(model)
+    lines = [line for line in found.notices if "is not used" in line]
+    assert len(lines) == 1 and str(path) in lines[0] and "\n" not in lines[0]
+    assert same_weights(found, want)
+    assert was_read(load(model)) and len(files(model)) == 1
+
+
+def test_a_folder_in_the_file_s_place_stops_nothing(model: Path) -> None:
+    want = load(model)
+    (path,) = files(model)
+    path.unlink()
+    path.mkdir()
+    found = load(model)
+    assert [line for line in found.notices if "is not used" in line]
+    assert [line for line in found.notices if "cannot be written" in line]
+    assert same_weights(found, want) and files(model) == [path]
+
+
+def test_a_read_that_fails_halfway_leaves_right_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = load(model)
+    original = weight_cache.read_tensors
+
+    def broken(path: Path, place: Any) -> Any:
+        for count, entry in enumerate(original(path, place)):
+            if count == 5:
+                raise OSError(5, "Input/output error")
+            entry.tensor.view(-1).view(torch.uint8).fill_(0x5A)
+            yield entry
+
+    monkeypatch.setattr(weight_cache, "read_tensors", broken)
+    found = load(model)
+    assert any("Input/output error" in line for line in found.notices)
+    assert same_weights(found, want)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of folders")
+def test_a_folder_that_cannot_be_written_to_is_a_notice(model: Path, tmp_path: Path) -> None:
+    """As root no mode forbids anything: there a file stands where the folder would be."""
+    for where in (tmp_path / "file" / "inside", a_place_without_permission(tmp_path)):
+        (tmp_path / "file").touch()
+        loaded = load(model, where)
+        assert "cannot be written" in notice(loaded) and str(where) in notice(loaded)
+        assert same_weights(loaded, load(model, None))
+
+
+def a_place_without_permission(tmp_path: Path) -> Path:
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(0o500)
+    return locked if os.geteuid() else Path("/proc/1/windlass")
+
+
+def test_a_full_disk_leaves_nothing_behind(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> Any:
+        yield from list(write_tensors(*arguments))[:2]
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weight_cache, "write_tensors", full)
+    loaded = load(model, tmp_path / "cache")
+    assert "No space left on device" in notice(loaded)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_removed_once_it_is_old(model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    model = model.rename(tmp_path / "a [strange] name*")
+    load(model, cache)
+    (path,) = cache.iterdir()
+    path.unlink()
+    old, young, other = (
+        path.with_name(f".{name}.part") for name in (f"{path.name}.01", f"{path.name}.23", "another.45")
+    )
+    for part in (old, young, other):
+        part.write_bytes(b"half")
+    for part in (old, other):
+        os.utime(part, (time.time() - 7200,) * 2)
+    load(model, cache)
+    assert not old.exists() and young.exists() and other.exists() and path.exists()
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_not_cached(model: Path) -> None:
+    loaded = load(model, None)
+    cache = WeightCache("beside", model, loaded.decoder)
+    touch(model)
+    cache.store(loaded.decoder)
+    assert "changed while it was read" in cache.notices[0]
+    assert not (model / FOLDER).exists()
+
+
+def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
+    """Two processes and two threads over an empty folder: whoever comes later reads a whole file, whoever wrote it."""
+    want = load(model, None)
+    script = (
+        "import sys\nfrom windlass.engine.api.config import EngineConfig\n"
+        "from windlass.engine.model.loading.loader import load_model\n"
+        "for _ in range(3):\n"
+        "    m = load_model(EngineConfig(model=sys.argv[1], quantization='int8', weight_cache='beside', device='cpu'))\n"
+        "assert not [n for n in m.notices if 'not used' in n or 'cannot' in n], m.notices\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(model)]) for _ in range(2)]
+    found: list[LoadedModel] = []
+    threads = [threading.Thread(target=lambda: found.extend(load(model) for _ in range(4))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [process.wait(60) for process in processes] == [0, 0]
+    assert len(found) == 8 and all(same_weights(loaded, want) for loaded in found)
+    assert len(files(model)) == 1 and was_read(load(model))
+
+
+@pytest.mark.parametrize("options", [{"quantization": "none"}, {"load_format": "dummy"}], ids=str)
+def test_an_option_without_effect_is_said(options: dict[str, Any], model: Path) -> None:
+    assert "--weight-cache has no effect" in notice(load(model, **options))
+    assert not (model / FOLDER).exists()
+
+
+def test_without_the_option_nothing_is_written(model: Path) -> None:
+    before = sorted(model.rglob("*"))
+    assert not [line for line in load(model, None).notices if "weight" in line]
+    assert sorted(model.rglob("*")) == before
+
+
+def test_an_unreadable_checkpoint_is_one_line(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(LoadError, match=r"no model\.safetensors"):
+        load(model)
+
+
+def test_reading_the_cache_never_holds_the_weights_twice(tmp_path: Path) -> None:
+    """Some 130 MB of packed weights go straight to where they belong, and writing them copies none."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 8000,
+        "hidden_size": 2048,
+        "intermediate_size": 5504,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    hidden, inner = 2048, 5504
+    shapes = {"model.embed_tokens.weight": (8000, hidden), "model.norm.weight": (hidden,)}
+    for i in range(2):
+        rows = {"q": 2048, "k": 512, "v": 512, "o": 2048}
+        shapes |= {f"model.layers.{i}.self_attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
+        shapes |= {f"model.layers.{i}.mlp.{x}_proj.weight": (inner, hidden) for x in ("gate", "up")}
+        shapes[f"model.layers.{i}.mlp.down_proj.weight"] = (hidden, inner)
+        shapes |= {f"model.layers.{i}.{x}_layernorm.weight": (hidden,) for x in ("input", "post_attention")}
+    save_file(
+        {name: torch.full(shape, 0.5, dtype=torch.bfloat16) for name, shape in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
+    script = """
+import sys
+import windlass.engine.core.engine_core
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.model.loading.loader import load_model
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+before = status("VmRSS")
+loaded = load_model(EngineConfig(model=sys.argv[1], quantization="int8", weight_cache='beside', device="cpu"))
+print(status("VmHWM") - before, loaded.decoder.weight_bytes(), *loaded.notices)
+"""
+    grown: list[int] = []
+    for where, expected in (("None", ""), ("'beside'", "kept in"), ("'beside'", "read from")):
+        run_here = script.replace("'beside'", where)
+        output = subprocess.check_output([sys.executable, "-c", run_here, str(tmp_path)], text=True)
+        peak, weights, said = (output + " ").split(" ", 2)
+        assert expected in said
+        grown.append(int(peak))
+    without, making, reading = grown
+    assert making < without + 0.6 * int(weights), "writing the file took memory of its own"
+    assert 0.9 * int(weights) < reading < 1.5 * int(weights)

@@ -1,0 +1,145 @@
+"""Reading safetensors without mapping them: the same tensors as the library reads, in place, and its refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.model.loading import safetensors_file
+from windlass.engine.model.loading.safetensors_file import Place, read_tensors
+
+MODEL = Path(__file__).parents[4] / "models" / "demo"
+
+
+def nowhere(name: str, dtype: torch.dtype, shape: list[int]) -> None:
+    return None
+
+
+def read_whole(path: Path, place: Place = nowhere) -> dict[str, torch.Tensor]:
+    """Every tensor of the file, put together from its parts, which come in order and one tensor after the other."""
+    whole: dict[str, torch.Tensor] = {}
+    parts: list[torch.Tensor] = []
+    for part in read_tensors(path, place):
+        assert part.name not in whole and part.first == sum(len(p) for p in parts)
+        if part.last and not parts:
+            tensor = part.tensor
+            whole[part.name] = tensor.clone() if place(part.name, tensor.dtype, part.shape) is None else tensor
+        elif part.last:
+            whole[part.name] = torch.cat((*parts, part.tensor))
+            parts = []
+        else:
+            parts.append(part.tensor.clone())
+            continue
+        assert list(whole[part.name].shape) == part.shape
+    assert not parts
+    return whole
+
+
+def test_every_type_and_shape_reads_as_the_library_reads_it(tmp_path: Path) -> None:
+    kinds = [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ]
+    shapes = [(), (0, 4), (3,), (5, 7), (2, 3, 4)]
+    tensors = {
+        f"{kind}-{shape}": (torch.randn(shape) * 50).to(kind) for kind in kinds for shape in shapes
+    }  # NaN-free, so equality is enough
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    expected = load_file(tmp_path / "x.safetensors")
+    found = read_whole(tmp_path / "x.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def test_a_tensor_goes_where_it_is_wanted(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(64, 8), "b": torch.randn(64, 8), "c": torch.randn(4).bfloat16()}
+    save_file(tensors, tmp_path / "x.safetensors")
+    fused = torch.full((128, 8), float("nan"))
+    asked = {}
+
+    def place(name: str, dtype: torch.dtype, shape: list[int]) -> torch.Tensor | None:
+        asked[name] = (dtype, shape)
+        return {"a": fused[:64], "b": fused[64:]}.get(name)
+
+    found = read_whole(tmp_path / "x.safetensors", place)
+    assert torch.equal(fused, torch.cat((tensors["a"], tensors["b"])))
+    assert found["b"].data_ptr() == fused[64:].data_ptr() and torch.equal(found["c"], tensors["c"])
+    assert asked == {name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("size", [1, 1000, 5000, 1 << 16])
+def test_parts_of_a_tensor_are_whole_panels_of_rows(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more parts than buffers, of tensors of several widths: each holds its own rows until the next is asked for."""
+    monkeypatch.setattr(safetensors_file, "_PART", size)
+    tensors = {f"{rows}x{columns}": torch.randn(rows, columns) for rows in (1, 16, 49, 400) for columns in (3, 64, 100)}
+    tensors |= {"vector": torch.randn(2000), "cube": torch.randn(40, 3, 5), "one": torch.tensor(3.0)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = read_whole(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    for part in read_tensors(tmp_path / "x.safetensors", nowhere):
+        assert part.last or (len(part.tensor) % 16 == 0 and part.first % 16 == 0)
+        assert part.tensor.nbytes <= size or not part.shape or len(part.tensor) <= 16
+
+
+@pytest.mark.parametrize("rows", [1, 5000])
+def test_every_part_tells_whether_its_numbers_are_finite(
+    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at in pieces, of which only one holds the number: in the place given, and in parts."""
+    monkeypatch.setattr(safetensors_file, "_PART", 1 << 12)
+    monkeypatch.setattr(safetensors_file, "_LOOK", 1 << 10)
+    tensors = {"good": torch.randn(rows, 9), "bad": torch.randn(rows, 9), "also good": torch.randn(rows, 9)}
+    tensors["bad"][rows // 3, 4] = torch.nan
+    save_file(tensors, tmp_path / "x.safetensors")
+    for place in (nowhere, lambda name, dtype, shape: torch.empty(shape, dtype=dtype)):
+        parts = list(read_tensors(tmp_path / "x.safetensors", place))
+        assert [part.name for part in parts if not part.finite] == ["bad"]
+    bad = next(part for part in read_tensors(tmp_path / "x.safetensors", nowhere) if not part.finite)
+    assert bad.first <= rows // 3 < bad.first + len(bad.tensor)
+
+
+@pytest.mark.parametrize("damage", ["cut", "header", "empty"])
+def test_a_damaged_file_is_refused(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.randn(64, 8)}, path)
+    content = path.read_bytes()
+    path.write_bytes({"cut": content[:-5], "header": b"\xff" * 8 + content[8:], "empty": b""}[damage])
+    with pytest.raises((SafetensorError, OSError)):
+        list(read_tensors(path, nowhere))
+
+
+def test_loading_never_holds_the_weights_twice(tmp_path: Path) -> None:
+    """300 MB of weights: the peak grows by them and by little else, and neither transformers nor a mapped file joins."""
+    names = [f"w{i}" for i in range(10)]
+    save_file({name: torch.full((15 << 20,), 1.0, dtype=torch.bfloat16) for name in names}, tmp_path / "x.safetensors")
+    script = f"""
+import sys
+from pathlib import Path
+import torch
+import windlass.engine.core.engine_core
+from windlass.engine.model.loading.safetensors_file import read_tensors
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+before = peak()
+places = {{name: torch.empty(15 << 20, dtype=torch.bfloat16) for name in {names}}}
+total = sum(float(p.tensor[-1]) for p in read_tensors(Path({str(tmp_path / "x.safetensors")!r}), lambda n, d, s: places[n]))
+assert total == 10.0 and 'transformers' not in sys.modules
+print(peak() - before)
+"""
+    grown = int(subprocess.check_output([sys.executable, "-c", script], text=True)) * 1024
+    assert 300e6 < grown < 400e6

@@ -1,0 +1,218 @@
+"""Deterministic mode: the logits of a greedy request are the same bits however it is batched, chunked, cached or preempted."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.tiny_models import make_model
+
+import windlass
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.kernels.cpu import library
+
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
+Logits = dict[str, torch.Tensor]  # [tokens, V] by request
+
+
+def scalings(pairs: int, original: int, alpha: bool = False) -> list[dict[str, Any]]:
+    """Eight kinds for a model that rotates so many pairs. alpha: dynamic changes even below the trained length."""
+    return [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "ntk", "factor": 3.0},
+        {"rope_type": "dynamic", "alpha": 6.0} if alpha else {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original,
+        },
+        {
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "short_factor": [1.0 + 0.1 * i for i in range(pairs)],
+            "long_factor": [1.5 + 0.5 * i for i in range(pairs)],
+            "original_max_position_embeddings": original,
+        },
+        {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
+    ]
+
+
+def requests(pairs: int, vocab: int, original: int = 32, alpha: bool = False) -> list[EngineRequest]:
+    """Sixteen, two under each scaling; a pair shares a prefix and differs in length."""
+    generator = torch.Generator().manual_seed(8)
+    made = []
+    for i, scaling in enumerate(scalings(pairs, original, alpha)):
+        prompt = torch.randint(3, vocab, (75,), generator=generator).tolist()
+        rope = RopeScaling.from_dict(scaling)
+        made.append(greedy(f"{i} short", prompt[: 13 + 3 * i], 22, rope_scaling=rope))
+        made.append(greedy(f"{i} long", prompt[: 40 + 5 * i], 4, rope_scaling=rope))
+    return made
+
+
+def logits_of(finished: dict[tuple[str, int], Finished]) -> Logits:
+    return {name: torch.stack(result.logits) for (name, _), result in finished.items()}
+
+
+def alone(directory: Path, sent: list[EngineRequest], **options: Any) -> Logits:
+    core = core_of(directory, **{"prefix_caching": False, **options})
+    return {name: row for request in sent for name, row in logits_of(run(core, [request])).items()}
+
+
+def differing(got: Logits, want: Logits) -> list[str]:
+    assert set(got) == set(want)
+    return [name for name in want if not torch.equal(got[name], want[name])]
+
+
+def core_of(directory: Path, **options: Any) -> EngineCore:
+    return make_core(directory, **{"max_num_seqs": 16, "max_model_len": 96, "deterministic": True, **options})
+
+
+def in_one_batch(directory: Path, sent: list[EngineRequest], **options: Any) -> Logits:
+    return logits_of(run(core_of(directory, **options), sent))
+
+
+def in_chunks_of(tokens: int) -> Callable[..., Logits]:
+    def way(directory: Path, sent: list[EngineRequest], **options: Any) -> Logits:
+        return in_one_batch(directory, sent, max_num_batched_tokens=tokens, **options)
+
+    return way
+
+
+def preempted(directory: Path, sent: list[EngineRequest], **options: Any) -> Logits:
+    whole = core_of(directory, **options)
+    per_block = whole.info.kv_bytes_per_token * whole.info.block_size
+    core = core_of(directory, kv_cache_memory=14 * per_block, prefix_caching=False, **options)
+    result = logits_of(run(core, sent))
+    assert core.stats().num_preemptions > 0
+    return result
+
+
+def from_the_prefix_cache(directory: Path, sent: list[EngineRequest], **options: Any) -> Logits:
+    core = core_of(directory, **options)
+    run(core, sent)
+    finished = run(core, sent)
+    assert sum(result.outputs[0].cached_tokens for result in finished.values()) > 300
+    return logits_of(finished)
+
+
+WAYS = {
+    "batch": in_one_batch,
+    "chunks of 3": in_chunks_of(3),
+    "chunks of 7": in_chunks_of(7),
+    "chunks of 33": in_chunks_of(33),
+    "preempted": preempted,
+    "prefix cache": from_the_prefix_cache,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_bias": {},
+    "qwen2": {},
+    "qwen3": {"dtype": "bfloat16"},
+    "gemma3": {},
+    "ministral3": {},
+    "hunyuan": {},
+    "demo": {},
+    "demo, all bfloat16": {"dtype": "bfloat16"},
+    "demo, int8 keys": {"kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(model: str) -> Path:
+        if model.startswith("demo"):
+            return DEMO
+        if model not in made:
+            made[model] = make_model(model, tmp_path_factory.mktemp(model), max_position_embeddings=48)
+        return made[model]
+
+    return get
+
+
+def requests_for(model: str) -> list[EngineRequest]:
+    return requests(16, 4096, original=64, alpha=True) if model.startswith("demo") else requests(8, 128)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bits_do_not_depend_on_company(model: str, directory_of: Callable[[str], Path]) -> None:
+    directory, sent, options = directory_of(model), requests_for(model), MODELS[model]
+    want = alone(directory, sent, **options)
+    together = core_of(directory, **options)
+    for request in sent:
+        together.add(request)
+    together.step()
+    assert together.stats().rotary_specs_live >= 8
+    for name, way in WAYS.items():
+        assert differing(way(directory, sent, **options), want) == [], name
+    plain = alone(directory, sent, deterministic=False, **options)
+    errors = [float((row[0] - plain[name][0]).abs().max() / plain[name][0].abs().max()) for name, row in want.items()]
+    rounding = 2e-2 if options.get("dtype") == "bfloat16" else 1e-5  # the mode gives the model's logits, to this
+    if "kv_cache_dtype" not in options:
+        assert max(errors) <= rounding
+    else:  # a last digit can decide which code a key is rounded to; few requests meet that, and one code is worth little
+        assert statistics.median(errors) <= rounding
+        assert max(errors) <= 1e-3
+
+
+@pytest.mark.parametrize("model", ["llama_bias", "gemma3", "qwen3", "demo"])
+def test_without_the_compiled_kernels(
+    model: str, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_attempt", lambda: (None, "turned off by this test"))
+    directory, sent, options = directory_of(model), requests_for(model)[3::4], MODELS[model]
+    want = alone(directory, sent, **options)
+    for name in ("batch", "chunks of 7"):
+        assert differing(WAYS[name](directory, sent, **options), want) == [], name
+
+
+def test_frequencies_that_change_on_the_way(tmp_path: Path) -> None:
+    """A sequence meets its changes at the same tokens, however it gets there."""
+    directory = make_model("llama", tmp_path, max_position_embeddings=32)
+    kinds = {name: RopeScaling.from_dict(scalings(8, 32)[index]) for name, index in (("dynamic", 3), ("longrope", 6))}
+    sent = [
+        greedy(f"{name} {policy} {length}", range(3, 3 + length), 24, rope_scaling=scaling, rope_update=policy)
+        for name, scaling in kinds.items()
+        for policy in ("recompute", "rotate")
+        for length in (20, 26, 47)
+    ]
+    options = {"max_model_len": 128}
+    want = alone(directory, sent, **options)
+    for name in ("batch", "chunks of 7", "chunks of 33"):
+        assert differing(WAYS[name](directory, sent, **options), want) == [], name
+    core = core_of(directory, kv_cache_memory=16 * 16 * core_of(directory).info.kv_bytes_per_token, **options)
+    assert differing(logits_of(run(core, sent)), want) == []
+    assert core.stats().num_preemptions > 0
+    assert core.stats().key_moves > 0
+
+
+def test_two_threads_change_nothing_between_ways(directory_of: Callable[[str], Path]) -> None:
+    torch.set_num_threads(2)
+    sent = requests_for("demo")[1::8]
+    assert differing(in_chunks_of(33)(DEMO, sent), alone(DEMO, sent)) == []
+
+
+def test_without_the_mode_the_comparison_finds_differences() -> None:
+    """Or it would show nothing: the quick path sums a prefill chunk otherwise than a decoded token."""
+    sent = requests_for("demo")
+    batch = in_one_batch(DEMO, sent, deterministic=False)
+    assert len(differing(in_chunks_of(7)(DEMO, sent, deterministic=False), batch)) > 8

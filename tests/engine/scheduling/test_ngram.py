@@ -1,0 +1,66 @@
+"""The n-gram index against a search through the whole text."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.engine.scheduling.ngram import NgramIndex
+
+
+def by_search(tokens: list[int], shortest: int, longest: int, count: int) -> tuple[int, ...]:
+    """The continuation of the longest, then latest, earlier agreement with the end."""
+    for n in range(longest, shortest - 1, -1):
+        if len(tokens) <= n:
+            continue
+        for place in range(len(tokens) - 1, n - 1, -1):
+            if tokens[place - n : place] == tokens[len(tokens) - n :]:
+                text = list(tokens)
+                while len(text) < place + count:
+                    text.append(text[place + len(text) - len(tokens)])
+                return tuple(text[place : place + count])
+    return ()
+
+
+@given(
+    # At most 16 earlier places per run of tokens, which is as far as the index looks.
+    tokens=st.lists(st.integers(0, 3), max_size=17),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+    count=st.integers(1, 9),
+    pieces=st.integers(1, 5),
+)
+def test_it_finds_what_a_search_finds_however_the_text_arrives(
+    tokens: list[int], shortest: int, more: int, count: int, pieces: int
+) -> None:
+    index = NgramIndex(shortest, shortest + more)
+    for end in range(len(tokens) + 1):
+        while not index.extend(tokens[:end], pieces):
+            pass
+        assert index.propose(tokens[:end], count) == by_search(tokens[:end], shortest, shortest + more, count)
+
+
+def test_a_long_text_is_taken_in_by_pieces() -> None:
+    index, tokens = NgramIndex(2, 4), list(range(1000)) * 2
+    rounds = 1
+    while not index.extend(tokens, 300):
+        rounds += 1
+    assert rounds == 7
+    assert index.propose(tokens, 3) == (0, 1, 2)
+    assert index.propose([*tokens, 5000], 3) == ()
+
+
+def test_a_short_loop_is_taken_to_go_on() -> None:
+    index, tokens = NgramIndex(1, 3), [9, 9, 7, 8, 7, 8, 7]
+    assert index.extend(tokens, 100)
+    assert index.propose(tokens, 5) == (8, 7, 8, 7, 8)
+    assert index.propose(tokens, 0) == ()
+
+
+def test_many_equal_places_cost_a_bounded_search() -> None:
+    """The last sixteen are looked at: an older place with more agreement is passed over for them."""
+    tokens = [1, 2, 3, 4] + [5, 3, 6] * 20 + [1, 2, 3]
+    index = NgramIndex(1, 3)
+    assert index.extend(tokens, 1000)
+    assert index.propose(tokens, 1) == (6,)
+    assert NgramIndex(2, 3).extend(tokens, 1000)

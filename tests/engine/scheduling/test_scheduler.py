@@ -1,0 +1,575 @@
+"""The scheduler's promises one by one: budget, order, chunks, preemption, samples, ends, counters, step length."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from helpers.fake_executor import EOS, FakeExecutor, FakeRotation, add, make_request, make_scheduler, oracle
+
+from windlass.engine.api.request import RequestOutput
+from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
+from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
+
+
+def step(scheduler: Scheduler, executor: FakeExecutor) -> tuple[SchedulerOutput, list[RequestOutput]]:
+    plan = scheduler.schedule()
+    outputs = scheduler.update(plan, executor.execute(plan))
+    scheduler.blocks.assert_consistent(scheduler.live_sequences())
+    return plan, outputs
+
+
+def finish(scheduler: Scheduler, executor: FakeExecutor, limit: int = 1000) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    for _ in range(limit):
+        if not scheduler.has_work():
+            scheduler.blocks.assert_balanced()
+            return outputs
+        outputs += step(scheduler, executor)[1]
+    raise AssertionError("requests do not finish")
+
+
+def tokens_of(outputs: list[RequestOutput], request_id: str, index: int = 0) -> list[int]:
+    return [t for o in outputs if (o.request_id, o.index) == (request_id, index) for t in o.token_ids]
+
+
+def rows(plan: SchedulerOutput) -> list[tuple[int, int]]:
+    return [(item.start, item.num_tokens) for item in plan.sequences]
+
+
+# -- budget, order, chunks -------------------------------------------------------------------------------------------
+
+
+def test_prefill_chunks_and_decode_tokens_share_one_budget() -> None:
+    scheduler, executor, _ = make_scheduler(budget=10)
+    add(executor, make_request("short", [1, 2, 3], max_tokens=5))
+    assert rows(step(scheduler, executor)[0]) == [(0, 3)]
+    add(executor, make_request("long", list(range(25)), max_tokens=2))
+    seen = []
+    while scheduler.has_work():
+        plan, _ = step(scheduler, executor)
+        assert plan.num_tokens <= 10
+        seen.append(rows(plan))
+    # The stream goes first in every step, the prompt takes what is left, then both end.
+    assert seen == [[(3, 1), (0, 9)], [(4, 1), (9, 9)], [(5, 1), (18, 7)], [(6, 1), (25, 1)]]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 7, 50])
+def test_any_budget_gives_the_same_tokens(budget: int) -> None:
+    scheduler, executor, _ = make_scheduler(budget=budget)
+    requests = [make_request(f"r{i}", range(i + 1), max_tokens=3 + i) for i in range(5)]
+    for request in requests:
+        add(executor, request)
+    outputs = finish(scheduler, executor)
+    for request in requests:
+        expected, _, _ = oracle(request, executor.rotations[request.request_id], 0, 200)
+        assert tokens_of(outputs, request.request_id) == expected
+
+
+def test_when_the_budget_is_smaller_than_the_running_set_nobody_starves() -> None:
+    scheduler, executor, _ = make_scheduler(budget=5, max_num_seqs=5)
+    for i in range(5):
+        add(executor, make_request(f"r{i}", [i], max_tokens=40))
+    step(scheduler, executor)
+    assert scheduler.num_running == 5
+    scheduler.config = type(scheduler.config)(
+        max_num_batched_tokens=2, max_num_seqs=5, max_waiting=9, max_model_len=200, block_size=4
+    )
+    gaps = dict.fromkeys(range(5), 0)
+    for _ in range(30):
+        plan, _ = step(scheduler, executor)
+        served = {item.seq_id for item in plan.sequences}
+        assert len(served) == 2
+        gaps = {seq_id: 0 if seq_id in served else gap + 1 for seq_id, gap in gaps.items()}
+        assert max(gaps.values()) <= 2
+
+
+def test_waiting_requests_start_by_priority_then_arrival() -> None:
+    scheduler, executor, _ = make_scheduler(max_num_seqs=1)
+    for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", 0)):
+        add(executor, make_request(name, [1], max_tokens=1, priority=priority))
+    assert [o.request_id for o in finish(scheduler, executor)] == ["b", "d", "a", "c"]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
+    scheduler, executor, _ = make_scheduler(budget=8, prefix_caching=False)
+    add(executor, make_request("long", [1] * 100, max_tokens=1))
+    step(scheduler, executor)
+    add(executor, make_request("short", [2] * 6, max_tokens=1))
+    outputs = step(scheduler, executor)[1] + step(scheduler, executor)[1]
+    assert [o.request_id for o in outputs] == ["short"]
+
+
+def test_deal_prefill_tokens() -> None:
+    assert deal_prefill_tokens([], 5) == []
+    assert deal_prefill_tokens([100], 9) == [9]
+    assert deal_prefill_tokens([100, 50, 3], 10) == [5, 2, 3]
+    assert deal_prefill_tokens([2, 50, 50], 10) == [2, 8, 0]
+    assert deal_prefill_tokens([100, 1], 1) == [1, 0]
+    assert deal_prefill_tokens([3, 4], 99) == [3, 4]
+
+
+def test_a_step_does_not_copy_or_hash_the_whole_context() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(2000, None)], max_model_len=6000, budget=5000)
+    add(executor, make_request("r", [0] * 4000, max_tokens=100))
+    plan = scheduler.schedule()
+    (seq,) = scheduler.live_sequences()
+    scheduler.update(plan, [StepResult(seq.seq_id, (1,))])
+    sizes = []
+
+    class Counting(list[int]):
+        def __getitem__(self, key):  # type: ignore[no-untyped-def]
+            value = super().__getitem__(key)
+            sizes.append(len(value) if isinstance(key, slice) else 1)
+            return value
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            raise AssertionError("iterated over all tokens")
+
+    seq.token_ids = Counting(seq.token_ids)
+    for _ in range(40):
+        plan = scheduler.schedule()
+        assert plan.sequences[0].token_ids is seq.token_ids
+        scheduler.update(plan, [StepResult(seq.seq_id, (1,))])
+    assert sum(sizes) == 40  # ten new blocks of four were hashed, each token once
+
+
+# -- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_never_fit_is_refused_and_what_just_fits_runs() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(5, None), (2, 4)], max_model_len=30)
+    for prompt, max_tokens, code in ((0, 1, "empty_prompt"), (31, 0, "context_length_exceeded")):
+        with pytest.raises(RequestError) as refused:
+            add(executor, make_request("x", [0] * prompt, max_tokens=max_tokens))
+        assert refused.value.code == code
+    with pytest.raises(RequestError, match="need 6 KV blocks and the cache has 5"):
+        add(executor, make_request("x", [0] * 10, max_tokens=12))
+    add(executor, make_request("x", [0] * 10, max_tokens=11))  # 20 positions: the last token is never computed
+    assert len(tokens_of(finish(scheduler, executor), "x")) == 11
+
+
+def test_a_window_pool_smaller_than_the_prompt_is_enough() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(50, None), (3, 8)], budget=64, max_model_len=150)
+    request = make_request("x", [i % 3 for i in range(100)], max_tokens=20)
+    add(executor, request)
+    assert tokens_of(finish(scheduler, executor), "x") == oracle(request, executor.rotations["x"], 0, 150)[0]
+    assert scheduler.counters.recomputed_tokens == {"preemption": 0, "full_prefix_hit": 0, "rope_update": 0}
+
+
+def test_a_full_queue_and_a_used_id_are_refused() -> None:
+    scheduler, executor, _ = make_scheduler(max_waiting=2, max_num_seqs=1)
+    add(executor, make_request("a", [1]))
+    with pytest.raises(RequestError, match="in use"):
+        add(executor, make_request("a", [1]))
+    add(executor, make_request("b", [1]))
+    with pytest.raises(QueueFullError):
+        add(executor, make_request("c", [1]))
+    step(scheduler, executor)
+    add(executor, make_request("c", [1]))
+    finish(scheduler, executor)
+    add(executor, make_request("a", [1]))  # an ended request's id is free again
+
+
+def test_nobody_overtakes_a_large_request_that_waits_for_room() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(10, None)], prefix_caching=False)
+    add(executor, make_request("first", [0] * 20, max_tokens=8))
+    step(scheduler, executor)
+    add(executor, make_request("large", [1] * 30, max_tokens=2))
+    add(executor, make_request("small", [2], max_tokens=1))
+    outputs = finish(scheduler, executor)
+    ends = [o.request_id for o in outputs if o.finish_reason]
+    assert ends[0] == "first" and scheduler.counters.num_preemptions == 0
+    assert outputs.index(next(o for o in outputs if o.request_id == "small")) > ends.index("first")
+
+
+# -- prefix cache ----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_request_takes_the_prefix_and_says_so() -> None:
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("a", range(11)))
+    finish(scheduler, executor)
+    add(executor, make_request("b", range(11)))
+    plan, outputs = step(scheduler, executor)
+    assert rows(plan) == [(8, 3)]
+    assert outputs[0].cached_tokens == 8
+    finish(scheduler, executor)
+    add(executor, make_request("salted", range(11), cache_salt="s"))
+    add(executor, make_request("scaled", range(11)), rotation=FakeRotation("yarn"))
+    add(executor, make_request("scored", range(11), prompt_logprobs=0))
+    assert rows(step(scheduler, executor)[0]) == [(0, 11)] * 3
+    stats = scheduler.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (44, 8)
+    assert stats.prompt_tokens == 55
+
+
+def test_a_full_hit_recomputes_its_last_block_and_counts_it() -> None:
+    scheduler, executor, _ = make_scheduler()
+    for name in ("a", "b"):
+        add(executor, make_request(name, range(8), max_tokens=1))
+        outputs = finish(scheduler, executor)
+    assert outputs[0].cached_tokens == 4
+    assert scheduler.counters.recomputed_tokens == {"preemption": 0, "full_prefix_hit": 4, "rope_update": 0}
+    assert scheduler.counters.prompt_tokens == 16
+
+
+def test_a_finished_answer_is_a_prefix_of_the_next_turn() -> None:
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("a", range(6), max_tokens=7))
+    answer = tokens_of(finish(scheduler, executor), "a")
+    add(executor, make_request("b", [*range(6), *answer, 1]))
+    assert step(scheduler, executor)[1][0].cached_tokens == 12  # 13 tokens, the last of which was never computed
+
+
+def test_requests_that_arrive_together_compute_their_common_prompt_once() -> None:
+    scheduler, executor, _ = make_scheduler(budget=16)
+    for i in range(4):
+        add(executor, make_request(f"r{i}", [*[1] * 40, 10 + i], max_tokens=2))
+    finish(scheduler, executor)
+    # 41 tokens once, then one token of prompt each; plus one computed output token each.
+    assert executor.num_computed == 41 + 3 + 4
+
+
+def test_a_better_ranked_request_does_not_wait_for_a_worse_ones_prefix() -> None:
+    scheduler, executor, _ = make_scheduler(budget=8)
+    add(executor, make_request("slow", [1] * 40, priority=1))
+    step(scheduler, executor)
+    add(executor, make_request("urgent", [1] * 40))
+    step(scheduler, executor)
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 0)
+    finish(scheduler, executor)
+
+
+def test_nobody_waits_for_a_prefix_that_was_computed_and_is_gone_again() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(60, None), (8, 5)], budget=8)
+    add(executor, make_request("long", [1] * 100))
+    for _ in range(8):
+        step(scheduler, executor)
+    add(executor, make_request("short", [*[1] * 20, 2, 3]))  # of the window group, only the last 8 blocks are left
+    plan, _ = step(scheduler, executor)
+    assert (0, 8) not in rows(plan) and scheduler.num_waiting == 0
+    finish(scheduler, executor)
+
+
+def test_blocks_that_leave_the_window_within_one_chunk_are_cached_all_the_same() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(20, None), (20, 5)])
+    add(executor, make_request("a", range(24)))
+    finish(scheduler, executor)
+    add(executor, make_request("b", range(13)))
+    assert step(scheduler, executor)[1][0].cached_tokens == 12
+
+
+def test_waiting_for_a_prefix_ends_when_its_source_is_aborted() -> None:
+    scheduler, executor, _ = make_scheduler(budget=8)
+    add(executor, make_request("a", [1] * 40))
+    add(executor, make_request("b", [1] * 40))
+    step(scheduler, executor)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    scheduler.abort("a")
+    assert tokens_of(finish(scheduler, executor), "b")
+
+
+# -- preemption ------------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_ranked_is_preempted_keeps_its_output_and_is_counted() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(6, None)], prefix_caching=False)
+    requests = [
+        make_request("late", [2] * 7, max_tokens=12, priority=1),
+        make_request("good", [1] * 7, max_tokens=12),
+    ]
+    for request in requests:
+        add(executor, request)
+    outputs = finish(scheduler, executor)
+    for request in requests:
+        assert tokens_of(outputs, request.request_id) == oracle(request, executor.rotations["good"], 0, 200)[0]
+    ends = [o.request_id for o in outputs if o.finish_reason]
+    assert ends == ["good", "late"]
+    counters = scheduler.counters
+    # Both fill three blocks; the fourth of "good" comes from "late", which had computed 12 tokens.
+    assert counters.num_preemptions == 1
+    assert counters.recomputed_tokens["preemption"] == executor.num_recomputed == 12
+    assert counters.prompt_tokens == 14 and counters.generation_tokens == 24
+
+
+def test_a_preempted_sequence_finds_its_own_blocks_again_where_nobody_took_them() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(6, None)])
+    add(executor, make_request("good", [1] * 7, max_tokens=9))
+    add(executor, make_request("late", [2] * 7, max_tokens=9))
+    finish(scheduler, executor)
+    assert scheduler.counters.num_preemptions == 1
+    # Of its 12 tokens, the tail block was taken; the two head blocks were still cached.
+    assert scheduler.counters.recomputed_tokens["preemption"] == 4
+
+
+def test_every_request_that_add_accepts_ends_however_crowded_the_pool() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(8, None), (4, 6)], budget=7, prefix_caching=False)
+    requests = [make_request(f"r{i}", [i] * (1 + 5 * (i % 4)), max_tokens=14, n=1 + i % 2) for i in range(12)]
+    for request in requests:
+        add(executor, request)
+    outputs = finish(scheduler, executor)
+    assert scheduler.counters.num_preemptions > 0
+    for request in requests:
+        for index in range(request.sampling.n):
+            expected, _, _ = oracle(request, executor.rotations["r0"], index, 200)
+            assert tokens_of(outputs, request.request_id, index) == expected
+
+
+def test_a_step_is_never_empty_and_no_better_ranked_sample_gives_way() -> None:
+    # One token per step for three samples that share two blocks; one block is left for the first to ask, index 1.
+    scheduler, executor, _ = make_scheduler(groups=[(3, None)], budget=1)
+    add(executor, make_request("r", range(8), n=3, max_tokens=5))
+    outputs = []
+    for _ in range(9):
+        outputs += step(scheduler, executor)[1]
+    assert scheduler.num_running == 3
+    # Index 2 is due next, finds nothing, and may take nothing from the better-ranked ones: the step goes to index 0,
+    # which takes the block from index 1.
+    plan, more = step(scheduler, executor)
+    assert [o.index for o in more] == [0] and scheduler.counters.num_preemptions == 2
+    outputs += more
+    while scheduler.has_work():
+        plan, more = step(scheduler, executor)
+        assert plan.sequences
+        outputs += more
+    for index in range(3):
+        assert len(tokens_of(outputs, "r", index)) == 5
+    scheduler.blocks.assert_balanced()
+
+
+# -- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_samples_ride_on_one_prefill_and_share_its_blocks() -> None:
+    scheduler, executor, _ = make_scheduler()
+    request = make_request("r", range(10), n=3, max_tokens=5)
+    add(executor, request)
+    plan, outputs = step(scheduler, executor)
+    assert rows(plan) == [(0, 10)] and len(plan.sequences[0].samples) == 3
+    assert [(s.index, s.seed) for s in plan.sequences[0].samples] == [(0, 0), (1, 0), (2, 0)]
+    assert [o.index for o in outputs] == [0, 1, 2]
+    assert scheduler.blocks.num_used_blocks == 3
+    plan, more = step(scheduler, executor)
+    assert rows(plan) == [(10, 1)] * 3 and len(plan.copies) == 2
+    outputs += more + finish(scheduler, executor)
+    for index in range(3):
+        assert tokens_of(outputs, "r", index) == oracle(request, executor.rotations["r"], index, 200)[0]
+    assert executor.num_computed == 10 + 3 * 4
+
+
+def test_samples_without_a_place_queue_and_take_the_prefix() -> None:
+    scheduler, executor, _ = make_scheduler(max_num_seqs=2)
+    request = make_request("r", range(10), n=4, max_tokens=5)
+    add(executor, request)
+    outputs = step(scheduler, executor)[1]
+    assert len(outputs) == 4 and (scheduler.num_running, scheduler.num_waiting) == (2, 2)
+    outputs += finish(scheduler, executor)
+    for index in range(4):
+        assert tokens_of(outputs, "r", index) == oracle(request, executor.rotations["r"], index, 200)[0]
+    # Each of the two computes the prompt's last two tokens again, which shared no full block.
+    assert scheduler.counters.recomputed_tokens["preemption"] == executor.num_recomputed == 4
+
+
+def test_an_abort_or_an_error_ends_all_samples_even_in_flight() -> None:
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("r", range(10), n=3))
+    add(executor, make_request("other", range(3)))
+    plan = scheduler.schedule()
+    results = executor.execute(plan)
+    scheduler.abort("r")
+    assert {o.request_id for o in scheduler.update(plan, results)} == {"other"}
+    assert {seq.request.request_id for seq in scheduler.live_sequences()} == {"other"}
+    error = ValueError("logits are not finite")
+    assert scheduler.fail("other", error) == [RequestOutput("other", error=error)]
+    assert scheduler.fail("other", error) == []
+    assert not scheduler.has_work()
+    scheduler.blocks.assert_balanced()
+    assert not executor.rotary.counts
+
+
+def test_a_fresh_seed_is_drawn_when_none_is_given() -> None:
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("r", [1], seed=None))
+    add(executor, make_request("s", [1], seed=7))
+    assert [item.samples[0].seed for item in scheduler.schedule().sequences] == [12345, 7]
+
+
+# -- ends ------------------------------------------------------------------------------------------------------------
+
+
+def ends(tokens: tuple[int, ...], prompt_len: int = 3, **sampling: object) -> RequestOutput:
+    """The output after one step that drew `tokens`."""
+    scheduler, executor, _ = make_scheduler(max_model_len=10)
+    add(executor, make_request("r", range(prompt_len), **sampling))
+    plan = scheduler.schedule()
+    (output,) = scheduler.update(plan, [StepResult(plan.sequences[0].seq_id, tokens)])
+    return output
+
+
+def test_what_ends_a_sequence() -> None:
+    def short(output: RequestOutput) -> tuple[object, ...]:
+        return output.token_ids, output.finish_reason, output.stop_token_id
+
+    assert short(ends((1,))) == ((1,), None, None)
+    assert short(ends((1,), max_tokens=1)) == ((1,), "length", None)
+    assert short(ends((1, 2, 3, 0, 1), max_tokens=3)) == ((1, 2, 3), "length", None)
+    assert short(ends((EOS,), ignore_eos=False)) == ((EOS,), "stop", EOS)
+    assert short(ends((EOS,))) == ((EOS,), None, None)
+    assert short(ends((1, 4, 2), stop_token_ids=(4,))) == ((1, 4), "stop", 4)
+    assert short(ends((4, 1, 4), stop_token_ids=(4,), min_tokens=1)) == ((4, 1, 4), "stop", 4)
+    assert short(ends((EOS,), ignore_eos=False, max_tokens=1)) == ((EOS,), "stop", EOS)
+    assert short(ends((1, 2), prompt_len=9, max_tokens=50)) == ((1,), "length", None)
+
+
+def test_scoring_computes_the_prompt_and_draws_nothing() -> None:
+    scheduler, executor, _ = make_scheduler(budget=4)
+    add(executor, make_request("r", range(10), max_tokens=0, prompt_logprobs=0, n=2))
+    plans = []
+    outputs = []
+    while scheduler.has_work():
+        plan, more = step(scheduler, executor)
+        plans.append(plan)
+        outputs += more
+    assert [rows(plan) for plan in plans] == [[(0, 4)], [(4, 4)], [(8, 2)]]
+    assert not any(item.samples for plan in plans for item in plan.sequences)
+    assert [(o.index, o.token_ids, o.finish_reason) for o in outputs] == [(0, (), "length"), (1, (), "length")]
+    assert outputs[0].prompt_logprobs is not None and outputs[1].prompt_logprobs is None
+    assert [e and e.token_id for e in outputs[0].prompt_logprobs] == [None, *range(1, 10)]
+
+
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> None:
+    scheduler, executor, _ = make_scheduler(groups=[(7, None)], budget=6, prefix_caching=False)
+    add(executor, make_request("good", [1] * 3, max_tokens=20))
+    add(executor, make_request("scored", range(14), max_tokens=2, prompt_logprobs=0, priority=1))
+    for _ in range(2):
+        step(scheduler, executor)
+    (victim,) = [s for s in scheduler.live_sequences() if s.request.request_id == "scored"]
+    assert 0 < victim.num_computed_tokens < 14
+    scheduler._preempt(victim)
+    outputs = finish(scheduler, executor)
+    (given,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
+    assert [e and e.token_id for e in given] == [None, *range(1, 14)]
+    _, right = executor.key_memo[victim.seq_id]
+    assert [e.logprob for e in given if e] == [float(key % 1000) for key in right[:13]]
+
+
+def test_a_deadline_ends_waiting_and_running_requests_with_an_error() -> None:
+    scheduler, executor, clock = make_scheduler(max_num_seqs=1)
+    add(executor, make_request("running", [1], deadline=5.0, max_tokens=100))
+    add(executor, make_request("waiting", [1], deadline=4.0))
+    add(executor, make_request("patient", [1]))
+    step(scheduler, executor)
+    assert scheduler.expire(3.9) == []
+    outputs = scheduler.expire(5.0)
+    assert [o.request_id for o in outputs] == ["waiting", "running"]
+    assert all(isinstance(o.error, DeadlineError) and o.finish_reason == "timeout" for o in outputs)
+    add(executor, make_request("running", [1]))  # the id again, with no deadline now
+    assert scheduler.expire(100.0) == []
+    assert {o.request_id for o in finish(scheduler, executor)} == {"patient", "running"}
+    assert clock.now == 0.0
+
+
+def test_a_missing_result_is_an_error() -> None:
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("r", [1]))
+    plan = scheduler.schedule()
+    with pytest.raises(RuntimeError, match="no result"):
+        scheduler.update(plan, [])
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("r", [1]))
+    plan = scheduler.schedule()
+    with pytest.raises(RuntimeError, match="no token"):
+        scheduler.update(plan, [StepResult(plan.sequences[0].seq_id)])
+
+
+def test_stats_report_gauges_and_hand_out_durations_once() -> None:
+    scheduler, executor, clock = make_scheduler(groups=[(10, None), (20, 4)], max_num_seqs=1)
+    add(executor, make_request("a", range(6), max_tokens=3))
+    add(executor, make_request("b", range(6), max_tokens=3))
+    for now in (1.0, 2.0, 3.0):
+        clock.now = now
+        plan = scheduler.schedule()
+        clock.now += 0.5
+        if now == 2.0:
+            stats = scheduler.stats()
+            assert (stats.num_running, stats.num_waiting, stats.num_steps) == (1, 1, 2)
+            assert (stats.kv_blocks_total, stats.kv_blocks_used, stats.kv_cache_usage) == (30, 4, 0.2)
+            assert (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds) == ((1.0,), (0.5,), ())
+        scheduler.update(plan, executor.execute(plan))
+    stats = scheduler.stats()
+    assert (stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds) == ((), (), (2.0,))
+    assert (stats.prompt_tokens, stats.generation_tokens) == (6, 3)
+
+
+# -- step length -----------------------------------------------------------------------------------------------------
+
+
+def settle(timer: StepTimer, seconds_of: object, decodes: int, steps: int = 30) -> list[tuple[int, float]]:
+    """Feed the timer steps that take all it allows; returns (limit, seconds) of each."""
+    assert callable(seconds_of)
+    history = []
+    for _ in range(steps):
+        limit = timer.limit(decodes)
+        seconds = seconds_of(limit, decodes)
+        history.append((limit, seconds))
+        timer.observe(limit + decodes, decodes, seconds)
+    return history
+
+
+@pytest.mark.parametrize("per_token", [1e-5, 1e-3, 5e-3])
+@pytest.mark.parametrize("decodes", [0, 4])
+def test_the_limit_settles_where_a_step_takes_its_target(per_token: float, decodes: int) -> None:
+    timer = StepTimer(0.25, 2048)
+    history = settle(timer, lambda p, d: 0.02 + per_token * (p + d), decodes)
+    target = 0.25 if decodes else 1.0
+    limits = [limit for limit, _ in history]
+    for before, after in itertools.pairwise(limits):
+        assert before / 2 - 1 <= after <= 2 * before
+    limit, seconds = history[-1]
+    assert seconds <= target * 1.01
+    assert limit == 2048 or seconds * (limit + 1) / limit >= 0.8 * target  # what it aims at, to the token
+
+
+def test_the_limit_has_a_floor_a_ceiling_and_no_bound_when_the_target_is_zero() -> None:
+    timer = StepTimer(0.25, 2048)
+    settle(timer, lambda p, d: 100.0, 3)
+    assert timer.limit(3) == 4
+    settle(timer, lambda p, d: 1e-6, 3)
+    assert timer.limit(3) == 2048
+    small = StepTimer(0.25, 3)  # a ceiling below the floor
+    settle(small, lambda p, d: 100.0, 0)
+    assert small.limit(0) == 3
+    free = StepTimer(0.0, 2048)
+    free.observe(2048, 0, 100.0)
+    assert free.limit(5) == 2048
+
+
+def test_steps_that_say_nothing_about_prefill_change_nothing() -> None:
+    timer = StepTimer(0.25, 2048)
+    settle(timer, lambda p, d: 1e-3 * p, 1)
+    limit = timer.limit(1)
+    timer.observe(8, 8, 3.0)  # decode only
+    timer.observe(10, 8, 0.2)  # a two-token prompt in a slow but allowed step
+    timer.observe(10, 8, 0.0)
+    assert timer.limit(1) == limit
+
+
+def test_the_scheduler_keeps_prefill_under_the_limit_beside_streams() -> None:
+    scheduler, executor, _ = make_scheduler(
+        budget=512, target_step_seconds=0.25, groups=[(300, None)], max_model_len=900
+    )
+    add(executor, make_request("stream", [1], max_tokens=60))
+    step(scheduler, executor)
+    add(executor, make_request("long", [2] * 800, max_tokens=1))
+    seconds = []
+    while any(s.request.request_id == "long" for s in scheduler.live_sequences()):
+        plan = scheduler.schedule()
+        assert (plan.sequences[0].num_tokens, len(plan.sequences)) == (1, 2)
+        seconds.append(0.005 * plan.num_tokens)  # so about 50 tokens fit
+        scheduler.observe(plan, seconds[-1])
+        scheduler.update(plan, executor.execute(plan))
+    assert seconds[0] < 0.33
+    assert max(seconds[1:]) <= 0.26 and len(seconds) < 25

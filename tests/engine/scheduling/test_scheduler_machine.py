@@ -1,0 +1,287 @@
+"""A state machine drives scheduler and block manager with random traffic over tiny pools against a checking executor.
+
+Every request must end with the tokens a sequential oracle gives, every read must find the right key, every counted
+recompute must have happened and no other, and the books must balance once the engine is idle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from helpers.fake_executor import EOS, VOCAB, FakeRotation, add, make_request, make_scheduler, oracle
+from hypothesis import HealthCheck, event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from windlass.engine.api.request import EngineRequest, RequestOutput
+from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
+from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+
+LAYOUTS = st.sampled_from(
+    [
+        [(None, 1.0)],
+        [(None, 1.0), (5, 0.7)],
+        [(3, 0.6)],
+        [(None, 1.0), (None, 1.2)],
+        [(7, 0.9), (None, 1.0), (2, 0.5)],
+    ]
+)
+# Few different starts and few different tokens, so that prefixes are met again.
+PROMPTS = st.builds(
+    lambda start, repeat, tail: (start * repeat)[:20] + tail,
+    st.sampled_from([[0, 1], [0, 1, 2, 3], [1]]),
+    st.integers(0, 6),
+    st.lists(st.integers(0, 1), min_size=1, max_size=6),
+)
+
+ROTATIONS = [
+    FakeRotation(),
+    FakeRotation(),
+    FakeRotation("yarn"),
+    FakeRotation("dynamic", "recompute"),
+    FakeRotation("dynamic", "recompute", exact=True),
+    FakeRotation("dynamic", "rotate"),
+    FakeRotation("dynamic", "rotate"),
+]
+
+REQUESTS = st.fixed_dictionaries(
+    {
+        "prompt": PROMPTS,
+        "max_tokens": st.integers(0, 14),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "seed": st.integers(0, 2),
+        "priority": st.sampled_from([0, 0, 1, 2]),
+        "salt": st.sampled_from([None, None, None, "s"]),
+        "rotation": st.sampled_from(ROTATIONS),
+        "min_tokens": st.integers(0, 3),
+        "ignore_eos": st.sampled_from([True, True, False]),
+        "stop_token_ids": st.sampled_from([(), (), (4,)]),
+        "prompt_logprobs": st.sampled_from([None, None, None, None, 0]),
+        "lifetime": st.sampled_from([None, None, None, None, None, None, 3, 30]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        layout=LAYOUTS,
+        num_blocks=st.integers(6, 30),
+        block_size=st.integers(1, 4),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 5),
+        max_model_len=st.integers(24, 48),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+        step_seconds=st.sampled_from([0.0, 0.0, 1.0]),
+        speculation=st.sampled_from([0, 0, 2, 5, 9]),
+    )
+    def start(
+        self,
+        layout: list[tuple[int | None, float]],
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        prefix_caching: bool,
+        step_seconds: float,
+        speculation: int,
+    ) -> None:
+        self.scheduler, self.executor, self.clock = make_scheduler(
+            groups=[(max(2, int(num_blocks * share)), window) for window, share in layout],
+            block_size=block_size,
+            budget=budget,
+            max_num_seqs=max_num_seqs,
+            max_waiting=6,
+            max_model_len=max_model_len,
+            prefix_caching=prefix_caching,
+            target_step_seconds=step_seconds,
+            speculation=speculation,
+        )
+        self.requests: dict[str, EngineRequest] = {}
+        self.rotations: dict[str, FakeRotation] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.ended: dict[tuple[str, int], tuple[str, int | None]] = {}
+        self.gone: set[str] = set()  # aborted or expired
+        self.prompt_logprobs: dict[str, object] = {}
+        self.in_flight: tuple[SchedulerOutput, list[StepResult]] | None = None
+
+    # -- what may happen ---------------------------------------------------------------------------------------------
+
+    @rule(requests=st.lists(REQUESTS, min_size=1, max_size=6))
+    def arrive(self, requests: list[dict[str, Any]]) -> None:
+        for request in requests:
+            self.add(**request)
+
+    def add(
+        self, prompt: list[int], rotation: FakeRotation, lifetime: int | None, salt: str | None, **options: Any
+    ) -> None:
+        request_id = f"r{len(self.requests)}"
+        deadline = None if lifetime is None else self.clock.now + lifetime
+        request = make_request(request_id, prompt, cache_salt=salt, deadline=deadline, **options)
+        try:
+            add(self.executor, request, rotation)
+        except QueueFullError:
+            assert self.scheduler.num_waiting >= 6
+            event("queue full")
+            return
+        except RequestError as error:
+            assert error.code in ("context_length_exceeded", "kv_cache_exceeded")
+            return
+        self.requests[request_id] = request
+        self.rotations[request_id] = rotation
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def expire_and_schedule(self) -> None:
+        for output in self.scheduler.expire(self.clock.now):
+            request = self.requests[output.request_id]
+            assert isinstance(output.error, DeadlineError) and output.finish_reason == "timeout"
+            assert request.deadline is not None and request.deadline <= self.clock.now
+            self.gone.add(output.request_id)
+        had_work = self.scheduler.has_work()
+        plan = self.scheduler.schedule()
+        config = self.scheduler.config
+        assert bool(plan.sequences) == had_work, "a step without progress"
+        assert plan.num_tokens <= config.max_num_batched_tokens
+        assert len(plan.sequences) <= self.scheduler.num_running <= config.max_num_seqs
+        self.in_flight = plan, self.executor.execute(plan)
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule(seconds=st.sampled_from([0.1, 1.0, 10.0]))
+    def finish_step(self, seconds: float) -> None:
+        assert self.in_flight is not None
+        plan, results = self.in_flight
+        self.in_flight = None
+        self.clock.now += 1.0
+        self.scheduler.observe(plan, seconds)
+        for output in self.scheduler.update(plan, results):
+            self.take(output)
+
+    @rule(steps=st.integers(2, 12))
+    def run(self, steps: int) -> None:
+        if self.in_flight is not None:
+            self.finish_step(1.0)
+        for _ in range(steps):
+            if not self.scheduler.has_work():
+                break
+            self.expire_and_schedule()
+            self.finish_step(0.5)
+            self.books_agree()
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        live = sorted({seq.request.request_id for seq in self.scheduler.live_sequences()})
+        if live and (self.in_flight or data.draw(st.integers(0, 3)) == 0):
+            request_id = data.draw(st.sampled_from(live))
+            self.scheduler.abort(request_id)
+            self.gone.add(request_id)
+            event("abort in flight" if self.in_flight else "abort between steps")
+        self.scheduler.abort("nobody")
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def take(self, output: RequestOutput) -> None:
+        key = (output.request_id, output.index)
+        assert key not in self.ended, "an output after the last one"
+        assert output.request_id not in self.gone, "an output of a request that has ended"
+        request = self.requests[output.request_id]
+        assert 0 <= output.cached_tokens < len(request.prompt_token_ids)
+        if request.sampling.prompt_logprobs is not None:
+            assert output.cached_tokens == 0
+        if output.prompt_logprobs is not None:
+            assert output.index == 0 and output.request_id not in self.prompt_logprobs
+            assert not self.tokens[key]
+            self.prompt_logprobs[output.request_id] = output.prompt_logprobs
+            given_ids = [entry and entry.token_id for entry in output.prompt_logprobs]
+            assert given_ids == [None, *request.prompt_token_ids[1:]]
+        self.tokens[key] += output.token_ids
+        if output.finish_reason is not None:
+            self.ended[key] = (output.finish_reason, output.stop_token_id)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.blocks.assert_consistent(self.scheduler.live_sequences())
+        stats = self.scheduler.counters
+        recomputed = stats.recomputed_tokens
+        assert recomputed["preemption"] + recomputed["rope_update"] == self.executor.num_recomputed
+        if stats.num_preemptions:
+            event("preemption")
+        else:
+            assert recomputed["preemption"] == 0
+        if recomputed["rope_update"]:
+            event("recompute at a change of frequencies")
+        # A window leaves some keys behind, which then need no turning.
+        assert stats.key_moves >= self.executor.num_turned
+        if self.scheduler.blocks.pools[0].window is None:
+            assert stats.key_moves == self.executor.num_turned
+        if stats.key_moves:
+            event("keys turned")
+        if stats.prefix_cache_hits:
+            event("prefix hit")
+        # An abort in flight leaves a proposal uncounted.
+        assert stats.spec_decode_num_drafts <= self.executor.num_drafts
+        assert stats.spec_decode_num_accepted_tokens <= self.executor.num_accepted
+        if stats.spec_decode_num_accepted_tokens:
+            event("proposed tokens accepted")
+        if stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens:
+            event("proposed tokens rejected")
+        if self.in_flight is None:  # room for proposals is given back
+            for seq in self.scheduler.live_sequences():
+                size = self.scheduler.config.block_size
+                assert all(len(table) == -(-seq.num_computed_tokens // size) for table in seq.block_tables)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        if self.in_flight is not None:
+            self.finish_step(1.0)
+        # Every step computes at least one token; the bound covers each sample computed alone, many times over.
+        for _ in range(3000):
+            if not self.scheduler.has_work():
+                break
+            self.expire_and_schedule()
+            self.finish_step(0.5)
+        assert not self.scheduler.has_work(), "requests do not finish"
+        self.books_agree()
+        self.scheduler.blocks.assert_balanced()
+        assert not self.executor.rotary.counts
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.stats().kv_blocks_used == 0
+        for request_id, request in self.requests.items():
+            for index in range(request.sampling.n):
+                tokens, reason, stop = oracle(
+                    request, self.rotations[request_id], index, self.scheduler.config.max_model_len
+                )
+                got = self.tokens[request_id, index]
+                if request_id in self.gone:
+                    assert got == tokens[: len(got)]
+                else:
+                    assert got == tokens
+                    assert self.ended[request_id, index] == (reason, stop)
+                    wanted = request.sampling.prompt_logprobs is not None
+                    assert (request_id in self.prompt_logprobs) == wanted
+
+
+@pytest.mark.parametrize("examples", [120, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(examples: int) -> None:
+    assert EOS < VOCAB
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

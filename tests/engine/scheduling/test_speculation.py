@@ -1,0 +1,486 @@
+"""Speculative decoding changes nothing but the number of steps: the oracle is the same engine without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
+from helpers.tiny_models import make_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import windlass
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import EngineError, LoadError
+from windlass.engine.evaluation.bench import run_engine_benchmark
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.sampling.verify import Extended, draw_tokens
+from windlass.engine.scheduling.plan import SampleSlot, ScheduledSequence
+from windlass.engine.scheduling.speculation import Pace
+
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
+Results = dict[tuple[str, int], Finished]
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {"demo": DEMO}
+
+    def get(model: str) -> Path:
+        if model not in made:
+            made[model] = make_model(model, tmp_path_factory.mktemp(model), max_position_embeddings=64)
+        return made[model]
+
+    return get
+
+
+def prompt(seed: int, length: int, vocab: int = 128, period: int | None = None) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, vocab, (period or length,), generator=generator).tolist()
+    return (tokens * length)[:length]
+
+
+def traffic(vocab: int = 128) -> list[EngineRequest]:
+    """Texts that loop and texts that do not, and everything that changes which token comes next or ends a sample."""
+    fields: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 3},
+        {"repetition_penalty": 1.2, "logprobs": 0},
+        {"presence_penalty": 0.4, "frequency_penalty": 0.3},
+        {"logit_bias": {5: 2.0, 9: -3.0}},
+        {"allowed_token_ids": tuple(range(20, 40))},
+        {"bad_words": ((30,), (31, 32))},
+        {"temperature": 0.4, "seed": 7, "n": 3, "logprobs": 1},
+        {"temperature": 1.0, "seed": 8, "top_k": 4, "top_p": 0.9},
+        {"stop_token_ids": tuple(range(40, 60)), "min_tokens": 9},
+        {"ignore_eos": False, "min_tokens": 3},
+        {"prompt_logprobs": 1},
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+        {"n": 2},
+        {"cache_salt": "s", "priority": -1},
+    ]
+    return [
+        greedy(f"{i}", prompt(i, 9 + 4 * i, vocab, period=None if i % 3 else 5), **{"max_tokens": 30, **given})
+        for i, given in enumerate(fields)
+    ]
+
+
+def same(got: Results, want: Results, tolerance: float = 1e-5) -> None:
+    """Token for token, reason for reason; logits and log-probabilities to the rounding of a product's row count."""
+    assert got.keys() == want.keys()
+    for key, wanted in want.items():
+        found = got[key]
+        assert found.token_ids == wanted.token_ids, key
+        assert found.finish_reason == wanted.finish_reason
+        assert found.outputs[-1].stop_token_id == wanted.outputs[-1].stop_token_id
+        entries = [entry for output in found.outputs for entry in output.logprobs or ()]
+        wanted_entries = [entry for output in wanted.outputs for entry in output.logprobs or ()]
+        assert [e.token_id for e in entries] == [e.token_id for e in wanted_entries]
+        for entry, other in zip(entries, wanted_entries, strict=True):
+            assert entry.rank == other.rank
+            assert entry.logprob == pytest.approx(other.logprob, rel=tolerance, abs=tolerance)
+            assert [t for t, _ in entry.top] == [t for t, _ in other.top]
+        for mine, theirs in zip(found.logits, wanted.logits, strict=False):
+            assert float((mine - theirs).abs().max()) <= tolerance * float(theirs.abs().max())
+
+
+def both(
+    directory: Path, sent: Callable[[], list[EngineRequest]], k: int = 5, **options: Any
+) -> tuple[EngineCore, Results, Results]:
+    """The engine that speculated, its results, and those of one that did not."""
+    want = run(make_core(directory, **options), sent())
+    core = make_core(directory, speculative_ngram=k, **options)
+    return core, run_checked(core, sent()), want
+
+
+def run_checked(core: EngineCore, sent: list[EngineRequest]) -> Results:
+    """As `run`, with the books looked at after every step."""
+    step = core.step
+
+    def checked() -> Any:
+        outputs = step()
+        core.blocks.assert_consistent(core.scheduler.live_sequences())
+        return outputs
+
+    core.step = checked  # type: ignore[method-assign]
+    return run(core, sent)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {}),
+        ("gemma3", {}),
+        ("mistral", {"max_num_batched_tokens": 16}),
+        ("demo", {"max_model_len": 128}),
+        ("qwen3", {"prefix_caching": False, "max_num_seqs": 3}),
+        # What is rounded on the way may round otherwise by a product's last digit: these need the mode without such.
+        ("llama", {"deterministic": True}),
+        ("gemma3", {"deterministic": True, "dtype": "bfloat16"}),
+        ("qwen2", {"deterministic": True, "kv_cache_dtype": "int8"}),
+        ("llama_bias", {"deterministic": True, "quantization": "int8"}),
+        ("demo", {"deterministic": True, "quantization": "int4", "max_model_len": 128}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_answers_are_those_without_speculation(
+    model: str, options: dict[str, Any], directory_of: Callable[[str], Path]
+) -> None:
+    core, got, want = both(directory_of(model), traffic, **{"max_model_len": 96, **options})
+    same(got, want, 0.0 if options.get("deterministic") else 1e-5)
+    stats = core.stats()
+    assert stats.spec_decode_num_drafts > 10
+    assert 10 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens
+    assert sum(len(output.token_ids) > 1 for result in got.values() for output in result.outputs) > 3
+    assert stats.generation_tokens == sum(len(result.token_ids) for result in got.values())
+
+
+@pytest.mark.parametrize(("length", "seed", "period"), [(60, 4, 2), (1100, 3, 11)], ids=["row by row", "as a chunk"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["plain", "deterministic"])
+def test_a_loop_takes_a_fraction_of_the_steps(length: int, seed: int, period: int, deterministic: bool) -> None:
+    """More than half of the tokens of a loop come from proposals, over short contexts and over long ones."""
+
+    def sent() -> list[EngineRequest]:
+        return [greedy("loop", prompt(seed, length, 4000, period), 96, logprobs=2)]
+
+    core, got, want = both(DEMO, sent, max_model_len=1300, deterministic=deterministic)
+    same(got, want, 0.0 if deterministic else 1e-5)
+    stats = core.stats()
+    assert stats.spec_decode_num_accepted_tokens > 48
+    replay = core.runner.replay
+    if length == 60 and replay.obstacle is None:
+        assert replay.num_repeated > 0, "steps with proposals are decode steps and may be repeated"
+    assert stats.num_steps == len(want["loop", 0].outputs) - stats.spec_decode_num_accepted_tokens
+    assert core.runner.positions_computed == (
+        length + 95 + stats.spec_decode_num_draft_tokens - stats.spec_decode_num_accepted_tokens
+    )
+
+
+def test_preempted_streams_that_speculate_come_to_the_same_tokens(directory_of: Callable[[str], Path]) -> None:
+    directory = directory_of("gemma3")
+    whole = make_core(directory, max_model_len=96, deterministic=True)
+    memory = 9 * whole.info.kv_bytes_per_token * whole.info.block_size
+    want = run(whole, traffic())
+    core = make_core(
+        directory, max_model_len=96, deterministic=True, kv_cache_memory=memory, speculative_ngram=7, block_size=16
+    )
+    same(run_checked(core, traffic()), want, 0.0)
+    stats = core.stats()
+    assert stats.num_preemptions > 0 and stats.spec_decode_num_accepted_tokens > 10
+
+
+SCALINGS = [
+    {"rope_type": "dynamic", "factor": 4.0},
+    {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [1.5 + 0.5 * i for i in range(8)],
+        "original_max_position_embeddings": 32,
+    },
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: str(scaling["rope_type"]))
+@pytest.mark.parametrize("update", ["frozen", "recompute", "rotate", "exact"])
+def test_no_proposal_reaches_into_other_frequencies(
+    update: Any, scaling: dict[str, Any], directory_of: Callable[[str], Path]
+) -> None:
+    """Frequencies change as these texts grow; a token computed under the wrong ones would have other logits."""
+
+    def sent() -> list[EngineRequest]:
+        return [
+            greedy(
+                f"{length}",
+                prompt(length, length, period=4),
+                70,
+                rope_scaling=RopeScaling.from_dict(scaling),
+                rope_update="recompute" if update == "exact" else update,
+                rope_exact=update == "exact",
+            )
+            for length in (9, 28, 60)
+        ]
+
+    directory = directory_of("llama")
+    core, got, want = both(directory, sent, max_model_len=160, deterministic=True)
+    same(got, want, 0.0)
+    stats = core.stats()
+    assert stats.spec_decode_num_accepted_tokens > 10
+    if update == "rotate":
+        assert stats.key_moves > 0
+    if update in ("recompute", "exact"):
+        assert stats.recomputed_tokens["rope_update"] > 0
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    model=st.sampled_from(["llama", "gemma3"]),
+    budget=st.integers(5, 48),
+    blocks=st.integers(9, 40),
+    max_num_seqs=st.integers(1, 6),
+    k=st.integers(1, 20),
+    shortest=st.integers(1, 3),
+    int8=st.booleans(),
+    requests=st.lists(
+        st.fixed_dictionaries(
+            {
+                "seed": st.integers(0, 5),
+                "length": st.integers(1, 50),
+                "period": st.sampled_from([None, 1, 2, 7]),
+                "max_tokens": st.integers(1, 40),
+                "n": st.sampled_from([1, 1, 2]),
+                "temperature": st.sampled_from([0.0, 0.0, 0.3]),
+                "ignore_eos": st.booleans(),
+                "repetition_penalty": st.sampled_from([1.0, 1.0, 1.1]),
+                "at_step": st.integers(0, 20),
+                "aborted_after": st.sampled_from([None, None, None, 3]),
+            }
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_random_traffic_gives_the_bits_of_one_token_at_a_time(
+    model: str,
+    budget: int,
+    blocks: int,
+    max_num_seqs: int,
+    k: int,
+    shortest: int,
+    int8: bool,
+    requests: list[dict[str, Any]],
+    directory_of: Callable[[str], Path],
+) -> None:
+    options: dict[str, Any] = {
+        "deterministic": True,
+        "max_model_len": 96,
+        "kv_cache_dtype": "int8" if int8 else "auto",
+    }
+    alone = make_core(directory_of(model), **options)
+    core = make_core(
+        directory_of(model),
+        **options,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        kv_cache_memory=blocks * alone.info.kv_bytes_per_token * 16,
+        speculative_ngram=k,
+        speculative_ngram_min=shortest,
+    )
+    sent, arrivals, aborts = {}, {}, {}
+    for i, wanted in enumerate(requests):
+        at, aborted = wanted.pop("at_step"), wanted.pop("aborted_after")
+        tokens = prompt(wanted["seed"], wanted.pop("length"), period=wanted.pop("period"))
+        sent[f"{i}"], arrivals[f"{i}"] = greedy(f"{i}", tokens, **wanted), at
+        if aborted:
+            aborts[f"{i}"] = at + aborted
+    got: dict[tuple[str, int], list[int]] = {}
+    for step in range(2000):
+        for name in (name for name, at in arrivals.items() if at == step):
+            core.add(sent[name])
+        for name in (name for name, at in aborts.items() if at == step):
+            core.abort(name)
+        for output in core.step() if core.has_work() else ():
+            got.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        core.blocks.assert_consistent(core.scheduler.live_sequences())
+        if step > 30 and not core.has_work():
+            break
+    assert not core.has_work()
+    core.blocks.assert_balanced()
+    for name, request in sent.items():
+        for key, result in run(alone, [request]).items():
+            found = got.get(key, [])
+            assert found == (result.token_ids[: len(found)] if name in aborts else result.token_ids)
+
+
+# ---- what is proposed and what stands --------------------------------------------------------------------------------
+
+
+def test_a_lone_stream_of_a_circle_gets_its_proposals_accepted() -> None:
+    scheduler, executor, _ = make_scheduler(speculation=6, block_size=2)
+    add(executor, make_request("a", [0, 1, 2, 0, 1, 2], max_tokens=60, seed=2))
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        scheduler.update(plan, executor.execute(plan))
+    counters = scheduler.counters
+    assert counters.spec_decode_num_accepted_tokens == executor.num_accepted > 20
+    assert counters.num_steps < 45
+    scheduler.blocks.assert_balanced()
+
+
+def test_proposals_take_only_what_is_left_of_the_budget() -> None:
+    scheduler, executor, _ = make_scheduler(speculation=8, budget=10)
+    add(executor, make_request("stream", [0, 1, 2] * 3, max_tokens=60, seed=2))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        scheduler.update(plan, executor.execute(plan))
+    assert any(item.draft for item in plan.sequences)
+    add(executor, make_request("prompt", [3] * 30, max_tokens=1))
+    for taken in (9, 9, 9, 3):
+        plan = scheduler.schedule()
+        chunks = {item.seq_id: item.num_tokens for item in plan.sequences if len(item.token_ids) - item.start > 1}
+        assert sum(chunks.values()) == taken, "a proposal took a prompt's place"
+        assert plan.num_tokens <= 10
+        scheduler.update(plan, executor.execute(plan))
+
+
+def test_proposals_teach_the_step_timer_nothing() -> None:
+    scheduler, executor, _ = make_scheduler(speculation=8, target_step_seconds=1.0)
+    add(executor, make_request("stream", [0, 1, 2] * 3, max_tokens=60, seed=2))
+    plan = scheduler.schedule()
+    scheduler.update(plan, executor.execute(plan))
+    limits = scheduler.timer.limit(0), scheduler.timer.limit(1)
+    while not plan.num_draft_tokens:
+        plan = scheduler.schedule()
+        results = executor.execute(plan)
+        scheduler.observe(plan, 100.0)
+        scheduler.update(plan, results)
+    assert (scheduler.timer.limit(0), scheduler.timer.limit(1)) == limits
+
+
+def test_proposals_preempt_nobody() -> None:
+    """Two streams fill the pool to the last block: the first finds no room for more than its own token."""
+    scheduler, executor, _ = make_scheduler(groups=((6, None),), block_size=4, speculation=8, prefix_caching=False)
+    for name in "ab":
+        add(executor, make_request(name, [0, 1, 2] * 3, max_tokens=4, seed=2))
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        scheduler.update(plan, executor.execute(plan))
+        scheduler.blocks.assert_consistent(scheduler.live_sequences())
+    assert executor.num_drafts > 0 and scheduler.counters.num_preemptions == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "rotate"])
+def test_proposals_end_where_frequencies_change(policy: Any) -> None:
+    scheduler, executor, _ = make_scheduler(speculation=9)
+    add(executor, make_request("a", [0, 1, 2, 0, 1], max_tokens=90, seed=2), FakeRotation("dynamic", policy))
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        scheduler.update(plan, executor.execute(plan))  # asserts that every row stands under one stage
+    assert executor.num_accepted > 5
+
+
+def test_an_eager_sequence_slows_down_and_recovers() -> None:
+    pace = Pace(8)
+    seen = []
+    for _ in range(400):
+        limit = pace.limit()
+        seen.append(limit)
+        if limit:
+            pace.observe(limit, 0)
+    assert seen[:5] == [8, 4, 2, 1, 0]
+    assert sum(seen) <= 30, "proposals that always fail cost a bounded number of rows"
+    assert sum(seen[-129:]) <= 2
+    while not pace.limit():
+        pass
+    pace.observe(1, 1)
+    assert pace.limit() == 2
+    pace.observe(2, 2)
+    pace.observe(4, 4)
+    pace.observe(8, 8)
+    assert pace.limit() == 8
+    pace.observe(8, 3)
+    assert pace.limit() == 4
+    pace.observe(4, 0)
+    assert pace.limit() == 2
+
+
+def test_extended_reads_like_the_joined_list() -> None:
+    joined, view = [1, 2, 3, 4, 5], Extended([1, 2, 3], (4, 5))
+    assert list(view) == joined and len(view) == 5
+    for i in range(-5, 5):
+        assert view[i] == joined[i]
+    assert view[-3:] == joined[-3:] and view[1:4] == joined[1:4] and view[2:] == joined[2:]
+    for beyond in (5, -6):
+        with pytest.raises(IndexError):
+            view[beyond]
+
+
+def scheduled(draft: tuple[int, ...], **sampling: Any) -> ScheduledSequence:
+    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    tokens = [1, 2, 3]
+    slot = SampleSlot(7, 0, params, 0, 2, tokens)
+    return ScheduledSequence(7, 2, 1 + len(draft), tokens, [], 0, 0, samples=(slot,), draft=draft)
+
+
+def rows(*best: int) -> torch.Tensor:
+    logits = torch.zeros(len(best), 10)
+    for row, token in enumerate(best):
+        logits[row, token] = 5.0
+    return logits
+
+
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 1}, {"presence_penalty": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    ("draft", "best", "stands"),
+    [
+        ((4, 5, 6), (4, 5, 6, 7), (4, 5, 6, 7)),
+        ((4, 5, 6), (4, 5, 8, 7), (4, 5, 8)),
+        ((4, 5, 6), (9, 5, 6, 7), (9,)),
+        ((4, 5, 6), (4, 9, 6, 7), (4, 9)),
+    ],
+)
+def test_proposed_tokens_stand_up_to_the_first_that_differs(
+    draft: tuple[int, ...], best: tuple[int, ...], stands: tuple[int, ...], sampling: dict[str, Any]
+) -> None:
+    (result,) = draw_tokens(Sampler(10, "cpu"), rows(*best), [(0, scheduled(draft, **sampling))])
+    assert result.token_ids == stands
+    if "logprobs" in sampling:
+        assert result.logprobs is not None
+        assert [entry.token_id for entry in result.logprobs] == list(stands)
+        assert all(entry.rank == 1 for entry in result.logprobs)
+    else:
+        assert result.logprobs is None
+
+
+@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}], ids=str)
+def test_bad_logits_after_tokens_that_stand_wait_for_their_turn(sampling: dict[str, Any]) -> None:
+    sampler, logits = Sampler(10, "cpu"), rows(4, 5, 6, 7)
+    logits[2] = torch.nan
+    (result,) = draw_tokens(sampler, logits, [(0, scheduled((4, 5, 6), **sampling))])
+    assert result.error is None and result.token_ids == (4, 5)
+    logits[0] = torch.nan
+    (result,) = draw_tokens(sampler, logits, [(0, scheduled((4, 5, 6), **sampling))])
+    assert isinstance(result.error, EngineError) and result.token_ids == ()
+
+
+def test_penalties_count_tokens_of_a_proposal_only_once_they_stand() -> None:
+    """A penalised token gives way, so a loop the raw logits would go on with is left after one round."""
+    item = scheduled((4, 4, 4), presence_penalty=2.0)
+    logits = rows(4, 4, 4, 4)
+    logits[:, 8] = 4.0
+    (result,) = draw_tokens(Sampler(10, "cpu"), logits, [(0, item)])
+    assert result.token_ids == (4, 8)
+
+
+def test_the_engine_benchmark_counts_every_token() -> None:
+    config = EngineConfig(
+        model=str(DEMO), device="cpu", kv_cache_memory=8 << 20, speculative_ngram=4, speculative_ngram_min=1
+    )
+    for output_len in (40, 400):  # the longer one runs into the end of the context
+        result = run_engine_benchmark(config, batch_size=2, input_len=100, output_len=output_len)
+        seconds = result["decode_step_milliseconds"] / 1000
+        per_step = result["decode_tokens_per_second"] * seconds
+        assert 2.0 < per_step <= 10.0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"speculative_ngram": -1}, "--speculative-ngram"),
+        ({"speculative_ngram": 65}, "--speculative-ngram"),
+        ({"speculative_ngram_min": 0}, "--speculative-ngram-min"),
+        ({"speculative_ngram_min": 5, "speculative_ngram_max": 4}, "--speculative-ngram-max"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, int], named: str) -> None:
+    with pytest.raises(LoadError, match=named):
+        EngineConfig(model="x", **options)

@@ -1,0 +1,296 @@
+"""Angles, and moves of cached keys, against float64 formulas and the plain form; how the pages are written."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.kernels import KVPages, cpu, move_cached_keys
+from windlass.kernels.cpu import library, rotary
+from windlass.kernels.cpu.library import Library
+from windlass.kernels.torch import reference, rowwise
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+TWO_PI = Fraction("6.28318530717958647692528676655900576839433879875021164194989")
+
+
+# -- angles --------------------------------------------------------------------------------------------------------
+
+
+def test_angles_at_ten_million_tokens_and_beyond(form: Library) -> None:
+    inv_freq = (5e5 ** -(torch.arange(31, dtype=torch.float64) / 31)).view(1, 1, 31)
+    for limit in (10**7, 2**31):
+        positions = torch.cat((torch.arange(8), torch.randint(limit // 2, limit, (64,))))
+        cos, sin = cpu.rotary_angles(inv_freq, torch.zeros_like(positions), positions, library=form)
+        plain = rowwise.rotary_angles(inv_freq, torch.zeros_like(positions), positions)
+        assert torch.equal(cos, plain[0])
+        assert torch.equal(sin, plain[1])
+        worst = 0.0
+        for t, position in enumerate(positions.tolist()):
+            for j, frequency in enumerate(inv_freq[0, 0].tolist()):
+                rest = float(Fraction(frequency) * position % TWO_PI)
+                worst = max(worst, abs(float(cos[0, t, j]) - math.cos(rest)), abs(float(sin[0, t, j]) - math.sin(rest)))
+        assert worst < (1e-7 if limit == 10**7 else 3e-7)
+
+
+def test_angles_in_every_quarter_turn(form: Library) -> None:
+    """Near multiples of pi / 4 the reduction changes sides; past 3e9 radians it is the C library's."""
+    quarter = math.pi / 4 * torch.arange(1, 65, dtype=torch.float64)
+    inv_freq = torch.cat((quarter, quarter + 1e-9, quarter - 1e-9, torch.tensor([1e-300, 0.0, 1e9, 3e9, 1e15])))
+    positions = torch.tensor([0, 1, 3, 1023])
+    cos, sin = cpu.rotary_angles(inv_freq.view(1, 1, -1), torch.zeros_like(positions), positions, library=form)
+    for t, position in enumerate(positions.tolist()):
+        for j, frequency in enumerate(inv_freq.tolist()):
+            angle = frequency * position
+            assert abs(float(cos[0, t, j]) - math.cos(angle)) < 3.1e-8
+            assert abs(float(sin[0, t, j]) - math.sin(angle)) < 3.1e-8
+
+
+def test_angles_pick_rows_and_groups(form: Library) -> None:
+    inv_freq = torch.rand(3, 4, 10, dtype=torch.float64)
+    rows, positions = torch.tensor([3, 0, 3, 1, 2]), torch.tensor([5, 6, 1000, 0, 9])
+    got = cpu.rotary_angles(inv_freq, rows, positions, library=form)
+    want = reference.rotary_angles(inv_freq, rows, positions)
+    for mine, theirs in zip(got, want, strict=True):
+        assert mine.shape == (3, 5, 10)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=6e-8)
+    memory = torch.full((3, 5, 10), torch.nan), torch.full((3, 5, 10), torch.nan)
+    again = cpu.rotary_angles(inv_freq, rows, positions, out=memory, library=form)
+    assert all(a is m and torch.equal(m, g) for a, m, g in zip(again, memory, got, strict=True))
+    with pytest.raises(ValueError, match="out must be"):
+        cpu.rotary_angles(inv_freq, rows, positions, out=(memory[0], memory[1][:, :4]), library=form)
+    assert cpu.rotary_angles(inv_freq, rows[:0], positions[:0], library=form)[0].shape == (3, 0, 10)
+    assert cpu.rotary_angles(inv_freq[:, :, :0].contiguous(), rows, positions, library=form)[0].shape == (3, 5, 0)
+    for bad in (4, -1):
+        with pytest.raises(IndexError, match="table of 4"):
+            cpu.rotary_angles(inv_freq, torch.tensor([bad]), positions[:1], library=form)
+
+
+def test_angles_refuse_wrong_operands() -> None:
+    kernels("generic")
+    inv_freq, index = torch.rand(1, 2, 8, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="float32"):
+        cpu.rotary_angles(inv_freq.float(), index, index)
+    with pytest.raises(ValueError, match="float64"):
+        cpu.rotary_angles(inv_freq[..., ::2], index, index)
+    with pytest.raises(ValueError, match="int64"):
+        cpu.rotary_angles(inv_freq, index, index.int())
+    with pytest.raises(ValueError, match=r"\[3\]"):
+        cpu.rotary_angles(inv_freq, index, index[:2])
+
+
+# -- moves ---------------------------------------------------------------------------------------------------------
+
+
+def pages_of(kv_heads: int, dim: int, value_dim: int, type_: torch.dtype, blocks: int = 5, size: int = 8) -> KVPages:
+    key = torch.randn(blocks, size, kv_heads, dim).to(type_)
+    return KVPages(key, torch.randn(blocks, size, kv_heads, value_dim).to(type_))
+
+
+def copy_of(pages: KVPages) -> KVPages:
+    return KVPages(pages.key.clone(), pages.value.clone())
+
+
+def move(form: Library, pages: KVPages, sources, targets, cos, sin) -> None:  # type: ignore[no-untyped-def]
+    cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    kv_heads=st.integers(1, 5),
+    dims=st.sampled_from([(64, 64), (17, 3), (128, 96), (6, 6), (1, 1), (80, 5)]),
+    half=st.integers(0, 64),
+    moved=st.integers(0, 20),
+    in_place=st.integers(0, 8),
+    type_=st.sampled_from(TYPES),
+)
+@pytest.mark.parametrize("name", FORMS)
+def test_moves(name, seed, kv_heads, dims, half, moved, in_place, type_):  # type: ignore[no-untyped-def]
+    """Every slot afterwards: the turned ones in float64, their values, and all others bit for bit as they were."""
+    form = kernels(name)
+    torch.manual_seed(seed)
+    dim, value_dim = dims
+    half = min(half, dim // 2)
+    pages = pages_of(kv_heads, dim, value_dim, type_, blocks=6)
+    before = copy_of(pages)
+    slots = torch.randperm(48)
+    sources, targets = slots[:moved], slots[20 : 20 + moved]
+    sources, targets = (torch.cat((part, slots[40 : 40 + in_place])) for part in (sources, targets))
+    order = torch.randperm(len(sources))
+    sources, targets = sources[order], targets[order]
+    angle = torch.randn(len(sources), half + 3, dtype=torch.float64)[:, :half] * 100
+    cos, sin = angle.cos().float(), angle.sin().float()
+    move(form, pages, sources, targets, cos, sin)
+
+    old, new = before.key.view(48, kv_heads, dim), pages.key.view(48, kv_heads, dim)
+    first, second = old[sources][..., :half].double(), old[sources][..., half : 2 * half].double()
+    c, s = cos.double()[:, None], sin.double()[:, None]
+    want = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+    assert ((new[targets][..., : 2 * half].double() - want).abs() <= 1e-6 + ROUNDING[type_] * 1.01 * want.abs()).all()
+    assert torch.equal(bits(new[targets][..., 2 * half :]), bits(old[sources][..., 2 * half :]))
+    values = before.value.view(48, kv_heads, value_dim)
+    assert torch.equal(bits(pages.value.view(48, kv_heads, value_dim)[targets]), bits(values[sources]))
+    others = torch.ones(48, dtype=torch.bool)
+    others[targets] = False
+    assert torch.equal(bits(new[others]), bits(old[others]))
+    assert torch.equal(bits(pages.value.view(48, kv_heads, value_dim)[others]), bits(values[others]))
+
+    plain = copy_of(before)
+    reference.move_cached_keys(plain, sources, targets, cos, sin)
+    torch.testing.assert_close(pages.key, plain.key, rtol=ROUNDING[type_] * 2, atol=2e-6)
+    assert torch.equal(pages.value, plain.value)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_a_move_without_pairs_is_a_copy_of_any_bits(form: Library, type_: torch.dtype) -> None:
+    """NaNs keep their payload, and what lies beside is not looked at."""
+    pages = pages_of(3, 20, 7, type_)
+    for part in (pages.key, pages.value):
+        integers = bits(part)
+        integers.copy_(torch.randint(-(2**15), 2**15, integers.shape).to(integers.dtype))
+    if type_ == torch.float32:
+        bits(pages.key).mul_(2**16).add_(0x7F80_0001)
+    before = copy_of(pages)
+    sources, targets, none = torch.arange(16), torch.arange(24, 40), torch.empty(16, 0)
+    move(form, pages, sources, targets, none, none)
+    for got, want in ((pages.key, before.key), (pages.value, before.value)):
+        got, want = bits(got.flatten(0, 1)), bits(want.flatten(0, 1))
+        assert torch.equal(got[24:40], want[:16])
+        assert torch.equal(got[:24], want[:24])
+
+
+def test_poison_stays_in_its_own_slot(form: Library) -> None:
+    pages = pages_of(2, 24, 24, torch.float32)
+    flat = pages.key.view(-1, 2, 24)
+    flat[::2] = torch.nan
+    sources, targets = torch.tensor([1, 3, 5]), torch.tensor([0, 3, 8])
+    angle = torch.rand(3, 9)
+    move(form, pages, sources, targets, angle.cos(), angle.sin())
+    assert torch.isfinite(flat[targets]).all()
+    assert flat[2].isnan().all()
+    assert flat[10].isnan().all()
+
+
+def test_many_moves_over_threads(form: Library) -> None:
+    pages = pages_of(4, 64, 64, torch.bfloat16, blocks=200)
+    plain = copy_of(pages)
+    sources, targets = torch.randperm(800), 800 + torch.randperm(800)
+    angle = torch.rand(800, 32) * 6
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    move(form, pages, sources, targets, angle.cos(), angle.sin())
+    torch.set_num_threads(before)
+    reference.move_cached_keys(plain, sources, targets, angle.cos(), angle.sin())
+    torch.testing.assert_close(pages.key, plain.key, rtol=2**-7, atol=1e-6)
+    assert torch.equal(pages.value, plain.value)
+
+
+@pytest.mark.parametrize(("source", "target"), [(40, 0), (0, 40), (-1, 0), (0, -1)])
+def test_a_slot_outside_the_pages_moves_nothing(form: Library, source: int, target: int) -> None:
+    pages = pages_of(2, 16, 16, torch.float32)
+    before = copy_of(pages)
+    half = torch.ones(2, 8)
+    with pytest.raises(IndexError, match="outside"):
+        move(form, pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
+    assert torch.equal(pages.key, before.key)
+    assert torch.equal(pages.value, before.value)
+
+
+@pytest.mark.parametrize(("source", "target"), [(40, 0), (0, 40), (-1, 0), (0, -1)])
+def test_the_plain_form_refuses_slots_too(monkeypatch: pytest.MonkeyPatch, source: int, target: int) -> None:
+    monkeypatch.setattr(library, "_attempt", lambda: (None, "turned off by this test"))
+    pages = pages_of(2, 16, 16, torch.float32)
+    before = copy_of(pages)
+    half = torch.ones(2, 8)
+    with pytest.raises(IndexError, match="outside"):
+        move_cached_keys(pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
+    assert torch.equal(pages.key, before.key)
+    assert torch.equal(pages.value, before.value)
+
+
+def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
+    for type_ in TYPES:
+        key, value = (at_the_end_of_memory(torch.randn(2, 4, 1, 19).to(type_)) for _ in range(2))
+        cos, sin = (at_the_end_of_memory(torch.rand(8, 7)) for _ in range(2))
+        index = at_the_end_of_memory(torch.arange(8))
+        cpu.move_cached_keys(key, value, index, index, cos, sin, library=form)
+        inv_freq = at_the_end_of_memory(torch.rand(1, 8, 19, dtype=torch.float64))
+        assert torch.isfinite(cpu.rotary_angles(inv_freq, index, index, library=form)[0]).all()
+
+
+def test_values_stay_where_they_are_unless_asked_along() -> None:
+    for form in ("reference", "cpu"):
+        pages = pages_of(2, 16, 16, torch.float32)
+        before = copy_of(pages)
+        sources, targets, angle = torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
+        if form == "cpu":
+            cpu.move_cached_keys(pages.key, pages.value, sources, targets, angle.cos(), angle.sin(), values=False)
+        else:
+            reference.move_cached_keys(pages, sources, targets, angle.cos(), angle.sin(), values=False)
+        assert torch.equal(bits(pages.value), bits(before.value))
+        assert not torch.equal(pages.key.view(-1, 2, 16)[targets], before.key.view(-1, 2, 16)[targets])
+
+
+def test_move_refusals_say_why() -> None:
+    kernels("generic")
+    pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
+    assert "int8" in (cpu.move_refusal(pages.key.to(torch.int8), pages.value.to(torch.int8)) or "")
+    with pytest.raises(ValueError, match="18 rotary dims"):
+        cpu.move_cached_keys(pages.key, pages.value, index, index, torch.ones(2, 9), torch.ones(2, 9))
+    with pytest.raises(ValueError, match="cos and sin"):
+        cpu.move_cached_keys(pages.key, pages.value, index, index, half, half[:1])
+    with pytest.raises(ValueError, match="int64"):
+        cpu.move_cached_keys(pages.key, pages.value, index, index.int(), half, half)
+    with pytest.raises(ValueError, match="contiguous"):
+        cpu.move_cached_keys(pages.key[:, ::2], pages.value[:, ::2], index, index, half, half)
+
+
+# -- large appends go past the caches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dim", "half", "shift"), [(64, 32, 0), (64, 16, 0), (48, 12, 0), (64, 32, 1), (40, 16, 0)])
+def test_writing_past_the_caches_gives_the_same_bits(
+    form: Library, monkeypatch: pytest.MonkeyPatch, dim: int, half: int, shift: int
+) -> None:
+    """Whether or not rows are whole, aligned vectors (a shift moves the pages off by one float)."""
+    tokens, heads, room = 40, 3, 6 * 8 * 3 * dim
+    q, k, v = (torch.randn(tokens, heads, dim) for _ in range(3))
+    angle, slots = torch.rand(tokens, half), torch.randperm(48)[:tokens]
+    found = []
+    for cache_bytes in (1 << 40, 0):
+        monkeypatch.setattr(rotary, "_cache_bytes", lambda size=cache_bytes: size)
+        key, value = (torch.zeros(room + 16)[shift : shift + room].view(6, 8, heads, dim) for _ in range(2))
+        turned = q.clone()
+        operands = turned, k, v, angle.cos(), angle.sin(), torch.full((tokens,), 1.5), key, value, slots
+        cpu.rotate_and_append(*operands, library=form)
+        found.append(torch.stack((key.view(-1, heads, dim)[slots], value.view(-1, heads, dim)[slots], turned)))
+    assert torch.equal(*found)
+
+
+def test_only_what_outgrows_half_the_cache_goes_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    key, value = torch.empty(4, 16, 4, 64), torch.empty(4, 16, 4, 32)
+    monkeypatch.setattr(rotary, "_cache_bytes", lambda: 200 * 4 * (64 + 32) * 4)
+    assert not rotary._outgrows_caches(key, value, 100)
+    assert rotary._outgrows_caches(key, value, 101)
+
+
+def test_the_cache_size_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, want in (("32768K\n", 32 << 20), ("8M\n", 8 << 20), ("", 32 << 20), ("some", 32 << 20)):
+        (tmp_path / "size").write_text(text)
+        monkeypatch.setattr(rotary, "_CACHE_SIZE_FILE", tmp_path / "size")
+        assert rotary._cache_bytes.__wrapped__() == want
+    monkeypatch.setattr(rotary, "_CACHE_SIZE_FILE", tmp_path / "none")
+    assert rotary._cache_bytes.__wrapped__() == 32 << 20

@@ -1,0 +1,40 @@
+"""What `/metrics` prints beyond the engine's numbers: the errors an operator is to be alarmed by."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+from helpers.live_server import toy_tokenizer
+from helpers.scripted_engine import ScriptedEngine
+
+from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError
+from windlass.server.app.app import create_app
+from windlass.server.startup.settings import ServerSettings
+
+FAULTS = [
+    (QueueFullError("full"), 429, "queue_full"),
+    (DeadlineError("late"), 504, "deadline_exceeded"),
+    (EngineDeadError("dead"), 503, "engine_unavailable"),
+    (KeyError("a defect"), 500, "internal"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code"), FAULTS, ids=[code for _, _, code in FAULTS])
+def test_the_servers_faults_are_counted_from_zero(error, status, code):
+    """Prometheus sees no increase in a series whose first value is 1 already."""
+    engine = ScriptedEngine(refuse=lambda request: error)
+    app = create_app(engine, toy_tokenizer(), ServerSettings(served_model_name="toy"))
+    line = f'windlass_request_errors_total{{code="{code}"}}'
+
+    async def ask() -> tuple[str, int, str]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            before = (await client.get("/metrics")).text
+            answer = await client.post("/v1/completions", json={"prompt": "a"})
+            return before, answer.status_code, (await client.get("/metrics")).text
+
+    before, answered, after = asyncio.run(ask())
+    assert f"{line} 0.0" in before.splitlines()
+    assert answered == status and f"{line} 1.0" in after.splitlines()

@@ -1,0 +1,386 @@
+"""The command line: options to configuration, environment variables, one-line errors, and `generate` and `bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from helpers.served import Served
+from helpers.toy_tokenizers import byte_level
+
+from windlass import __version__
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli import main as cli
+from windlass.server.cli.options import EngineOptions, ServerOptions
+from windlass.server.http.options import ConnectionOptions
+from windlass.server.http.settings import ConnectionSettings
+from windlass.server.startup import launch
+
+TESTS = Path(__file__).parents[2]
+YARN = '{"rope_type": "yarn", "factor": 4}'
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WINDLASS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """What `serve` would have been started with."""
+    calls = []
+    monkeypatch.setattr(launch, "serve", lambda *arguments: calls.append(arguments) or 0)
+    return calls
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A directory with a config and a tokenizer, and no weights."""
+    directory = tmp_path / "toy"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    byte_level().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv(launch.CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
+
+
+def error_of(capsys, *arguments: str) -> str:
+    """The one line a failing command writes, without the leading "error: "."""
+    assert cli.run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+ENGINE_ARGUMENTS = {
+    "--device": "cpu",
+    "--dtype": "bf16",
+    "--kv-cache-dtype": "float16",
+    "--load-format": "dummy",
+    "--max-model-len": "4096",
+    "--max-num-batched-tokens": "512",
+    "--max-num-seqs": "9",
+    "--max-waiting": "33",
+    "--kv-cache-memory": "1.5GiB",
+    "--quantization": "int4",
+    "--weight-cache": "/var/cache/windlass",
+    "--block-size": "32",
+    "--rope-scaling": YARN,
+    "--rope-profile": f"long={YARN}",
+    "--rope-update": "rotate",
+    "--speculative-ngram": "5",
+    "--speculative-ngram-min": "3",
+    "--speculative-ngram-max": "6",
+    "--threads": "3",
+    "--target-step-ms": "100",
+}
+ENGINE_CONFIG = EngineConfig(
+    model="/models/x",
+    device="cpu",
+    dtype="bfloat16",
+    kv_cache_dtype="float16",
+    load_format="dummy",
+    quantization="int4",
+    weight_cache="/var/cache/windlass",
+    max_model_len=4096,
+    max_num_batched_tokens=512,
+    max_num_seqs=9,
+    max_waiting=33,
+    kv_cache_memory=3 * 2**29,
+    block_size=32,
+    prefix_caching=False,
+    rope_scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}),
+    rope_update="rotate",
+    deterministic=True,
+    speculative_ngram=5,
+    speculative_ngram_min=3,
+    speculative_ngram_max=6,
+    threads=3,
+    cores=(0, 1),
+    target_step_seconds=0.1,
+)
+
+
+@pytest.mark.parametrize("by", ["arguments", "environment"])
+def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)
+    arguments = ["serve"]
+    if by == "arguments":
+        arguments += [
+            *sum(ENGINE_ARGUMENTS.items(), ()),
+            "--no-prefix-caching",
+            "--deterministic",
+            "--pin-cores",
+            "the-model",
+            "--log-level",
+            "debug",
+        ]
+    else:
+        for name, value in ENGINE_ARGUMENTS.items():
+            monkeypatch.setenv("WINDLASS_" + name[2:].replace("-", "_").upper(), value)
+        monkeypatch.setenv("WINDLASS_PREFIX_CACHING", "false")
+        monkeypatch.setenv("WINDLASS_DETERMINISTIC", "true")
+        monkeypatch.setenv("WINDLASS_PIN_CORES", "true")
+        monkeypatch.setenv("WINDLASS_MODEL", "the-model")
+        monkeypatch.setenv("WINDLASS_LOG_LEVEL", "debug")
+    assert cli.run(arguments) == 0
+    ((model, engine, _, _, level),) = launched
+    assert (model, level) == ("the-model", "debug")
+    assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
+    # An option added later must be added to the table above too.
+    assert engine.profiles() == {"long": ENGINE_CONFIG.rope_scaling}
+    assert len(ENGINE_ARGUMENTS) + 3 == len(dataclasses.fields(EngineOptions))
+
+
+def test_defaults_are_the_configurations_own(launched):
+    assert cli.run(["serve"]) == 0
+    ((model, engine, server, connections, _),) = launched
+    assert model is None
+    assert engine.to_config(Path("m")) == EngineConfig(model="m")
+    settings = server.to_settings("name")
+    assert (settings.served_model_name, settings.api_keys, settings.cors_origins) == ("name", (), ())
+    assert server.host == "127.0.0.1"
+    assert connections.to_settings() == ConnectionSettings()
+
+
+def test_server_options(launched, monkeypatch, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\n  third \n\nfirst\n")
+    monkeypatch.setenv("WINDLASS_API_KEY", "first, second")
+    monkeypatch.setenv("WINDLASS_PORT", "8123")
+    arguments = ["--api-key-file", str(keys), "--served-model-name", "toy", "--default-max-tokens", "77"]
+    arguments += ["--grace-period", "2.5", "--request-timeout", "60", "--host", "::1"]
+    arguments += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example,https://c.example"]
+    assert cli.run(["serve", *arguments]) == 0
+    ((_, _, server, _, _),) = launched
+    settings = server.to_settings("ignored")
+    assert (server.host, server.port) == ("::1", 8123)
+    assert settings.api_keys == ("first", "second", "third")
+    assert settings.served_model_name == "toy" and settings.default_max_tokens == 77
+    assert (settings.grace_seconds, settings.default_timeout) == (2.5, 60.0)
+    assert settings.cors_origins == ("https://a.example", "https://b.example", "https://c.example")
+    assert (settings.rope_policy, settings.rope_exact, settings.rope_profiles) == ("allow", False, {})
+
+    rotary = ["--rope-policy", "profiles", "--rope-exact", "--rope-profile", f"long={YARN}", "--rope-update", "rotate"]
+    assert cli.run(["serve", *rotary, "--rope-scaling", "long"]) == 0
+    _, engine, server, _, _ = launched[-1]
+    settings = server.to_settings("m", engine)
+    assert (settings.rope_policy, settings.rope_exact, settings.rope_update) == ("profiles", True, "rotate")
+    yarn = RopeScaling.from_dict(json.loads(YARN))
+    assert settings.rope_profiles == {"long": yarn} and engine.to_config(Path("m")).rope_scaling == yarn
+
+    assert cli.run(["serve", "--api-key", "x", "--api-key", "y"]) == 0  # arguments replace the variable
+    assert launched[-1][2].to_settings("m").api_keys == ("x", "y")
+
+
+def test_connection_options(launched, monkeypatch):
+    monkeypatch.setenv("WINDLASS_WRITE_TIMEOUT", "1.5")
+    arguments = ["--max-connections", "300", "--max-connections-per-address", "20", "--header-timeout", "2"]
+    arguments += ["--keep-alive-timeout", "7.5", "--forwarded-allow-ips", "10.0.0.0/8, ::1"]
+    assert cli.run(["serve", *arguments]) == 0
+    settings = launched[-1][3].to_settings()
+    assert (settings.max_connections, settings.max_per_address) == (300, 20)
+    assert (settings.header_seconds, settings.idle_seconds, settings.write_seconds) == (2.0, 7.5, 1.5)
+    trusted = ("10.1.2.3", "::1", "::ffff:10.1.2.3", "127.0.0.1", "::2")
+    assert [settings.trusts(address) for address in trusted] == [True, True, True, False, False]
+    # The limit of open files has the last word.
+    assert (settings.within(228).max_connections, settings.within(228).max_per_address) == (100, 20)
+    assert (settings.within(138).max_connections, settings.within(138).max_per_address) == (10, 10)
+
+    assert cli.run(["serve", "--forwarded-allow-ips", "*"]) == 0
+    assert all(map(launched[-1][3].to_settings().trusts, trusted))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--port", "seven"], "--port"),
+        (["--port", "70000"], "--port must lie between 0 and 65535"),
+        (["--nope"], "--nope"),
+        (["--max-model-len", "0"], "--max-model-len must be at least 1"),
+        (["--max-waiting", "-3"], "--max-waiting must be at least 1"),
+        (["--block-size", "24"], "--block-size must be a multiple of 16"),
+        (["--dtype", "int4"], "--dtype: unknown dtype 'int4'"),
+        (["--load-format", "pickle"], "--load-format must be safetensors or dummy"),
+        (["--kv-cache-memory", "lots"], "--kv-cache-memory: cannot read 'lots'"),
+        (["--target-step-ms", "-1"], "--target-step-ms must not be negative"),
+        (["--rope-scaling", "{"], "--rope-scaling is not valid JSON"),
+        (["--rope-scaling", "[4]"], "--rope-scaling must be a JSON object"),
+        (["--rope-scaling", '{"rope_type": "yarn", "factor": 0}'], "--rope-scaling.factor"),
+        (["--rope-scaling", '{"rope_type": "spiral"}'], "spiral"),
+        (["--rope-scaling", "long"], "--rope-scaling long: no --rope-profile has that name"),
+        (["--rope-profile", 'long={"rope_type": "yarn", "factor": 0}'], "--rope-profile long.factor"),
+        (["--rope-update", "sometimes"], "--rope-update must be frozen, recompute or rotate, got 'sometimes'"),
+        (["--rope-policy", "maybe"], "--rope-policy must be allow, profiles or off, got 'maybe'"),
+        (["--grace-period", "-1"], "--grace-period must not be negative"),
+        (["--request-timeout", "0"], "--request-timeout must be more than 0"),
+        (["--default-max-tokens", "0"], "--default-max-tokens must be at least 1"),
+        (["--max-connections", "0"], "--max-connections must be at least 1"),
+        (["--max-connections-per-address", "-1"], "--max-connections-per-address must be at least 1"),
+        (["--header-timeout", "0"], "--header-timeout must be more than 0 seconds"),
+        (["--keep-alive-timeout", "inf"], "--keep-alive-timeout must be more than 0 seconds and finite, got inf"),
+        (["--write-timeout", "nan"], "--write-timeout must be more than 0 seconds and finite, got nan"),
+        (["--forwarded-allow-ips", "proxy.local"], "--forwarded-allow-ips proxy.local is no address"),
+        (["--log-level", "loud"], "--log-level must be debug, info, warning or error"),
+        (["--api-key", " , "], "--api-key is empty"),
+        (["--api-key-file", "/no/such/file"], "cannot read --api-key-file"),
+        (["--weight-cache", ""], "--weight-cache is empty"),
+        (["--weight-cache", __file__], "is a file: give a folder, or beside"),
+        (["--weight-cache", "~nobody-of-that-name/x"], "give a folder, or beside"),
+        (["--speculative-ngram", "-1"], "--speculative-ngram must lie between 0 and 64"),
+        (["--speculative-ngram-min", "5"], "at most --speculative-ngram-max, got 5 and 4"),
+        (["/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_a_bad_option_is_one_line(arguments, expected, capsys):
+    assert expected in error_of(capsys, "serve", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["sevre"], "'serve'"),
+        (["bench", "srve"], "'serve'"),
+        (["serve", "--prot", "1"], "--port"),
+        (["serve", "--rope-polcy", "off"], "--rope-policy"),
+        (["generate", "--tempratur", "1", "x"], "--temperature"),
+        (["serve", "--quantization", "int9"], "'int8'"),
+        (["serve", "--quantization", "INT4"], "'int4'"),
+        (["serve", "--dtype", "bfloat"], "'bfloat16'"),
+        (["serve", "--rope-update", "frzen"], "'frozen'"),
+        (["serve", "--rope-policy", "profile"], "'profiles'"),
+        (["serve", "--rope-scaling", '{"rope_type": "yarm", "factor": 4}'], "'yarn'"),
+        (["serve", "--rope-scaling", '{"rope_type": "yarn", "facto": 4}'], "'factor'"),
+    ],
+)
+def test_what_was_mistyped_is_suggested(arguments, meant, capsys):
+    assert f"did you mean {meant}?" in error_of(capsys, *arguments).lower().replace("?)", "?")
+
+
+@pytest.mark.parametrize("name", ["--" + "x" * 100_000, "--prot\x1b[31m\n", "--'", "--"])
+def test_no_option_however_odd_is_more_than_a_line(name, capsys):
+    assert "\n" not in error_of(capsys, "serve", name, "/no/such/model")
+
+
+@pytest.mark.parametrize(("given", "kept"), [("beside", "beside"), ("caches", str(Path("caches").absolute()))])
+def test_the_weight_cache_is_a_folder_wherever_the_engine_runs(given, kept, launched):
+    assert cli.run(["serve", "--weight-cache", given]) == 0
+    assert launched[-1][1].to_config(Path("m")).weight_cache == kept
+
+
+def test_a_key_file_without_keys_does_not_open_the_server(capsys, tmp_path):
+    (tmp_path / "keys").write_text("# none yet\n")
+    assert "holds no key" in error_of(capsys, "serve", "--api-key-file", str(tmp_path / "keys"))
+
+
+def test_help_names_every_option_and_variable(capsys):
+    assert cli.run(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for field in [
+        field for options in (EngineOptions, ServerOptions, ConnectionOptions) for field in dataclasses.fields(options)
+    ]:
+        assert f"--{field.name.replace('_', '-')}" in text
+        assert f"WINDLASS_{field.name.upper()}" in text
+    for command in ("generate", "version", "bench"):
+        assert cli.run([command, "--help"]) == 0
+    assert cli.run(["version"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == __version__
+    for spelling in ("--version", "-V"):
+        assert cli.run([spelling]) == 0
+        assert capsys.readouterr().out == f"windlass {__version__}\n"
+    assert cli.run([]) == 2
+    assert "Usage: windlass" in "".join(capsys.readouterr())
+    assert "frobnicate" in error_of(capsys, "frobnicate")
+
+
+def test_bench_engine_passes_everything_on(scripted, monkeypatch, capsys, model):
+    calls = []
+
+    def run_engine_benchmark(config, *, batch_size, input_len, output_len, progress):
+        progress("reading weights", 1, 2)
+        calls.append((config, batch_size, input_len, output_len))
+        return {"decode_tokens_per_second": 123.456, "settings": {"batch_size": batch_size}}
+
+    module = types.ModuleType("windlass.engine.evaluation.bench")
+    module.run_engine_benchmark = run_engine_benchmark
+    monkeypatch.setitem(sys.modules, "windlass.engine.evaluation.bench", module)
+    arguments = ["bench", "engine", str(model), "--batch-size", "4", "--input-len", "64", "--output-len", "8"]
+    assert cli.run([*arguments, "--json", "--threads", "1"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"decode_tokens_per_second": 123.456, "settings": {"batch_size": 4}}
+    assert captured.err == "reading weights ...\n"
+    assert calls == [(EngineConfig(model=str(model), threads=1), 4, 64, 8)]
+    assert cli.run(arguments) == 0
+    table = capsys.readouterr().out
+    assert "decode tokens per second" in table and "123.5" in table and "batch size" in table
+    assert "--batch-size" in error_of(capsys, "bench", "engine", "--batch-size", "0")
+
+
+def test_generate_streams_the_decoded_tokens(scripted, capsys, model):
+    assert cli.run(["generate", "hello", "--model", str(model), "--max-tokens", "12", "--stats"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == byte_level().decode(list(range(100, 112)))
+    assert "12 tokens" in captured.err and "length]" in captured.err
+
+    stop = captured.out[5]
+    assert cli.run(["generate", "hello", "--model", str(model), "--max-tokens", "12", "--stop", stop]) == 0
+    assert capsys.readouterr().out == captured.out.split(stop)[0]
+
+
+def test_generate_errors_are_one_line(scripted, capsys, model, monkeypatch):
+    assert "chat template" in error_of(capsys, "generate", "hi", "--model", str(model), "--chat")
+    assert "--temperature" in error_of(capsys, "generate", "hi", "--model", str(model), "--temperature", "9")
+    monkeypatch.setenv("SCRIPT_LOAD_ERROR", "no weights in this directory")
+    assert error_of(capsys, "generate", "hi", "--model", str(model)) == "no weights in this directory"
+
+
+def test_generate_asks_a_running_server(capsys, model, unused_port):
+    with Served(model, "--api-key", "secret", SCRIPT_STEP_SECONDS="0") as served:
+        url = served.wait_ready()
+        arguments = ["generate", "hello", "--max-tokens", "12", "--url"]
+        for address in (url, f"{url}/v1/"):
+            assert cli.run([*arguments, address, "--api-key", "secret"]) == 0
+            assert capsys.readouterr().out == byte_level().decode(list(range(100, 112)))
+        assert "answered 401" in error_of(capsys, *arguments, url, "--api-key", "wrong")
+        scaling = ["--api-key", "secret", "--rope-scaling", '{"rope_type": "linear", "factor": 2}']
+        assert cli.run([*arguments, url, *scaling, "--rope-update", "frozen"]) == 0
+        capsys.readouterr()
+        unknown = ["--api-key", "secret", "--rope-scaling", "long"]  # the server's profile, which it does not have
+        assert "there is no profile 'long' on this server" in error_of(capsys, *arguments, url, *unknown)
+        assert "no chat template" in error_of(capsys, *arguments, url, "--api-key", "secret", "--chat")
+        assert "does not exist here" in error_of(capsys, *arguments, url, "--api-key", "secret", "--model", "other")
+    unused = f"http://127.0.0.1:{unused_port}"
+    assert "is the server running?" in error_of(capsys, *arguments, unused)
+
+
+@pytest.fixture
+def unused_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("module", ["cli", "launch", "generate", "app"])
+def test_the_api_process_never_imports_torch(module):
+    code = f"import sys, windlass.server.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_starting_up_does_not_wait_for_the_web_framework():
+    """The engine process is spawned before fastapi and the tokenizer are imported."""
+    code = "import sys, windlass.server.cli.main, windlass.server.startup.launch; sys.exit('fastapi' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,146 @@
+"""`windlass rope inspect`: numbers against formulas written here, pictures that open, one-line errors."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.server.cli import main as cli
+
+YARN = '{"rope_type": "yarn", "factor": 4}'
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A config alone: nothing else is needed."""
+    directory = tmp_path / "toy"
+    directory.mkdir()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 100,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def inspect_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    assert cli.run(["rope", "inspect", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.run(["rope", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured
+    return captured.err
+
+
+def plain(theta: float = 5000.0) -> list[float]:
+    return [theta ** (-2 * j / 16) for j in range(8)]
+
+
+def test_linear_beside_the_models_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspect_json(capsys, '{"rope_type": "linear", "factor": 4}', "--model", str(model))
+    assert found["inv_freq"] == pytest.approx([w / 4 for w in plain()], rel=1e-12)
+    assert found["wavelengths"] == pytest.approx([2 * math.pi * 4 / w for w in plain()], rel=1e-12)
+    assert found["model"]["inv_freq"] == pytest.approx(plain(), rel=1e-12)
+    assert found["changed_pairs"] == 8 and found["attention_factor"] == 1.0
+    assert found["effective_length"] is None and found["length"] == 100
+
+
+def test_dynamic_follows_the_length(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scaling = '{"rope_type": "dynamic", "factor": 2}'
+    found = inspect_json(capsys, scaling, "--model", str(model), "--length", "150")
+    reach = 100 * 2**0.75  # 168.2, the first grid point from 150 on
+    assert found["effective_length"] == pytest.approx(reach) and found["last_length"] == 168
+    assert found["inv_freq"] == pytest.approx(plain(5000 * (2 * reach / 100 - 1) ** (16 / 14)), rel=1e-12)
+    assert found["changed_pairs"] == 7
+    short = inspect_json(capsys, scaling, "--model", str(model))
+    assert short["changed_pairs"] == 0 and short["inv_freq"] == pytest.approx(plain(), rel=1e-12)
+
+
+def test_null_is_the_models_own(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = inspect_json(capsys, "null", "--model", str(model))
+    assert found["changed_pairs"] == 0 and found["fingerprint"] == found["model"]["fingerprint"]
+
+
+def test_the_table_shows_every_pair_and_the_picture_opens(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    png = tmp_path / "yarn.png"
+    assert cli.run(["rope", "inspect", YARN, "--model", str(model), "--png", str(png)]) == 0
+    shown = capsys.readouterr().out
+    factor = 0.1 * math.log(4) + 1
+    assert f"attention factor {factor:.6g}" in shown
+    assert f"{2 * math.pi / plain()[0]:.1f}" in shown and f"{2 * math.pi * 4 / plain()[7]:,.1f}" in shown
+    assert sum(line.startswith("│") for line in shown.splitlines()) == 8
+    import matplotlib.image
+
+    picture = matplotlib.image.imread(png)
+    assert picture.shape[0] > 300 and picture.shape[1] > 800 and picture[..., :3].std() > 0.02
+
+
+def test_the_bundled_model_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_json(capsys, YARN)["trained_length"] == 512
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{"], "not valid JSON"),
+        (['{"rope_type": "yarn", "factor": 0}'], "rope_scaling.factor"),
+        (['{"rope_type": "spiral"}'], "yarn"),
+        (["[1]"], "must be an object"),
+        ([YARN, "--length", "0"], "--length must lie between 1 and 2147483647, got 0"),
+        ([YARN, "--length", "2147483648"], "--length must lie between 1 and 2147483647, got 2147483648"),
+        ([YARN, "--length", "9" * 400], "got a huge integer"),
+        ([YARN, "--length", "9" * 9000], "--length"),
+        ([YARN, "--png", "{missing}/x.png"], "cannot write --png"),
+        ([YARN, "--png", "{missing}/../"], "is a directory"),
+        ([YARN, "--model", "{missing}"], "no directory"),
+    ],
+)
+def test_errors_are_one_line(
+    arguments: list[str], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "missing--here")
+    given = ["inspect", "--model", str(model), *(a.replace("{missing}", missing) for a in arguments)]
+    assert words in error_of(capsys, *given)
+
+
+def test_a_config_that_is_no_json_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "config.json").write_text("{oops")
+    assert "not valid JSON" in error_of(capsys, "inspect", YARN, "--model", str(model))
+
+
+def test_without_matplotlib_pictures_say_what_to_install(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else find(name, *rest)
+    )
+    advice = ".venv/bin/pip install -c constraints.txt -e '.[plots]'"
+    assert advice in error_of(capsys, "inspect", YARN, "--model", str(model), "--png", "x.png")
+    assert advice in error_of(capsys, "sweep", "--text", "x.txt", "--out", "x.html")
+    assert inspect_json(capsys, YARN, "--model", str(model))["rope_type"] == "yarn"
+
+
+def test_inspecting_imports_neither_torch_nor_matplotlib(model: Path) -> None:
+    code = (
+        "import sys; from windlass.server import cli; "
+        f"assert cli.run(['rope', 'inspect', {YARN!r}, '--model', {str(model)!r}, '--json']) == 0; "
+        "assert not {'torch', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

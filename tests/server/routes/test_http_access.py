@@ -1,0 +1,334 @@
+"""Keys, request ids, CORS, unknown paths, models, the API's description, tokenizing and metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from helpers.live_server import Live, live_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from windlass.engine.api.request import EngineStats
+from windlass.server.app import auth
+from windlass.server.startup.settings import ServerSettings
+
+KEYS = ("first-key", "zweiter-schlüssel")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server() as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Live]:
+    with live_server(api_keys=KEYS) as live:
+        yield live
+
+
+PATHS = [
+    "/v1/models",
+    "/v1/models/toy",
+    "/metrics",
+    "/version",
+    "/openapi.json",
+    "/v1/completions",
+    "/nope",
+    "/tokenize",
+]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/health/", "//health", "/ready/x", "/HEALTH", "/health%2f..%2fmetrics", "/"])
+def test_every_path_but_two_needs_a_key(locked: Live, path: str) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Bearer"}, {"authorization": "first-key"}):
+        for method in ("GET", "POST", "OPTIONS", "HEAD"):
+            response = locked.http.request(method, path, headers=headers)
+            assert response.status_code == 401, (path, method, headers)
+            assert response.headers["www-authenticate"] == "Bearer" and response.headers["x-request-id"]
+    assert locked.http.get(path).json()["error"]["code"] == "invalid_api_key"
+
+
+def test_health_needs_no_key(locked: Live) -> None:
+    assert locked.http.get("/health").status_code == locked.http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(locked: Live, key: str) -> None:
+    for scheme in ("Bearer", "bearer"):
+        headers = {"authorization": f"{scheme} {key}".encode()}
+        assert locked.http.get("/v1/models", headers=headers).status_code == 200
+        assert locked.http.get("/metrics", headers=headers).status_code == 200
+
+
+def test_a_host_header_cannot_move_the_path(locked: Live) -> None:
+    url = httpx.URL(locked.url)
+    for request in (
+        b"GET /v1/models HTTP/1.1\r\nhost: x/health?\r\n",
+        b"GET http://x/health HTTP/1.1\r\nhost: x\r\n",
+        b"GET /v1/models?/health HTTP/1.1\r\nhost: /health\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-forwarded-prefix: /health\r\nx-original-url: /health\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer no\r\nauthorization: Bearer first-key\r\n",
+    ):
+        with socket.create_connection((url.host, url.port), timeout=5) as connection:
+            connection.sendall(request + b"connection: close\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 401 ")
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return a == b
+
+    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
+    middleware = auth.AuthMiddleware(None, api_keys=("a", "bb", "ccc"))  # type: ignore[arg-type]
+    for key, allowed in ((b"a", True), (b"ccc", True), (b"x" * 1000, False)):
+        compared.clear()
+        assert middleware._allowed({"headers": [(b"authorization", b"Bearer " + key)]}) is allowed
+        assert len(compared) == 3  # all keys, whatever matched
+        assert {len(digest) for pair in compared for digest in pair} == {32}  # and digests, so lengths do not tell
+
+
+def test_empty_keys_are_no_keys() -> None:
+    with pytest.raises(ValueError, match="API key"):
+        ServerSettings(served_model_name="m", api_keys=("",))
+
+
+def test_request_ids(live: Live) -> None:
+    seen = {live.http.get("/health").headers["x-request-id"] for _ in range(3)}
+    assert len(seen) == 3
+    for path in ("/health", "/nope", "/v1/models/other"):
+        assert live.http.get(path, headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    for bad in ("a b", "x" * 129, "é".encode(), ""):
+        returned = live.http.get("/health", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert re.fullmatch("[0-9a-f]{32}", returned)
+    response = live.post("/v1/completions", {"prompt": "a", "request_id": "b"}, headers={"x-request-id": "h"})
+    assert response.headers["x-request-id"] == "b" and response.json()["id"] == "cmpl-b"
+    response = live.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "h"})
+    assert response.headers["x-request-id"] == "h" and response.json()["id"] == "cmpl-h"
+    # The same id twice at once must not collide in the engine.
+    for _ in range(2):
+        live.post("/v1/completions", {"prompt": "a", "request_id": "b"})
+    assert len({request.request_id for request in live.engine.requests}) == len(live.engine.requests)
+
+
+def test_cors_is_off_unless_asked_for(live: Live) -> None:
+    headers = {"origin": "http://page.example", "access-control-request-method": "POST"}
+    response = live.http.options("/v1/completions", headers=headers)
+    assert response.status_code == 405 and "access-control-allow-origin" not in response.headers
+    assert "access-control-allow-origin" not in live.http.get("/health", headers=headers).headers
+
+
+@pytest.mark.parametrize("origins", [("*",), ("http://page.example",)])
+def test_cors_never_allows_credentials(origins: tuple[str, ...]) -> None:
+    with live_server(cors_origins=origins, api_keys=("k",)) as live:
+        headers = {"origin": "http://page.example", "access-control-request-method": "POST"}
+        preflight = live.http.options("/v1/completions", headers=headers)
+        assert preflight.status_code == 200
+        refused = live.http.get("/v1/models", headers={"origin": "http://page.example"})
+        assert refused.status_code == 401
+        for response in (preflight, refused):
+            assert response.headers["access-control-allow-origin"] == ("*" if origins == ("*",) else origins[0])
+            assert "access-control-allow-credentials" not in response.headers
+        other = live.http.get("/health", headers={"origin": "http://other.example"})
+        assert other.headers.get("access-control-allow-origin") == ("*" if origins == ("*",) else None)
+
+
+def test_unknown_paths_and_methods(live: Live) -> None:
+    assert live.http.get("/v1/nothing").status_code == 404
+    response = live.http.get("/v1/completions")
+    assert response.status_code == 405 and response.headers["allow"] == "POST"
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert live.http.get("/v1/models/").status_code in (200, 404)
+    assert live.http.get("/docs").status_code == 404
+
+
+def test_models(live: Live) -> None:
+    listed = live.http.get("/v1/models").json()
+    (model,) = listed["data"]
+    assert listed["object"] == "list" and model == live.http.get("/v1/models/toy").json()
+    assert (model["id"], model["max_model_len"], model["dtype"]) == ("toy", 256, "float32")
+    group = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "rotary_dim": 16,
+        "original_max_position_embeddings": 128,
+        "max_position_embeddings": 128,
+    }
+    assert model["rotary"] == {**group, "groups": {"full_attention": group}}
+    for path in ("/v1/models/other", "/v1/models/toy/x"):
+        response = live.http.get(path)
+        assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+
+
+def test_unknown_models_get_404(live: Live) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        error = live.refuse(path, {**body, "model": "other"}, 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert live.post(path, {**body, "model": "toy"}).status_code == 200
+
+
+def test_the_description_documents_streams_bodies_and_errors(live: Live) -> None:
+    schema = live.http.get("/openapi.json").json()
+    for path, body in (("/v1/completions", "CompletionRequest"), ("/v1/chat/completions", "ChatRequest")):
+        post = schema["paths"][path]["post"]
+        assert set(post["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert {"400", "401", "404", "413", "429", "503", "504"} <= set(post["responses"])
+        reference = post["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        assert reference.endswith(f"/{body}")
+    names = set(schema["components"]["schemas"])
+    for reference in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(schema)):
+        assert reference in names
+    properties = schema["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert "rope_scaling" in properties and "prompt" in properties
+
+
+@pytest.mark.parametrize("text", ["hello world", "é日 x 😀", "", "a\n\n b"])
+def test_tokenize_and_back(live: Live, text: str) -> None:
+    answer = live.post("/tokenize", {"prompt": text, "return_token_strs": True}).json()
+    ids = live.tokenizer.encode(text)
+    assert answer["tokens"] == ids and answer["count"] == len(ids) and answer["max_model_len"] == 256
+    assert len(answer["token_strs"]) == len(answer["offsets"]) == len(ids)
+    assert answer["token_strs"][0] == "<|bos|>" and answer["offsets"][0] == [0, 0]
+    for token, (start, end) in zip(answer["token_strs"][1:], answer["offsets"][1:], strict=True):
+        assert token.startswith("bytes:") or text[start:end] == token
+    back = live.post("/detokenize", {"tokens": ids, "skip_special_tokens": True}).json()
+    assert back["prompt"] == text
+    assert back["offsets"][0] == [0, 0]
+    assert back["offsets"][-1][1] == len(text)
+    whole = live.post("/detokenize", {"tokens": ids}).json()
+    assert whole["prompt"] == "<|bos|>" + text
+    for (start, end), token in zip(whole["offsets"], answer["token_strs"], strict=True):
+        assert token.startswith("bytes:") or whole["prompt"][start:end] == token
+    short = live.post("/tokenize", {"prompt": text, "add_special_tokens": False, "return_offsets": False}).json()
+    assert short["tokens"] == ids[1:] and "offsets" not in short
+
+
+def test_tokenize_a_chat(live: Live) -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    ids = live.post("/tokenize", body).json()["tokens"]
+    live.chat(**body, max_tokens=1)
+    assert ids == live.engine.requests[-1].prompt_token_ids
+    text = live.post("/detokenize", {"tokens": ids}).json()["prompt"]
+    assert text == "<|bos|>[user]hi\n[assistant]"
+    assert live.refuse("/tokenize", {})["message"] == "give either prompt or messages"
+    live.refuse("/tokenize", {**body, "prompt": "a"})
+
+
+@pytest.mark.parametrize("tokens", [[-1], [423], [10**30], ["a"], [1.5], 5, None, [True], [[1]]])
+def test_detokenize_wrong_ids(live: Live, tokens: Any) -> None:
+    assert live.refuse("/detokenize", {"tokens": tokens})["param"] == "tokens"
+
+
+def samples(live: Live) -> dict[str, float]:
+    response = live.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        assert family.documentation and family.name.startswith("windlass_")
+        for sample in family.samples:
+            labels = "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items()) if k != "le")
+            if "le" not in sample.labels:
+                found[sample.name.removeprefix("windlass_") + labels] = sample.value
+    return found
+
+
+def test_metrics() -> None:
+    with live_server() as live:
+        live.engine.engine_stats = EngineStats(
+            num_running=3,
+            num_waiting=2,
+            kv_cache_usage=0.25,
+            rotary_specs_live=1,
+            num_preemptions=4,
+            prefix_cache_queries=100,
+            prefix_cache_hits=60,
+            prompt_tokens=11,
+            generation_tokens=12,
+            spec_decode_num_drafts=5,
+            spec_decode_num_draft_tokens=15,
+            spec_decode_num_accepted_tokens=9,
+            recomputed_tokens={"preemption": 7},
+            queue_seconds=(0.5, 1.5),
+            prefill_seconds=(0.25,),
+            decode_seconds=(2.0,),
+        )
+        live.engine.restarts = 2
+        found = samples(live)
+        expected = {
+            "num_requests_running": 3,
+            "num_requests_waiting": 2,
+            "kv_cache_usage_perc": 0.25,
+            "rotary_specs_live": 1,
+            "num_preemptions_total": 4,
+            "prefix_cache_queries_total": 100,
+            "prefix_cache_hits_total": 60,
+            "prompt_tokens_total": 11,
+            "generation_tokens_total": 12,
+            "spec_decode_num_drafts_total": 5,
+            "spec_decode_num_draft_tokens_total": 15,
+            "spec_decode_num_accepted_tokens_total": 9,
+            "recomputed_tokens_total{reason=preemption}": 7,
+            "request_queue_time_seconds_sum": 2.0,
+            "request_queue_time_seconds_count": 2,
+            "request_prefill_time_seconds_sum": 0.25,
+            "request_decode_time_seconds_sum": 2.0,
+            "engine_restarts_total": 2,
+            "request_success_total{finished_reason=stop}": 0,
+            "time_to_first_token_seconds_count": 0,
+        }
+        assert {name: found[name] for name in expected} == expected
+
+        live.engine.engine_stats = EngineStats()
+        live.complete(max_tokens=5, n=2)
+        live.complete(max_tokens=5, stop="c")
+        live.engine.delay = 0.02
+        live.stream("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4})
+        live.refuse("/v1/completions", {"prompt": "a", "timeout": 0.01, "max_tokens": 50}, 504)
+        found = samples(live)
+        assert found["request_success_total{finished_reason=length}"] == 3
+        assert found["request_success_total{finished_reason=stop}"] == 1
+        assert found["request_errors_total{code=deadline_exceeded}"] == 1
+        assert found["time_to_first_token_seconds_count"] == 3
+        assert found["e2e_request_latency_seconds_count"] == 4
+        assert found["inter_token_latency_seconds_count"] == 4 + 4 + 1 + 3
+        assert found["inter_token_latency_seconds_sum"] >= 0.06
+        assert found["request_queue_time_seconds_count"] == 2  # samples are handed out once
+
+        live.engine.state = "restarting"
+        assert samples(live)["engine_up"] == 0
+
+
+def test_two_apps_keep_their_metrics_apart(live: Live) -> None:
+    with live_server() as other:
+        other.complete(max_tokens=1)
+        assert samples(other)["time_to_first_token_seconds_count"] == 1
+        before = samples(live)["time_to_first_token_seconds_count"]
+        other.complete(max_tokens=1)
+        assert samples(live)["time_to_first_token_seconds_count"] == before
+
+
+def test_the_server_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import windlass.server.app.app, sys; assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

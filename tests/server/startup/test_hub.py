@@ -1,0 +1,202 @@
+"""Finding models: directories, the Hugging Face cache as huggingface_hub itself sees it, and failures in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import GatedRepoError
+
+from windlass.engine.errors import LoadError
+from windlass.server.startup import hub
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+VARIABLES = (
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HUGGINGFACE_HUB_CACHE",
+    "XDG_CACHE_HOME",
+    "HF_HUB_OFFLINE",
+    "TRANSFORMERS_OFFLINE",
+)
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def cache_model(
+    cache: Path, repo: str, *, ref: str = "main", files: tuple[str, ...] = ("config.json", "model.safetensors")
+) -> Path:
+    storage = cache / ("models--" + repo.replace("/", "--"))
+    snapshot = storage / "snapshots" / COMMIT
+    (storage / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    (storage / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
+    (storage / "refs" / ref).write_text(COMMIT)
+    for number, name in enumerate(files):
+        blob = storage / "blobs" / f"{number:040x}"
+        blob.write_text("{}")
+        (snapshot / name).symlink_to(blob)
+    return snapshot
+
+
+def one_line(name: str | None) -> str:
+    with pytest.raises(LoadError) as caught:
+        hub.resolve_model(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_directories(home):
+    model = home / "model"
+    model.mkdir()
+    assert "no config.json" in one_line(str(model))
+    (model / "config.json").write_text("{}")
+    assert hub.resolve_model(str(model)) == model
+    assert hub.resolve_model("model") == model
+    assert "is a file" in one_line(str(model / "config.json"))
+
+
+def test_a_directory_wins_over_a_hub_id(home):
+    cache_model(home / "hf" / "hub", "org/name")
+    local = home / "org" / "name"
+    local.mkdir(parents=True)
+    (local / "config.json").write_text("{}")
+    assert hub.resolve_model("org/name") == local
+
+
+@pytest.mark.parametrize(
+    ("variable", "where"),
+    [("HF_HOME", "hub"), ("HF_HUB_CACHE", "."), ("HUGGINGFACE_HUB_CACHE", "."), ("XDG_CACHE_HOME", "huggingface/hub")],
+)
+def test_cache_locations(home, monkeypatch, variable, where):
+    monkeypatch.delenv("HF_HOME")
+    monkeypatch.setenv("HOME", str(home / "nobody"))
+    monkeypatch.setenv(variable, str(home / "place"))
+    snapshot = cache_model(home / "place" / where, "org/name")
+    assert hub.resolve_model("org/name") == snapshot
+
+
+def test_cache_agrees_with_huggingface_hub(home):
+    cache = home / "hf" / "hub"
+    snapshot = cache_model(cache, "org/name", ref="refs/pr/7")
+    for revision in ("refs/pr/7", COMMIT):
+        theirs = huggingface_hub.snapshot_download(
+            "org/name", revision=revision, cache_dir=cache, local_files_only=True
+        )
+        assert hub.resolve_model(f"org/name@{revision}") == Path(theirs) == snapshot
+    assert "org/name@other" in one_line("org/name@other")
+    single = cache_model(cache, "gpt2")
+    assert hub.resolve_model("gpt2") == single
+
+
+def test_an_interrupted_download_is_not_used(home):
+    cache = home / "hf" / "hub"
+    cache_model(cache, "org/weightless", files=("config.json",))
+    assert hub.find_cached("org/weightless") is None
+    snapshot = cache_model(
+        cache, "org/sharded", files=("config.json", "a-1.safetensors", "model.safetensors.index.json")
+    )
+    index = snapshot / "model.safetensors.index.json"
+    index.unlink()
+    index.write_text('{"weight_map": {"x": "a-1.safetensors", "y": "a-2.safetensors"}}')
+    assert hub.find_cached("org/sharded") is None
+    (snapshot / "a-2.safetensors").write_text("")
+    assert hub.find_cached("org/sharded") == snapshot
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/does/not/exist", "a/b/c", "org/../x", "", "org/name@../../x", "-x", "a b", "x\n"]
+)
+def test_what_is_neither_path_nor_id(home, name):
+    message = one_line(name)
+    assert "no hub id" in message or "no config.json" in message
+
+
+def test_offline_fails_quickly_and_says_what_was_tried(home, monkeypatch):
+    begin = time.monotonic()
+    message = one_line("org/name")
+    assert time.monotonic() - begin < 3
+    assert "org/name" in message and str(home / "hf" / "hub") in message and "cannot be reached" in message
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "HF_HUB_OFFLINE" in one_line("org/name")
+
+
+def test_without_huggingface_hub(home, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert ".venv/bin/pip install -c constraints.txt -e '.[hub]'" in one_line("org/name")
+    snapshot = cache_model(home / "hf" / "hub", "org/name")
+    assert hub.resolve_model("org/name") == snapshot
+
+
+def test_download(home, monkeypatch):
+    monkeypatch.setattr(httpx, "head", lambda *args, **options: None)
+    target = home / "snapshot"
+    target.mkdir()
+    asked = {}
+
+    def download(repo, **options):
+        asked.update(options, repo=repo)
+        return str(target)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert "no config.json" in one_line("org/name")
+    (target / "config.json").write_text("{}")
+    assert hub.resolve_model("org/name@v2") == target
+    assert asked["repo"] == "org/name" and asked["revision"] == "v2"
+    assert not any(
+        pattern.endswith((".bin", ".pth", ".py", "*")) and pattern != "tokenizer*"
+        for pattern in asked["allow_patterns"]
+    )
+
+
+@pytest.mark.parametrize(("error", "says"), [(OSError("disk\nfull"), "disk full"), (GatedRepoError, "HF_TOKEN")])
+def test_a_failing_download(home, monkeypatch, error, says):
+    monkeypatch.setattr(httpx, "head", lambda *args, **options: None)
+
+    def download(repo, **options):
+        raise GatedRepoError.__new__(GatedRepoError) if error is GatedRepoError else error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert says in one_line("org/name")
+
+
+def test_bundled_model(home, monkeypatch):
+    package = home / "windlass"
+    demo = package / "models" / "demo"
+    demo.mkdir(parents=True)
+    monkeypatch.setattr(hub.importlib.resources, "files", lambda name: {"windlass": package}[name])
+    assert "no bundled model" in one_line(None)
+    (demo / "config.json").write_text("{}")
+    assert hub.resolve_model(None) == demo
+
+
+def test_bundled_model_is_looked_for_inside_the_installed_package():
+    try:
+        found = hub.bundled_model()
+    except LoadError as error:
+        assert "windlass/models/demo" in str(error)
+    else:
+        assert (found / "config.json").is_file() and found.name == "demo"
+
+
+def test_import_needs_neither_torch_nor_huggingface_hub():
+    code = (
+        "import sys\nimport windlass.server.startup.hub, windlass.server.text.tokenizer, windlass.server.text.detokenizer\n"
+        "import windlass.server.text.chat_template\n"
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,238 @@
+"""What `windlass serve` refuses before it opens a listener or starts an engine: the real program, one line, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+
+
+def windlass(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("WINDLASS_", "_WINDLASS", "HF_"))
+    }
+    command = [sys.executable, "-m", "windlass.server.cli.main", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**inherited, **environment}, cwd=cwd
+    )
+
+
+def refusal(*arguments: object, command: tuple[str, ...] = ("serve", "--port", "0"), **options: object) -> str:
+    """The one line of a start that is refused, without its beginning; "listening" is never printed."""
+    result = windlass(*command, *arguments, **options)  # type: ignore[arg-type]
+    assert result.returncode == 2, result
+    assert result.stdout == "" and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result
+    return result.stderr.removeprefix("error: ").rstrip("\n")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model to damage."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
+        shutil.copy(DEMO / name, directory)
+    return directory
+
+
+def configure(model: Path, **changes: object) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def without_weights(name: str, content: str = "") -> Callable[[Path], None]:
+    """Turns a model into one that holds this file instead of safetensors."""
+
+    def change(model: Path) -> None:
+        (model / "model.safetensors").unlink()
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(content)
+
+    return change
+
+
+def adapter(model: Path) -> None:
+    without_weights("adapter_model.safetensors")(model)
+    (model / "config.json").unlink()
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+
+
+def original_format(model: Path) -> None:
+    without_weights("consolidated.00.pth")(model)
+    (model / "config.json").unlink()
+    (model / "params.json").write_text("{}")
+
+
+def diffusers(model: Path) -> None:
+    shutil.rmtree(model)
+    model.mkdir()
+    (model / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+
+
+def sharded(model: Path) -> None:
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors").rename(model / "model-00001-of-00002.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pointer(model: Path) -> None:
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+
+
+def cut_off(model: Path) -> None:
+    os.truncate(model / "model.safetensors", 1_000_000)
+
+
+def configured(**changes: object) -> Callable[[Path], None]:
+    return lambda model: configure(model, **changes)
+
+
+QUANTIZED = r"this checkpoint is quantized \({}\).*unquantized one.*--quantization int8"
+
+DIRECTORIES = {
+    "pickle": (without_weights("pytorch_model.bin"), r"holds pytorch_model\.bin.*safetensors.*python -c \"from transformers"),
+    "checkpoint": (without_weights("model.pt"), r"holds model\.pt.*python -c"),
+    "gguf": (without_weights("x-Q4_K_M.gguf"), r"x-Q4_K_M\.gguf is a GGUF file.*original Hugging Face model.*--quantization"),
+    "adapter": (adapter, r"is a LoRA adapter of base model org/base.*merge.*python -c .*merge_and_unload"),
+    "original": (original_format, r"consolidated\.00\.pth, the original format of Meta or Mistral: give the Hugging Face"),
+    "onnx": (without_weights("onnx/model.onnx"), r"weights for ONNX .*safetensors"),
+    "diffusers": (diffusers, "diffusers pipeline.*give a language model"),
+    "no weights": (lambda model: (model / "model.safetensors").unlink(), r"has no model\.safetensors.*--load-format dummy"),
+    "other name": (lambda model: (model / "model.safetensors").rename(model / "w.safetensors"), r"w\.safetensors is not"),
+    "shards": (sharded, r"shards are missing: model-00002-of-00002\.safetensors: download"),
+    "pointer": (pointer, "pointer of Git LFS.*git lfs pull"),
+    "cut off": (cut_off, r"cannot read .*model\.safetensors: it has 1000000 bytes.*download or copy the file again"),
+    "no tokenizer": (lambda model: (model / "tokenizer.json").unlink(), r"no tokenizer\.json in .*copy it"),
+    "config": (lambda model: (model / "config.json").write_text("{"), "not valid JSON.*download it again"),
+    "architecture": (configured(architectures=["MambaForCausalLM"]), "'MambaForCausalLM'.*without attention.*LlamaForCausal"),
+    "no architecture": (configured(architectures=None), 'names no architecture.*"architectures": '),
+    "experts": (configured(architectures=["MixtralForCausalLM"], num_local_experts=8), "a mixture-of-experts model.*not supp"),
+    "pictures": (configured(architectures=["LlavaForConditionalGeneration"], vision_config={"x": 1}), "a multimodal model"),
+    "encoder": (configured(architectures=["BertForMaskedLM"]), "an encoder, which writes no text"),
+    "embedding": (configured(architectures=["LlamaModel"]), "an embedding model or one without its language-model head"),
+    "rotation": (configured(rope_scaling={"rope_type": "spiral"}), "spiral"),
+    "gptq": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), QUANTIZED.format("GPTQ, 4 bits")),
+    "awq": (configured(quantization_config={"quant_method": "awq", "bits": 4}), QUANTIZED.format("AWQ, 4 bits")),
+    "bitsandbytes": (
+        configured(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
+        QUANTIZED.format("bitsandbytes, 8 bits"),
+    ),
+    "fp8": (configured(quantization_config={"quant_method": "fp8"}), QUANTIZED.format("FP8")),
+    "compressed": (configured(quantization_config={"quant_method": "compressed-tensors"}), QUANTIZED.format("compressed-ten.*")),
+    "mlx": (configured(quantization={"group_size": 64, "bits": 4}), QUANTIZED.format("MLX, 4 bits")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DIRECTORIES)
+def test_a_directory_that_cannot_be_served(case: str, model: Path) -> None:
+    change, says = DIRECTORIES[case]
+    change(model)
+    assert re.search(says, said := refusal(model)), said
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors"])
+def test_a_file_in_place_of_a_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    said = refusal(tmp_path / name)
+    assert ("is a GGUF file" in said) if name.endswith("gguf") else (f"give its directory, {tmp_path}," in said)
+
+
+@pytest.mark.parametrize(("file", "says"), [("q.gguf", "is a GGUF file"), ("pytorch_model.bin", "name-safetensors")])
+def test_a_hub_id_of_which_the_cache_holds_something_else(file: str, says: str, tmp_path: Path) -> None:
+    storage = tmp_path / "hub" / "models--org--name"
+    snapshot = storage / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (storage / "refs").mkdir()
+    (storage / "refs" / "main").write_text("0123")
+    for name in ("config.json", file):
+        (snapshot / name).touch()
+    assert says in refusal("org/name", HF_HUB_CACHE=str(tmp_path / "hub"), HF_ENDPOINT="http://127.0.0.1:9")
+
+
+OPTIONS = {
+    "cache": (
+        ("--max-model-len", "4000000", "--kv-cache-memory", "500GiB"),
+        ("needs 500.0 GiB of memory", "are free", "--kv-cache-memory", "--max-model-len", "--max-num-seqs", "int8"),
+    ),
+    "context": (
+        ("--max-model-len", "4000000", "--kv-cache-memory", "1GiB"),
+        ("4000000 tokens does not fit", "15.3 GiB", "there are 1.0 GiB", "262144 tokens", "lower --max-model-len"),
+    ),
+    "device": (("--device", "gpu"), ("--device gpu is not known", "cuda:1")),
+    "quantization": (("--device", "cuda", "--quantization", "int8"), ("--device cpu",)),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_that_do_not_fit_the_machine(case: str) -> None:
+    options, parts = OPTIONS[case]
+    said = refusal(*options)
+    assert all(part in said for part in parts), said
+
+
+LISTS = '{"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2]}'
+SCALINGS = [
+    ('{"rope_type": "learned"}', ".rope_type 'learned' cannot run on this model: use one of default,"),
+    (LISTS, ".short_factor must hold 16 numbers, one per rotated pair of this model, got 2"),
+    ('{"rope_type": "linear", "factor": 1e-300}', ".factor gives frequencies outside 0 .. 1e+06"),
+    ('{"sliding_attention": {"rope_type": "linear", "factor": 2}}', ".sliding_attention: this model has"),
+]
+
+
+@pytest.mark.parametrize(("scaling", "says"), SCALINGS, ids=lambda value: str(value)[:30])
+def test_a_scaling_that_the_model_cannot_run(scaling: str, says: str) -> None:
+    assert refusal("--rope-scaling", scaling).startswith(f"--rope-scaling{says}")
+    assert refusal("--rope-profile", f"x={scaling}").startswith(f"--rope-profile x{says}")
+
+
+def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
+    """They are read from the files, so their number is known; the same of those that are no frequencies."""
+    configure(model, rope_scaling=None, rope_parameters={"rope_type": "learned", "rope_theta": 10_000.0})
+    assert "needs the tensor model.rotary_emb.inv_freq" in refusal(model)
+    tensors = load_file(model / "model.safetensors")
+    save_file({**tensors, "model.rotary_emb.inv_freq": torch.rand(16)}, model / "model.safetensors")
+    assert "phi.short_factor must hold 16 numbers" in refusal(model, "--rope-profile", f"phi={LISTS}")
+    save_file({**tensors, "model.rotary_emb.inv_freq": torch.full((16,), torch.nan)}, model / "model.safetensors")
+    assert "tensor model.rotary_emb.inv_freq holds numbers that are no frequencies" in refusal(model)
+
+
+def test_weights_that_do_not_fit_into_memory(model: Path) -> None:
+    configure(model, hidden_size=65_536, intermediate_size=262_144, num_hidden_layers=100, num_attention_heads=512)
+    said = refusal(model, "--load-format", "dummy", "--dtype", "float32")
+    assert said.startswith("the weights need ") and "GiB are free: use a smaller model" in said
+
+
+@pytest.mark.parametrize("command", [("generate", "hi", "--model"), ("bench", "engine")])
+def test_other_commands_that_load_a_model_refuse_the_same(command: tuple[str, ...], model: Path) -> None:
+    configure(model, quantization_config={"quant_method": "gptq"})
+    assert refusal(model, command=command).startswith("this checkpoint is quantized (GPTQ)")
+    assert refusal(DEMO, "--rope-scaling", LISTS, command=command).startswith("--rope-scaling.short_factor")
+    assert refusal(DEMO, "--rope-profile", f"x={LISTS}", command=command).startswith("--rope-profile x.short_factor")
+
+
+def test_weights_that_are_not_numbers_end_the_start(model: Path) -> None:
+    """Only reading them tells: the listener is open by then, and the server ends all the same."""
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2:] = b"\xc0\x7f"  # a bfloat16 NaN
+    path.write_bytes(data)
+    result = windlass("serve", "--port", "0", model)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "holds numbers that are NaN or infinite" in result.stderr.splitlines()[-1]

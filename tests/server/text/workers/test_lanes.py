@@ -1,0 +1,143 @@
+"""Taking turns: how many run at once, who is next, what a cancelled wait leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from windlass.server.text.workers.lanes import Lane, LaneFullError
+
+
+def test_callers_take_turns_whatever_they_queued() -> None:
+    order: list[str] = []
+
+    async def job(lane: Lane, caller: str) -> None:
+        async with lane.turn(caller, 1):
+            order.append(caller)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        lane = Lane(1, 1000)
+        async with lane.turn("first", 1):
+            jobs = [asyncio.create_task(job(lane, "many")) for _ in range(100)]
+            await asyncio.sleep(0)
+            jobs += [asyncio.create_task(job(lane, "one")), asyncio.create_task(job(lane, "two"))]
+            await asyncio.sleep(0)
+        await asyncio.gather(*jobs)
+
+    asyncio.run(main())
+    assert len(order) == 102
+    assert order[:4] == ["many", "one", "two", "many"]
+
+
+def test_no_more_run_at_once_than_its_width() -> None:
+    async def main() -> int:
+        lane, running, most = Lane(3, 1000), 0, 0
+
+        async def job(number: int) -> None:
+            nonlocal running, most
+            async with lane.turn(str(number % 5), 1):
+                running += 1
+                most = max(most, running)
+                await asyncio.sleep(0.001)
+                running -= 1
+                if number % 7 == 0:
+                    raise ValueError
+
+        await asyncio.gather(*[job(number) for number in range(60)], return_exceptions=True)
+        assert running == 0
+        return most
+
+    assert asyncio.run(main()) == 3
+
+
+def test_what_waits_is_bounded_by_its_size() -> None:
+    async def main() -> None:
+        lane = Lane(1, 20)
+
+        async def wait(size: int, caller: str = "a") -> None:
+            async with lane.turn(caller, size):
+                pass
+
+        async with lane.turn("a", 1_000_000):  # what runs does not wait
+            waiting = asyncio.create_task(wait(8))
+            await asyncio.sleep(0)
+            with pytest.raises(LaneFullError):
+                await wait(3)  # of one caller no more than half
+            more = [asyncio.create_task(wait(2)), asyncio.create_task(wait(9, "b"))]
+            await asyncio.sleep(0)
+            with pytest.raises(LaneFullError):
+                await wait(2, "c")
+        await asyncio.gather(waiting, *more)
+        async with lane.turn("a", 1):  # nothing is counted as waiting any more
+            last = asyncio.create_task(wait(10))
+            await asyncio.sleep(0)
+            assert not last.done()
+        await last
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("moment", ["waiting", "before the place is passed on", "after it was passed on"])
+def test_a_cancelled_wait_leaves_the_place_to_others(moment: str) -> None:
+    async def main() -> None:
+        lane = Lane(1, 1000)
+        done: list[str] = []
+
+        async def job(caller: str) -> None:
+            async with lane.turn(caller, 1):
+                done.append(caller)
+
+        async with lane.turn("first", 1):
+            dropped = [asyncio.create_task(job("dropped")) for _ in range(3)]
+            kept = asyncio.create_task(job("kept"))
+            await asyncio.sleep(0)
+            if moment != "after it was passed on":
+                for task in dropped:
+                    task.cancel()
+            if moment == "waiting":
+                await asyncio.sleep(0)
+        if moment == "after it was passed on":
+            for task in dropped:
+                task.cancel()
+        await asyncio.wait_for(kept, 1)
+        await asyncio.gather(*dropped, return_exceptions=True)
+        assert all(task.cancelled() for task in dropped)
+        assert done == ["kept"]
+        await asyncio.wait_for(job("after"), 1)  # the place is free again
+
+    asyncio.run(main())
+
+
+def test_any_order_of_cancelling_and_finishing_keeps_the_width() -> None:
+    async def main(seed: int) -> None:
+        draw = random.Random(seed)
+        lane, running, most = Lane(2, 1000), 0, 0
+
+        async def job(caller: str) -> None:
+            nonlocal running, most
+            async with lane.turn(caller, 1):
+                running += 1
+                most = max(most, running)
+                try:
+                    for _ in range(draw.randrange(3)):
+                        await asyncio.sleep(0)
+                finally:
+                    running -= 1
+
+        tasks: list[asyncio.Task[None]] = []
+        for _ in range(60):
+            tasks.append(asyncio.create_task(job(draw.choice("abc"))))
+            if draw.random() < 0.6:
+                draw.choice(tasks).cancel()
+            if draw.random() < 0.5:
+                await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert most <= 2 and running == 0
+        async with lane.turn("x", 1), lane.turn("y", 1):  # both places are there
+            pass
+
+    for seed in range(50):
+        asyncio.run(asyncio.wait_for(main(seed), 10))

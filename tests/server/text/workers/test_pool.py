@@ -1,0 +1,258 @@
+"""Text processes for real: same results as in this process, limits of time and memory, deaths, cancelling, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from helpers import toy_tokenizers as toys
+from tokenizers import Regex, models, pre_tokenizers
+
+from windlass.engine.errors import LoadError
+from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.workers import processes
+from windlass.server.text.workers.frames import TextSource, pack_ids, unpack_ids
+from windlass.server.text.workers.pool import ClosedError, Limits, OutOfMemoryError, RefusedError, TextPool
+from windlass.server.text.workers.processes import KilledError, TooSlowError
+
+MIB = 2**20
+ROOMY = Limits(seconds=30.0, memory=1024 * MIB)
+SPECIAL = {"bos_token": "<|bos|>"}
+TEMPLATE = (
+    "{% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if eat %}{{ ('x' * eat) | length }}{% endif %}{% if refuse %}{{ raise_exception(refuse) }}{% endif %}"
+    "{{ messages[0].content }}"
+)
+
+
+def make_pool(backend: tokenizers.Tokenizer | None = None, template: str | None = TEMPLATE, **options: Any) -> TextPool:
+    source = TextSource((backend or toys.byte_level()).to_str(), SPECIAL, template)
+    return TextPool(source, **{"short": 2, "large": 1, "templates": 2, "max_waiting": 100 * MIB, **options})
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[TextPool]:
+    made = make_pool()
+    yield made
+    made.close()
+
+
+def run(make: Callable[[], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        return await make()
+
+    return asyncio.run(main())
+
+
+def render(pool: TextPool, limits: Limits = ROOMY, **variables: Any) -> Awaitable[str]:
+    messages = [{"role": "user", "content": "hello"}]
+    return pool.run("render", messages, True, False, variables, size=5, limits=limits, lane=pool.templates)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def fork_server(pool: TextPool) -> int:
+    assert pool._server is not None
+    return pool._server._process.pid
+
+
+TEXTS = ["", "hello world", "naïve 東京 😀", "a" * 5000, "<|eos|> x <tool>", "\n\n\t  "]
+
+
+def test_it_does_what_the_tokenizer_does(pool: TextPool) -> None:
+    tokenizer = Tokenizer(toys.byte_level(), SPECIAL)
+    for special in (True, False):
+        packed = run(lambda: pool.run("encode", TEXTS, special, size=10, limits=ROOMY))  # noqa: B023
+        ids = [unpack_ids(each) for each in packed]
+        assert ids == [tokenizer.encode(text, add_special_tokens=special) for text in TEXTS]
+        texts = run(lambda: pool.run("decode", packed, special, size=10, limits=ROOMY))  # noqa: B023
+        assert texts == [tokenizer.decode(each, skip_special_tokens=special) for each in ids]
+    answer = json.loads(run(lambda: pool.run("tokenize", TEXTS[2], True, True, True, 77, MIB, size=10, limits=ROOMY)))
+    ids, offsets = tokenizer.encode_with_offsets(TEXTS[2])
+    assert answer["tokens"] == ids and answer["offsets"] == [list(pair) for pair in offsets]
+    assert answer["count"] == len(ids) and answer["max_model_len"] == 77
+    assert answer["token_strs"] == [tokenizer.token_text(each) for each in ids]
+    assert run(lambda: render(pool)) == "hello"
+
+
+def test_ids_survive_packing() -> None:
+    ids = [0, 1, 2**31 - 1, *range(250_000)]
+    assert unpack_ids(pack_ids(ids)) == ids
+    assert unpack_ids(pack_ids([])) == []
+
+
+def test_a_job_that_takes_too_long_is_killed_and_others_go_on(pool: TextPool) -> None:
+    async def main() -> None:
+        begin = time.monotonic()
+        spinning = asyncio.create_task(_outcome(render(pool, Limits(1.0, 256 * MIB), spin=1)))  # type: ignore[arg-type]
+        for _ in range(20):
+            assert await render(pool) == "hello"
+        assert not spinning.done()
+        assert isinstance(await spinning, TooSlowError)
+        assert time.monotonic() - begin < 5
+        assert await render(pool) == "hello"
+
+    asyncio.run(main())
+    assert len(children_of(fork_server(pool))) <= 3  # what was killed is gone, not a zombie
+
+
+def test_a_job_that_takes_too_much_memory_is_refused(pool: TextPool) -> None:
+    async def main() -> None:
+        limits = Limits(20.0, 64 * MIB)
+        with pytest.raises(OutOfMemoryError):
+            await render(pool, limits, eat=200 * MIB)
+        assert await render(pool, limits, eat=MIB) == f"{MIB}hello"
+        assert await render(pool, ROOMY, eat=200 * MIB) == f"{200 * MIB}hello"
+
+    asyncio.run(main())
+
+
+def test_what_the_input_is_at_fault_for_is_refused_with_the_reason(pool: TextPool) -> None:
+    with pytest.raises(RefusedError, match="no such role"):
+        run(lambda: render(pool, refuse="no such role"))
+    with pytest.raises(RefusedError, match=r"the answer has \d+ bytes"):
+        run(lambda: pool.run("tokenize", "hello " * 1000, True, True, False, None, 100, size=10, limits=ROOMY))
+
+
+def test_a_pattern_that_backtracks_without_end_is_the_texts_fault() -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"^(a+)+$"), "isolated")
+    made = make_pool(backend, None)
+    try:
+        with pytest.raises(RefusedError, match="tokenizer cannot process this text"):
+            run(lambda: made.run("encode", ["a" * 60 + "!"], True, size=60, limits=ROOMY))
+        packed = run(lambda: made.run("encode", ["a"], True, size=1, limits=ROOMY))
+        assert unpack_ids(packed[0]) == [0]
+    finally:
+        made.close()
+
+
+def test_processes_that_are_killed_from_outside_are_replaced() -> None:
+    made = make_pool()
+    try:
+        assert run(lambda: render(made)) == "hello"
+        for child in children_of(fork_server(made)):
+            os.kill(child, signal.SIGKILL)
+        assert [run(lambda: render(made)) for _ in range(3)] == ["hello"] * 3  # idle ones: nobody's job was lost
+        for _ in range(5):
+            os.kill(fork_server(made), signal.SIGKILL)  # it may still look alive when it is asked for a process
+            assert [run(lambda: render(made, spin=0)) for _ in range(2)] == ["hello"] * 2
+            made._idle.pop().kill()  # so that the next one needs a fork
+    finally:
+        made.close()
+
+
+def test_a_job_whose_process_is_killed_from_outside_is_not_at_fault() -> None:
+    made = make_pool()
+
+    async def main() -> None:
+        spinning = asyncio.create_task(_outcome(render(made, spin=1)))  # type: ignore[arg-type]
+        while not made._server or not children_of(fork_server(made)):
+            await asyncio.sleep(0.01)
+        os.kill(children_of(fork_server(made))[0], signal.SIGKILL)
+        assert isinstance(await spinning, KilledError)
+        assert await render(made) == "hello"
+
+    try:
+        asyncio.run(main())
+    finally:
+        made.close()
+
+
+def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CONTROL_SECONDS", 0.5)
+    made = make_pool()
+    try:
+        assert run(lambda: render(made)) == "hello"
+        made._idle.pop().kill()
+        hung = fork_server(made)
+        os.kill(hung, signal.SIGSTOP)
+        assert run(lambda: render(made)) == "hello"
+        assert fork_server(made) != hung and not _running(hung)
+    finally:
+        made.close()
+
+
+def test_cancelling_ends_the_process_and_frees_the_place() -> None:
+    made = make_pool(templates=1)
+
+    async def main() -> None:
+        assert await render(made) == "hello"
+        spinning = asyncio.create_task(render(made, ROOMY, spin=1))  # type: ignore[arg-type]
+        await asyncio.sleep(0.1)
+        begin = time.monotonic()
+        spinning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spinning
+        assert await render(made) == "hello"
+        assert time.monotonic() - begin < 5  # it would have spun for 30 s
+
+    try:
+        asyncio.run(main())
+    finally:
+        made.close()
+
+
+def test_a_template_that_cannot_be_compiled_is_told_at_the_start() -> None:
+    made = make_pool(template="{% if %}")
+    with pytest.raises(LoadError, match=r"chat template cannot be used: .*does not parse"):
+        made.wait_loaded()
+    made.close()
+
+
+def test_closing_leaves_no_process_behind() -> None:
+    made = make_pool()
+    run(lambda: render(made))
+    server = fork_server(made)
+    forked = children_of(server)
+    assert forked
+    made.close()
+    end = time.monotonic() + 5
+    while any(_running(pid) for pid in (server, *forked)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    with pytest.raises((ClosedError, RuntimeError)):
+        run(lambda: render(made))
+
+
+def test_closing_ends_jobs_that_run() -> None:
+    made = make_pool()
+
+    async def main() -> None:
+        spinning = asyncio.create_task(_outcome(render(made, spin=1)))  # type: ignore[arg-type]
+        while not made._server or not children_of(fork_server(made)):
+            await asyncio.sleep(0.01)
+        (pid,) = children_of(fork_server(made))
+        begin = time.monotonic()
+        made.close()
+        assert isinstance(await spinning, Exception)
+        assert time.monotonic() - begin < 5  # it would have spun for 30 s
+        while _running(pid):
+            assert time.monotonic() - begin < 5
+            await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def _outcome(job: Awaitable[Any]) -> Any:
+    try:
+        return await job
+    except Exception as error:
+        return error
