@@ -32,7 +32,7 @@ def _portable(family: str) -> Path:
     if compiler is None:
         pytest.skip("no g++ to build the portable kernels with")
     target = Path(tempfile.mkdtemp()) / "portable.so"
-    sources = [str(Path(library.__file__).parent / f"isa_{name}.cpp") for name in (family, f"{family}_vnni")]
+    sources = [str(Path(library.__file__).parent / "src" / f"isa_{name}.cpp") for name in (family, f"{family}_vnni")]
     flags = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
     subprocess.run([compiler, *flags, *sources, "-o", str(target)], check=True, timeout=120)
     return target

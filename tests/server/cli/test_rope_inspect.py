@@ -139,7 +139,7 @@ def test_without_matplotlib_pictures_say_what_to_install(
 
 def test_inspecting_imports_neither_torch_nor_matplotlib(model: Path) -> None:
     code = (
-        "import sys; from windlass.server import cli; "
+        "import sys; from windlass.server.cli import main as cli; "
         f"assert cli.run(['rope', 'inspect', {YARN!r}, '--model', {str(model)!r}, '--json']) == 0; "
         "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     )
