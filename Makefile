@@ -18,7 +18,7 @@ help:
 	@echo "make serve      install if needed and serve the bundled model on $(HOST):$(PORT)   (PORT=, HOST=, MODEL=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
 	@echo "make test-slow  the slow tests; make soak: attacks in their long form"
-	@echo "make check      format, lint, types; make format mends the first two"
+	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make bench      beside the peers in work/peers (BENCH=options)"
 	@echo "make clean      away with $(VENV), the compiled kernels and what the tools keep"
 
@@ -62,6 +62,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .

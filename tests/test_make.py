@@ -68,7 +68,7 @@ def test_a_build_takes_compiled_kernels_and_compiles_changed_ones(tmp_path: Path
     suffix = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     compiled = clone / "kernels" / "cpu" / f"_windlass_cpu{suffix}"
     compiled.write_bytes(b"compiled before")
-    header = clone / "kernels" / "cpu" / "simd.h"
+    header = clone / "kernels" / "cpu" / "src" / "simd.h"
 
     def build() -> str:
         code = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"

@@ -1,0 +1,37 @@
+"""Rooms stay small: a source file is read in one sitting, and the top of a floor is seen at a glance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LINES = 400
+ENTRIES = 12
+FOLDERS = ("server", "engine", "kernels", "clients", "benchmarks", "docs", "models")
+
+
+def sources() -> list[Path]:
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cpp")]
+    return [ROOT / "setup.py", *found]
+
+
+def test_a_source_file_stays_below_400_lines() -> None:
+    files = sources()
+    assert len(files) > 250
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    known = {
+        "engine/scheduling/scheduler.py",
+        "kernels/cpu/src/attention.h",
+        "kernels/cpu/src/attention_prefill_int8.h",
+        "kernels/cpu/src/sampling.h",
+        "clients/loadtest/runner.py",
+    }
+    assert {name: length for name, length in lengths.items() if length >= LINES and name not in known} == {}
+
+
+@pytest.mark.parametrize("floor", ["engine", "kernels", "server"])
+def test_the_top_of_a_floor_is_seen_at_a_glance(floor: str) -> None:
+    entries = sorted(path.name for path in (ROOT / floor).iterdir() if not path.name.startswith(("_", ".")))
+    assert 3 <= len(entries) <= ENTRIES, entries
