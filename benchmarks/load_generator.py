@@ -19,7 +19,8 @@ from typing import Any
 import httpx
 
 from windlass.clients.loadtest.lengths import Lengths
-from windlass.clients.loadtest.runner import LoadPlan, measure
+from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.runner import measure
 from windlass.clients.loadtest.target import Target
 from windlass.clients.loadtest.workload import WorkloadSpec
 

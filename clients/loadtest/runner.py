@@ -14,83 +14,32 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.exchange import Exchanges
 from windlass.clients.loadtest.health import Health, MeasuredLoop
 from windlass.clients.loadtest.judgement import Judgement
+from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.metrics import changes
 from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult
 from windlass.clients.loadtest.schedule import Schedule, intended_times
 from windlass.clients.loadtest.sweep import SweepResult, SweepSpec, find_highest_rate
-from windlass.clients.loadtest.target import Control, Server, Target
+from windlass.clients.loadtest.target import Control, Server
 from windlass.clients.loadtest.vocabulary import find_vocabulary
 from windlass.clients.loadtest.wire import Pool
-from windlass.clients.loadtest.workload import Call, Conversation, Workload, WorkloadSpec
+from windlass.clients.loadtest.workload import Call, Conversation, Workload
 
-SLO_MEASURES = ("ttft", "tpot", "itl", "e2el")
+# LoadPlan, so that one import serves who measures.
+__all__ = ["LoadPlan", "Progress", "Snapshot", "measure", "prepare", "run_load", "sweep_load"]
 
 # Requests made before the run, so that making them disturbs nothing; further ones are made as they are needed.
 _PREPARED_REQUESTS = 4096
 _PREPARED_BYTES = 256 * 2**20
 _PROGRESS_SECONDS = 0.5
 _STEP_SECONDS = 0.02  # how long preparing keeps the event loop at a time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """One load test.
-
-    schedule: arrivals of an open loop; None for a closed loop. concurrency: clients of a closed loop, each of which
-    sends its next request when its last has ended; in an open loop the most requests in flight, None for no bound (a
-    request that waits for others is late, and its TTFT from the intended send says so). count: conversations (requests,
-    where they have one turn); duration_s: none begins later. At least one of the two, or a workload that ends. warmup:
-    requests before the measured part. timeout_s: for each request. slo: limits in ms by measure (ttft, tpot, itl, e2el).
-    vocab_size, text_prompts: see vocabulary.py. keep_text: record texts and token ids. settings: what the report is to
-    say was asked for.
-
-    Raises LoadTestError for bounds that make no run.
-    """
-
-    target: Target
-    workload: WorkloadSpec
-    schedule: Schedule | None = None
-    concurrency: int | None = 1
-    count: int | None = None
-    duration_s: float | None = None
-    warmup: int = 0
-    timeout_s: float = 600.0
-    ready_s: float = 60.0
-    seed: int = 0
-    slo: Mapping[str, float] = field(default_factory=dict)
-    vocab_size: int | None = None
-    text_prompts: bool = False
-    keep_text: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.count is None and self.duration_s is None and not self.workload.trace:
-            raise LoadTestError("a run needs an end: give a number of prompts or a duration")
-        if self.schedule is None and self.concurrency is None:
-            raise LoadTestError("a closed loop needs a concurrency: give one, or a request rate")
-        for name, value, least in (
-            ("the number of prompts", self.count, 1),
-            ("the concurrency", self.concurrency, 1),
-            ("the number of warm-up requests", self.warmup, 0),
-        ):
-            if value is not None and value < least:
-                raise LoadTestError(f"{name} must be at least {least}, got {value}")
-        for name, seconds in (("the duration", self.duration_s), ("the timeout", self.timeout_s)):
-            if seconds is not None and not seconds > 0:
-                raise LoadTestError(f"{name} must be more than 0 seconds, got {seconds:g}")
-        for measure, limit in self.slo.items():
-            if measure not in SLO_MEASURES:
-                raise LoadTestError(f"no SLO can be set for {measure!r}: there are {', '.join(SLO_MEASURES)}")
-            if not limit > 0:
-                raise LoadTestError(f"the SLO for {measure} must be more than 0 ms, got {limit:g}")
 
 
 @dataclass(slots=True)

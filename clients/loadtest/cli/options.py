@@ -14,7 +14,7 @@ import typer
 from windlass.clients.terminal.errors import CommandError
 
 if TYPE_CHECKING:
-    from windlass.clients.loadtest.runner import LoadPlan
+    from windlass.clients.loadtest.load_plan import LoadPlan
     from windlass.clients.loadtest.schedule import Schedule
     from windlass.clients.loadtest.target import Target
     from windlass.clients.loadtest.trace import TraceEntry
@@ -306,7 +306,7 @@ def make_plan(
     """The load that the options describe. Raises LoadTestError or CommandError, one line that names the option."""
     from dataclasses import asdict
 
-    from windlass.clients.loadtest.runner import LoadPlan
+    from windlass.clients.loadtest.load_plan import LoadPlan
     from windlass.clients.loadtest.schedule import Arrivals
     from windlass.clients.loadtest.trace import read_trace
 

@@ -26,8 +26,8 @@ from windlass.clients.terminal.outputs import check_outputs
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.judgement import Judgement
+    from windlass.clients.loadtest.load_plan import LoadPlan
     from windlass.clients.loadtest.results import RunResult
-    from windlass.clients.loadtest.runner import LoadPlan
     from windlass.clients.loadtest.sweep import SweepResult
 
 

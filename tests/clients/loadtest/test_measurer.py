@@ -14,8 +14,9 @@ from helpers.scripted_llm import Performance, ScriptedLLM, asked, scripted_llm, 
 
 from windlass.clients.loadtest import health
 from windlass.clients.loadtest.lengths import Lengths
+from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.results import RunResult
-from windlass.clients.loadtest.runner import LoadPlan, measure
+from windlass.clients.loadtest.runner import measure
 from windlass.clients.loadtest.target import Target
 from windlass.clients.loadtest.workload import WorkloadSpec
 

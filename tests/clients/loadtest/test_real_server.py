@@ -13,8 +13,9 @@ from helpers.real_server import RealServer, serve
 
 from windlass.clients import Client
 from windlass.clients.loadtest.lengths import Lengths
+from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.results import read_json
-from windlass.clients.loadtest.runner import LoadPlan, measure
+from windlass.clients.loadtest.runner import measure
 from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.target import Target
 from windlass.clients.loadtest.workload import WorkloadSpec

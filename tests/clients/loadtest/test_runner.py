@@ -14,7 +14,8 @@ from windlass.clients.loadtest import wire
 from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.health import MeasuredLoop
 from windlass.clients.loadtest.lengths import Lengths
-from windlass.clients.loadtest.runner import LoadPlan, measure, run_load
+from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.runner import measure, run_load
 from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.schedule import Arrivals, Replay
 from windlass.clients.loadtest.target import Target

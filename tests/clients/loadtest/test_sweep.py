@@ -18,8 +18,9 @@ from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.export import write_csv, write_sweep
 from windlass.clients.loadtest.judgement import attainment, judge
 from windlass.clients.loadtest.lengths import Lengths
+from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.results import RequestRecord, RunResult
-from windlass.clients.loadtest.runner import LoadPlan, prepare, sweep_load
+from windlass.clients.loadtest.runner import prepare, sweep_load
 from windlass.clients.loadtest.schedule import Arrivals
 from windlass.clients.loadtest.sweep import SweepSpec, find_highest_rate
 from windlass.clients.loadtest.target import Control, Target
