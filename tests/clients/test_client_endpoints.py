@@ -18,7 +18,6 @@ from helpers.scripted_http import answer, scripted_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from windlass.clients import (
     AuthenticationError,
@@ -196,14 +195,17 @@ async def test_answers_that_are_not_understood(kind: str, name: str, payload: An
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
-def expected_samples(text: str) -> list[tuple[str, dict[str, str], float]]:
-    """What Prometheus' own client reads in a text."""
-    families = text_string_to_metric_families(text)
-    return [(sample.name, dict(sample.labels), sample.value) for family in families for sample in family.samples]
+def samples_of(registry: CollectorRegistry) -> list[tuple[str, dict[str, str], float]]:
+    """What a registry holds, without a text between."""
+    return [(one.name, dict(one.labels), one.value) for family in registry.collect() for one in family.samples]
 
 
 def read_samples(text: str) -> list[tuple[str, dict[str, str], float]]:
     return [(sample.name, dict(sample.labels), sample.value) for sample in Metrics.parse(text).samples]
+
+
+def in_order(samples: list[tuple[str, dict[str, str], float]]) -> list[tuple[str, list[tuple[str, str]], float]]:
+    return sorted((name, sorted(labels.items()), value) for name, labels, value in samples)
 
 
 async def test_metrics_of_a_real_app(live: Live, kind: str) -> None:
@@ -212,7 +214,9 @@ async def test_metrics_of_a_real_app(live: Live, kind: str) -> None:
         await client.completions("x", max_tokens=2, n=3)
         after = await client.metrics()
     text = live.http.get("/metrics", headers={"authorization": f"Bearer {KEY}"}).text
-    assert read_samples(text) == expected_samples(text)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    expected = [(re.split("[{ ]", line)[0], float(line.rsplit(" ", 1)[1])) for line in lines]
+    assert [(name, value) for name, _, value in read_samples(text)] == expected
     name = "windlass_request_success_total"
     assert (after.value(name) or 0) - (before.value(name) or 0) == 3
     assert after.value(name, finished_reason="length") == after.value(name)
@@ -222,14 +226,14 @@ async def test_metrics_of_a_real_app(live: Live, kind: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=20), st.floats(allow_nan=False), st.floats(min_value=0, max_value=1e300))
-def test_metrics_are_read_as_prometheus_reads_them(label: str, gauge: float, count: float) -> None:
+def test_metrics_are_read_as_a_registry_holds_them(label: str, gauge: float, count: float) -> None:
     label = re.sub(r"[\ud800-\udfff\r\x00-\x09\x0b-\x1f\x85\u2028\u2029]", "", label)
     registry = CollectorRegistry()
     Gauge("a_gauge", 'with "words" {in} it', ["name", "other"], registry=registry).labels(label, "}\\n").set(gauge)
     Counter("b", "help", registry=registry).inc(count)
     Histogram("c", "help", ["x"], registry=registry).labels("y").observe(0.3)
     text = generate_latest(registry).decode()
-    assert read_samples(text) == expected_samples(text)
+    assert in_order(read_samples(text)) == in_order(samples_of(registry))
 
 
 def test_lines_of_the_format() -> None:
@@ -238,5 +242,5 @@ def test_lines_of_the_format() -> None:
     assert (a.labels, a.value, b.labels, b.value) == ({"x": "1"}, 2.0, {}, 3.0)
     assert math.isnan(c.value) and d.value == math.inf and d.labels == {"q": '"\\\n'}
     for bad in ("a", "a b", "1a 2", "a{x=1} 2", 'a{x="1} 2', "a{x} 1"):
-        with pytest.raises(ValueError, match=r"Prometheus|not a number"):
+        with pytest.raises(ValueError, match="Prometheus"):
             Metrics.parse(bad)
