@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from harness.rates import readable
 
-from windlass.kernels import KVPages, cpu, dispatch
+from windlass.kernels import AttentionCall, KVPages, cpu, dispatch
 from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.torch import batched, reference
 
@@ -74,8 +74,7 @@ def decode(lengths: list[int], repeats: int, clock: Callable[[], float]) -> list
     vector = readable(OUTGROWS_CACHES)
     found = []
     for length in lengths:
-        q, ones, lens = torch.randn(1, HEADS, DIM), torch.ones(1), torch.tensor([length])
-        start = torch.tensor([0, 1])
+        q, lens = torch.randn(1, HEADS, DIM), torch.tensor([length])
         contestants: dict[str, Callable[[], object]] = {"read": lambda: vector.sum()}
         sizes = {"read": vector.nbytes}
         for name, kind in KINDS.items():
@@ -84,10 +83,12 @@ def decode(lengths: list[int], repeats: int, clock: Callable[[], float]) -> list
             copies = [first, *(random_pages(length, kind) for _ in range(OUTGROWS_CACHES // sizes[name]))]
             table = torch.randperm(first.key.shape[0])[None].int()
 
-            def call(supply=itertools.cycle(copies), q=q, table=table, ones=ones, lens=lens, start=start) -> object:  # type: ignore[no-untyped-def]  # noqa: B008
-                return dispatch.paged_attention(q, next(supply), table, start, lens, ones, scale=DIM**-0.5)
+            call = AttentionCall.of_single_tokens(table, lens, torch.ones(1), DIM**-0.5)
 
-            contestants[name] = call
+            def attend(supply=itertools.cycle(copies), q=q, call=call) -> object:  # type: ignore[no-untyped-def]  # noqa: B008
+                return dispatch.paged_attention(q, next(supply), call)
+
+            contestants[name] = attend
         seconds = take_turns(contestants, repeats, clock)
         bound = sizes["read"] / min(seconds["read"])
         print(f"decode at {length:6} tokens, read bandwidth {bound / 1e9:5.1f} GB/s", flush=True)
@@ -109,18 +110,14 @@ def prefill(shapes: list[tuple[int, int]], repeats: int, clock: Callable[[], flo
     square = torch.randn(1024, 1024)
     found = []
     for length, queries in shapes:
-        q, ones = torch.randn(queries, HEADS, DIM), torch.ones(queries)
+        q, table = torch.randn(queries, HEADS, DIM), torch.randperm(-(-length // BLOCK))[None].int()
         start, lens = torch.tensor([0, queries]), torch.tensor([length])
-        table = torch.randperm(-(-length // BLOCK))[None].int()
+        call = AttentionCall(table, start, lens, torch.ones(queries), DIM**-0.5)
         pages = {name: random_pages(length, kind) for name, kind in KINDS.items()}
         contestants: dict[str, Callable[[], object]] = {"matrix": lambda: square @ square}
         for name, own in pages.items():
-            contestants[name] = lambda p=own, q=q, t=table, s=start, n=lens, o=ones: cpu.paged_attention_prefill(
-                q, p.key, p.value, t, s, n, DIM**-0.5, o, **p.scales
-            )
-        contestants["torch, fp32"] = lambda p=pages["fp32"], q=q, t=table, s=start, n=lens, o=ones: (
-            batched.paged_attention(q, p, t, s, n, o, scale=DIM**-0.5)
-        )
+            contestants[name] = lambda p=own, q=q, call=call: cpu.paged_attention_prefill(q, p, call)
+        contestants["torch, fp32"] = lambda p=pages["fp32"], q=q, call=call: batched.paged_attention(q, p, call)
         seconds = take_turns(contestants, repeats, clock)
         operations = 4 * DIM * HEADS * sum(range(length - queries + 1, length + 1))
         bound = 2 * 1024**3 / min(seconds["matrix"])

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.kernels import cpu
+from windlass.kernels import AttentionCall, cpu
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.torch.batched import paged_attention
 from windlass.kernels.torch.reference import gated_activation, rms_norm, rotate_and_append
@@ -84,16 +84,16 @@ def attention(repeats: int, clock: Timer) -> None:
         per = -(-length // size)
         table = torch.randperm(batch * per).view(batch, per).to(torch.int32)
         lengths = torch.full((batch,), length)
-        start, ones = torch.arange(batch + 1), torch.ones(batch)
+        call = AttentionCall.of_single_tokens(table, lengths, torch.ones(batch), dim**-0.5)
         q = torch.randn(batch, heads, dim)
         for kind in (torch.float32, torch.bfloat16):
             pages = KVPages(*(torch.randn(batch * per, size, kv_heads, dim).to(kind) for _ in range(2)))
 
-            def ours(q=q, pages=pages, table=table, lengths=lengths, ones=ones) -> Tensor:
-                return cpu.paged_attention_decode(q, pages.key, pages.value, table, lengths, dim**-0.5, ones)
+            def ours(q=q, pages=pages, call=call) -> Tensor:
+                return cpu.paged_attention_decode(q, pages, call)
 
-            def batched(q=q, pages=pages, table=table, start=start, lengths=lengths, ones=ones) -> Tensor:
-                return paged_attention(q, pages, table, start, lengths, ones, scale=dim**-0.5)
+            def batched(q=q, pages=pages, call=call) -> Tensor:
+                return paged_attention(q, pages, call)
 
             best = fastest({"ours": ours, "torch": batched}, repeats, clock)
             speed = 2 * pages.key.numel() * kind.itemsize / best["ours"] / 1e6

@@ -7,6 +7,7 @@ Layout glossary: T tokens of one step, B sequences, H heads, D head dimension, P
 `block * P + offset` in the flattened pages of one KV group.
 """
 
+from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.dispatch import (
     add_rms_norm,
     embed_rows,
@@ -29,6 +30,7 @@ from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 
 __all__ = [
     "LAYOUT_VERSION",
+    "AttentionCall",
     "KVPages",
     "PackedRows",
     "PackedWeight",

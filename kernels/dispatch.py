@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.kernels import cpu
+from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES, PanelRows, PanelWeight
@@ -195,128 +196,32 @@ def move_cached_keys(
         reference.move_cached_keys(pages, sources, targets, cos, sin, values=values)
 
 
-def paged_attention(
-    q: Tensor,
-    pages: KVPages,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    score_scale: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    deterministic: bool = False,
-) -> Tensor:
-    """See `reference.paged_attention`."""
-    compiled = q.is_cpu and cpu.attention_refusal(q, pages.key, pages.value, **pages.scales) is None
-    if deterministic and not compiled:
-        return rowwise.paged_attention(
-            q,
-            pages,
-            block_tables,
-            query_start,
-            seq_lens,
-            score_scale,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
-        )
+def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall, *, deterministic: bool = False) -> Tensor:
+    """See `reference.paged_attention`. Raises ValueError for what no deterministic form does."""
+    compiled = q.is_cpu and cpu.attention_refusal(q, pages, call) is None
     if compiled and not deterministic:
-        return _compiled_attention(
-            q, pages, block_tables, query_start, seq_lens, score_scale, scale=scale, window=window, soft_cap=soft_cap
-        )
-    return batched.paged_attention(
-        q,
-        pages,
-        block_tables,
-        query_start,
-        seq_lens,
-        score_scale,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        decode=_compiled_decode if compiled else None,
-        prefill=_compiled_prefill if deterministic else None,
-    )
+        return _compiled_attention(q, pages, call)
+    if compiled:
+        return batched.paged_attention(q, pages, call, decode=cpu.paged_attention_decode, prefill=_compiled_prefill)
+    if deterministic:
+        return rowwise.paged_attention(q, pages, call)
+    if batched.attention_refusal(call):
+        return reference.paged_attention(q, pages, call)
+    return batched.paged_attention(q, pages, call)
 
 
-def _compiled_attention(
-    q: Tensor,
-    pages: KVPages,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    score_scale: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Tensor:
+def _compiled_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     """Single-token rows by the decode kernel, longer rows by the blocked one."""
-    if q.shape[0] == seq_lens.shape[0]:  # nothing but single-token rows
-        return _compiled_decode(q, pages, block_tables, seq_lens, score_scale, scale, window, soft_cap)
-    out = cpu.paged_attention_prefill(
-        q,
-        pages.key,
-        pages.value,
-        block_tables,
-        query_start,
-        seq_lens,
-        scale,
-        score_scale,
-        window,
-        soft_cap=soft_cap,
-        fewest=2,
-        key_scales=pages.key_scale,
-        value_scales=pages.value_scale,
-    )
-    singles = (query_start.diff() == 1).nonzero().squeeze(1)
-    if singles.numel():
-        rows = query_start[singles]
-        out[rows] = _compiled_decode(
-            q[rows], pages, block_tables[singles], seq_lens[singles], score_scale[rows], scale, window, soft_cap
-        )
+    if call.only_single_tokens:
+        return cpu.paged_attention_decode(q, pages, call)
+    out = cpu.paged_attention_prefill(q, pages, call, fewest=2)
+    singles = call.single_tokens()
+    if singles is not None:
+        rows, own = singles
+        out[rows] = cpu.paged_attention_decode(q[rows], pages, own)
     return out
 
 
-def _compiled_decode(
-    q: Tensor,
-    pages: KVPages,
-    tables: Tensor,
-    seq_lens: Tensor,
-    score_scale: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Tensor:
-    return cpu.paged_attention_decode(
-        q,
-        pages.key,
-        pages.value,
-        tables,
-        seq_lens,
-        scale,
-        score_scale,
-        window=window,
-        soft_cap=soft_cap,
-        key_scales=pages.key_scale,
-        value_scales=pages.value_scale,
-    )
-
-
-def _compiled_prefill(
-    q: Tensor,
-    pages: KVPages,
-    table: Tensor,
-    length: int,
-    score_scale: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Tensor:
+def _compiled_prefill(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     """Each query as the last token of a sequence of its own length: the bits that decoding gives."""
-    count = q.shape[0]
-    lengths = torch.arange(length - count + 1, length + 1)
-    tables = table.expand(count, -1)
-    return _compiled_decode(q, pages, tables, lengths, score_scale, scale, window, soft_cap)
+    return cpu.paged_attention_decode(q, pages, call.token_by_token())

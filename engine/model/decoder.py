@@ -14,7 +14,7 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.loading.weight_memory import WeightMemory
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.kernels import PackedWeight, PanelWeight
+from windlass.kernels import AttentionCall, PackedWeight, PanelWeight
 
 Weight = Tensor | PackedWeight | PanelWeight
 
@@ -45,7 +45,7 @@ class _SharedInputs:
 
     rotations: list[tuple[Tensor, Tensor, Tensor]]  # per rotary group cos and sin [T, d/2], q_scale [T]
     slots: list[Tensor]  # per KV group [T]
-    block_tables: list[Tensor]  # per KV group [B, max_blocks]
+    attention: list[AttentionCall]  # per layer
 
 
 class Decoder:
@@ -87,6 +87,9 @@ class Decoder:
             self.embedding = self._empty(spec.vocab_size, hidden)
         self.final_norm = self._norm(hidden)
         self.layers = [self._allocate(layer) for layer in spec.layers]
+        kinds = [(a.kv_group, a.scale, a.window, a.soft_cap) for a in (layer.attention for layer in spec.layers)]
+        self._attention_kinds = list(dict.fromkeys(kinds))
+        self._kind_of_layer = [self._attention_kinds.index(kind) for kind in kinds]
         self._rotated_pairs = [group.base.rotary_dim // 2 for group in spec.rotary_groups]
         self._unit_norm = torch.ones(spec.layers[0].attention.head_dim, dtype=torch.float32, device=device)
 
@@ -174,7 +177,14 @@ class Decoder:
             (batch.cos[group, :, :pairs], batch.sin[group, :, :pairs], batch.q_scale[group])
             for group, pairs in enumerate(self._rotated_pairs)
         ]
-        return _SharedInputs(groups, list(batch.slots.unbind(0)), list(batch.block_tables.unbind(0)))
+        tables = batch.block_tables.unbind(0)
+        calls = [
+            AttentionCall(
+                tables[group], batch.query_start, batch.seq_lens, batch.score_scale, scale, window=window, soft_cap=cap
+            )
+            for group, scale, window, cap in self._attention_kinds
+        ]
+        return _SharedInputs(groups, list(batch.slots.unbind(0)), [calls[kind] for kind in self._kind_of_layer])
 
     def _embed(self, ids: Tensor) -> Tensor:
         table, scale = self.embedding, self.spec.embedding_scale
@@ -216,18 +226,8 @@ class Decoder:
         kernels.rotate_and_append(q, k, v, cos, sin, q_scale, pages, shared.slots[spec.kv_group])
         if after and w.q_norm is not None and w.k_norm is not None:
             q.mul_(w.q_norm * w.k_norm)
-        attended = kernels.paged_attention(
-            q,
-            pages,
-            shared.block_tables[spec.kv_group],
-            batch.query_start,
-            batch.seq_lens,
-            batch.score_scale,
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            deterministic=self.deterministic,
-        )  # [T, Hq, D]
+        call = shared.attention[index]
+        attended = kernels.paged_attention(q, pages, call, deterministic=self.deterministic)  # [T, Hq, D]
         return self._linear(attended.view(attended.shape[0], -1), w.out, w.out_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,27 +11,28 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.cpu.checks import check, page_sizes, pages_refusal, scales_refusal, vector_ok
 from windlass.kernels.cpu.library import PAGE_CODES, TYPE_CODES, Library, load, unavailable_reason
+from windlass.kernels.layouts.pages import KVPages
 
 
-def attention_refusal(
-    q: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-) -> str | None:
+def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | None:
     """Why the functions below cannot take these operands, or None when they can."""
+    key_pages, value_pages, key_scales = pages.key, pages.value, pages.key_scale
     reason = (
         unavailable_reason()
         or pages_refusal(key_pages, value_pages)
-        or scales_refusal(key_pages, key_scales, value_scales)
+        or scales_refusal(key_pages, key_scales, pages.value_scale)
     )
     if reason is not None:
         return reason
+    if not call.causal or call.chunk is not None:
+        return "queries see keys behind them, or only those of their chunk"
+    if call.has_versions:
+        return "several versions of a query"
     if q.dtype not in TYPE_CODES or q.dim() != 3 or (q.shape[2] > 1 and q.stride(2) != 1) or not q.is_cpu:
-        return f"q is {q.dtype} {tuple(q.shape)} on {q.device}, not a float tensor [B, Hq, D] with adjacent elements"
+        return f"q is {q.dtype} {tuple(q.shape)} on {q.device}, not a float tensor [T, Hq, D] with adjacent elements"
     sizes = page_sizes(key_pages, value_pages, key_scales)
     fits = sizes.holds_keys(sizes.kv_heads, q.shape[2], key_scales is not None)
     if not fits or sizes.kv_heads == 0 or q.shape[1] % sizes.kv_heads:
@@ -39,55 +40,35 @@ def attention_refusal(
     return None
 
 
-def paged_attention_decode(
-    q: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    score_scale: Tensor,
-    window: int | None = None,
-    sink_logits: Tensor | None = None,
-    soft_cap: float | None = None,
-    *,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
-    library: Library | None = None,
-) -> Tensor:
-    """Attention of one new token per row over its cached keys (its own, the last, included).
+def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library | None = None) -> Tensor:
+    """Attention of one new token per sequence over its cached keys (its own, the last, included).
 
-    q: [B, Hq, D] rotated, any row and head strides. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv,
-    Dv], one float dtype, or int8 codes in the order of `int8_layout` with key_scales and value_scales [num_blocks, Hkv, P]
-    float32. block_table: [B, max_blocks] int32; entries that no visible key needs are never looked at. seq_lens: [B] int32 or
-    int64; 0 gives a row of zeros. Scores are q.k * scale * score_scale[b], then soft_cap * tanh(score / soft_cap); window:
-    keys seen, the last ones; sink_logits: [Hq] float32, each an extra logit in the softmax's denominator only. Rows of one
-    sequence may share a table (`table.expand(B, -1)`); then they also share the loads of its keys. A row's bits depend on
-    its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible block that the
-    table or the pages lack.
+    q: [B, Hq, D] rotated, any row and head strides. Of the call: query_start is not looked at; seq_lens may be int32 or
+    int64, 0 gives a row of zeros; rows of one sequence may share a table (`table.expand(B, -1)`), then they also share the
+    loads of its keys. A row's bits depend on its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError,
+    and IndexError for a visible block that the table or the pages lack.
     """
     if library is None:
-        reason = attention_refusal(q, key_pages, value_pages, key_scales, value_scales)
+        reason = attention_refusal(q, pages, call)
         check(reason is None, f"paged_attention_decode: {reason}")
+    key_pages, value_pages, key_scales, value_scales = pages.key, pages.value, pages.key_scale, pages.value_scale
+    tables, seq_lens, sinks = call.block_tables, call.seq_lens, call.sink_logits
     batch, heads, dim = q.shape
     num_blocks, block_size, kv_heads, _, value_dim = page_sizes(key_pages, value_pages, key_scales)
     wide = seq_lens.dtype == torch.int64
     check(
-        block_table.dtype == torch.int32
-        and block_table.dim() == 2
-        and block_table.shape[0] == batch
-        and block_table.is_cpu,
-        f"paged_attention_decode: block_table must be int32 [{batch}, max_blocks]",
+        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
+        f"paged_attention_decode: block_tables must be int32 [{batch}, max_blocks]",
     )
     check(
         vector_ok(seq_lens, torch.int64 if wide else torch.int32, batch)
-        and vector_ok(score_scale, torch.float32, batch)
-        and (sink_logits is None or vector_ok(sink_logits, torch.float32, heads)),
+        and vector_ok(call.score_scale, torch.float32, batch)
+        and (sinks is None or vector_ok(sinks, torch.float32, heads)),
         f"paged_attention_decode: seq_lens (int), score_scale [{batch}] and sink_logits [{heads}] (float32), contiguous",
     )
-    check(window is None or window > 0, "paged_attention_decode: window must be positive")
-    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-        block_table = block_table.contiguous()
+    check(call.window is None or call.window > 0, "paged_attention_decode: window must be positive")
+    if tables.shape[1] > 1 and tables.stride(1) != 1:
+        tables = tables.contiguous()
     out = torch.empty((batch, heads, value_dim), dtype=q.dtype)
     code = (library or load()).paged_attention_decode(
         q.data_ptr(),
@@ -104,16 +85,16 @@ def paged_attention_decode(
         kv_heads,
         dim,
         value_dim,
-        block_table.data_ptr(),
-        block_table.stride(0),
-        block_table.shape[1],
+        tables.data_ptr(),
+        tables.stride(0),
+        tables.shape[1],
         seq_lens.data_ptr(),
         int(wide),
-        window or 0,
-        scale,
-        soft_cap or 0.0,
-        score_scale.data_ptr(),
-        None if sink_logits is None else sink_logits.data_ptr(),
+        call.window or 0,
+        call.scale,
+        call.soft_cap or 0.0,
+        call.score_scale.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         batch,
         heads,
@@ -127,44 +108,31 @@ def paged_attention_decode(
 
 def paged_attention_prefill(
     q: Tensor,
-    key_pages: Tensor,
-    value_pages: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    score_scale: Tensor,
-    window: int | None = None,
-    sink_logits: Tensor | None = None,
-    soft_cap: float | None = None,
+    pages: KVPages,
+    call: AttentionCall,
     *,
     out: Tensor | None = None,
     fewest: int = 1,
-    key_scales: Tensor | None = None,
-    value_scales: Tensor | None = None,
     library: Library | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
-    q: [T, Hq, D] rotated, any row and head strides; rows query_start[b] to query_start[b + 1] are the last tokens of
-    sequence b. block_tables: [B, max_blocks] int32. query_start: [B + 1] int64, seq_lens: [B] int64, new tokens
-    included. Pages, scores, window, sinks and soft_cap: as in `paged_attention_decode`, score_scale one per row of q.
-    Sequences with fewer than `fewest` queries are passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype)
-    keep what they held. A row's bits depend neither on the chunk it came in nor on the rows beside it. Returns out.
-    Raises ValueError, and IndexError for a visible block that the tables or the pages lack.
+    q: [T, Hq, D] rotated, any row and head strides. Sequences with fewer than `fewest` queries are passed over: their rows
+    of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on the chunk it came in
+    nor on the rows beside it. Returns out. Raises ValueError, and IndexError for a visible block that the tables or the
+    pages lack.
     """
     name = "paged_attention_prefill"
     if library is None:
-        reason = attention_refusal(q, key_pages, value_pages, key_scales, value_scales)
+        reason = attention_refusal(q, pages, call)
         check(reason is None, f"{name}: {reason}")
+    key_pages, value_pages, key_scales, value_scales = pages.key, pages.value, pages.key_scale, pages.value_scale
+    tables, query_start, seq_lens, sinks = call.block_tables, call.query_start, call.seq_lens, call.sink_logits
     tokens, heads, dim = q.shape
     num_blocks, block_size, kv_heads, _, value_dim = page_sizes(key_pages, value_pages, key_scales)
     batch = seq_lens.shape[0]
     check(
-        block_tables.dtype == torch.int32
-        and block_tables.dim() == 2
-        and block_tables.shape[0] == batch
-        and block_tables.is_cpu,
+        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
         f"{name}: block_tables must be int32 [{batch}, max_blocks]",
     )
     check(
@@ -177,13 +145,13 @@ def paged_attention_prefill(
         f"{name}: query_start must rise from 0 to at most {tokens}",
     )
     check(
-        vector_ok(score_scale, torch.float32, tokens)
-        and (sink_logits is None or vector_ok(sink_logits, torch.float32, heads)),
+        vector_ok(call.score_scale, torch.float32, tokens)
+        and (sinks is None or vector_ok(sinks, torch.float32, heads)),
         f"{name}: score_scale [{tokens}] and sink_logits [{heads}] must be float32, contiguous",
     )
-    check(window is None or window > 0, f"{name}: window must be positive")
-    if block_tables.shape[1] > 1 and block_tables.stride(1) != 1:
-        block_tables = block_tables.contiguous()
+    check(call.window is None or call.window > 0, f"{name}: window must be positive")
+    if tables.shape[1] > 1 and tables.stride(1) != 1:
+        tables = tables.contiguous()
     if out is None:
         out = torch.empty((tokens, heads, value_dim), dtype=q.dtype)
     check(
@@ -205,16 +173,16 @@ def paged_attention_prefill(
         kv_heads,
         dim,
         value_dim,
-        block_tables.data_ptr(),
-        block_tables.stride(0),
-        block_tables.shape[1],
+        tables.data_ptr(),
+        tables.stride(0),
+        tables.shape[1],
         query_start.data_ptr(),
         seq_lens.data_ptr(),
-        window or 0,
-        scale,
-        soft_cap or 0.0,
-        score_scale.data_ptr(),
-        None if sink_logits is None else sink_logits.data_ptr(),
+        call.window or 0,
+        call.scale,
+        call.soft_cap or 0.0,
+        call.score_scale.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         out.data_ptr(),
         batch,
         heads,

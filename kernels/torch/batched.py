@@ -11,145 +11,138 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.pages import KVPages
 
 _MAX_SCORE_BYTES = 64 << 20
 _QUERY_BLOCK = 256
 
-# (q, pages, tables, seq_lens, score_scale, scale, window, soft_cap) -> [B, Hq, Dv]; see decode_attention.
-DecodeAttention = Callable[[Tensor, KVPages, Tensor, Tensor, Tensor, float, int | None, float | None], Tensor]
-# (q [Q, Hq, D], pages, table [max_blocks], length, score_scale [Q], scale, window, soft_cap) -> [Q, Hq, Dv]: the last Q
-# tokens of one sequence of `length`; see prefill_attention.
-PrefillAttention = Callable[[Tensor, KVPages, Tensor, int, Tensor, float, int | None, float | None], Tensor]
+# (q, pages, call) -> [T, Hq, Dv]; of single-token rows, or of the last tokens of one sequence.
+Attention = Callable[[Tensor, KVPages, AttentionCall], Tensor]
+
+
+def attention_refusal(call: AttentionCall) -> str | None:
+    """Why the functions below cannot do what is asked, or None when they can."""
+    return "several versions of a query" if call.has_versions else None
+
+
+def check(call: AttentionCall) -> None:
+    """ValueError with the reason for a refusal."""
+    reason = attention_refusal(call)
+    if reason is not None:
+        raise ValueError(f"paged_attention: {reason}")
 
 
 def paged_attention(
     q: Tensor,
     pages: KVPages,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    score_scale: Tensor,
+    call: AttentionCall,
     *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    decode: DecodeAttention | None = None,
-    prefill: PrefillAttention | None = None,
+    decode: Attention | None = None,
+    prefill: Attention | None = None,
 ) -> Tensor:
-    """Same contract as `reference.paged_attention`. Decode rows cost memory in B * max(seq_lens), prefill rows a mask
-    of 256 * seq_len bytes, or 64 MiB of scores under a soft cap.
+    """See `reference.paged_attention`; raises ValueError with what `attention_refusal` says. Decode rows cost memory in
+    B * max(seq_lens), prefill rows a mask of 256 * seq_len bytes, or 64 MiB of scores under a soft cap or with sinks.
 
     decode: what runs the single-token rows, `decode_attention` unless a backend has better. prefill: what runs a longer
     run of one sequence, `prefill_attention` unless the caller wants another.
     """
+    check(call)
     decode, prefill = decode or decode_attention, prefill or prefill_attention
-    if q.shape[0] == seq_lens.shape[0]:  # nothing but single-token rows
-        return decode(q, pages, block_tables, seq_lens, score_scale, scale, window, soft_cap)
+    if call.only_single_tokens:
+        return decode(q, pages, call)
     out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
-    starts, lengths = query_start.tolist(), seq_lens.tolist()
-    singles = [b for b in range(len(lengths)) if starts[b + 1] - starts[b] == 1]
-    if singles:
-        index = torch.tensor(singles, device=q.device)
-        rows = query_start[index]
-        out[rows] = decode(
-            q[rows], pages, block_tables[index], seq_lens[index], score_scale[rows], scale, window, soft_cap
-        )
-    for b, length in enumerate(lengths):
-        part = slice(starts[b], starts[b + 1])
-        if part.stop - part.start > 1:
-            out[part] = prefill(q[part], pages, block_tables[b], length, score_scale[part], scale, window, soft_cap)
+    singles = call.single_tokens()
+    if singles is not None:
+        rows, own = singles
+        out[rows] = decode(q[rows], pages, own)
+    for part, _, own in call.sequences(fewest=2):
+        out[part] = prefill(q[part], pages, own)
     return out
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, soft_cap: float | None) -> Tensor:
-    """query [..., Q, D] already scaled, keys [..., S, D], values [..., S, Dv], hidden bool broadcastable to [..., Q, S]."""
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, soft_cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """query [..., Q, D] already scaled, keys [..., S, D], values [..., S, Dv], hidden bool broadcastable to [..., Q, S],
+    sinks to [..., Q, 1]."""
     scores = query @ keys.transpose(-1, -2)
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap).mul_(soft_cap)
-    return scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1) @ values
+    scores.masked_fill_(hidden, float("-inf"))
+    if sinks is None:
+        return scores.softmax(dim=-1) @ values
+    return torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1).softmax(dim=-1)[..., :-1] @ values
 
 
-def decode_attention(
-    q: Tensor,
-    pages: KVPages,
-    tables: Tensor,
-    seq_lens: Tensor,
-    score_scale: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Tensor:
-    """One query per sequence. q: [B, Hq, D]; tables: [B, max_blocks]; score_scale: [B]. Returns [B, Hq, Dv] in q's dtype."""
-    query = q.float() * (scale * score_scale)[:, None, None]
-    batch, num_heads, _ = query.shape
+def decode_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+    """One query per sequence, all at once. q: [B, Hq, D]. Returns [B, Hq, Dv] in q's dtype."""
+    first, end = call.visible(call.seq_lens - 1, call.seq_lens)
+    return attend_rows(call.scaled(q), pages, call, first, end).to(q.dtype)
+
+
+def attend_rows(query: Tensor, pages: KVPages, call: AttentionCall, first: Tensor, end: Tensor) -> Tensor:
+    """One query of each sequence over its keys [first, end). query: [B, Hq, D] float32, scaled; first, end: [B] int64.
+    Returns [B, Hq, Dv] float32."""
+    batch, num_heads, dim = query.shape
     num_kv_heads, block_size = pages.num_kv_heads, pages.block_size
-    if window is None:
-        num_blocks = -(-int(seq_lens.max()) // block_size)
-        tables, first_key = tables[:, :num_blocks], torch.zeros_like(seq_lens)
+    tables = call.block_tables
+    if not call.hides_early_keys:
+        num_blocks = -(-int(end.max()) // block_size)
+        tables, first_key = tables[:, :num_blocks], first
     else:
-        first_block = (seq_lens - window).clamp(min=0) // block_size  # the first block the query sees
-        num_blocks = int((-(-seq_lens // block_size) - first_block).max())
+        first_block = first // block_size  # the first block the query sees
+        num_blocks = int((-(-end // block_size) - first_block).max())
         columns = first_block[:, None] + torch.arange(num_blocks, device=query.device)
-        tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1).to(torch.int64))
+        tables = tables.gather(1, columns.clamp(max=tables.shape[1] - 1))
         first_key = first_block * block_size
     flat = tables.clamp(min=0).reshape(-1).long()
-    keys = pages.keys_of(flat, q.shape[-1]).view(batch, num_blocks * block_size, num_kv_heads, -1)
+    keys = pages.keys_of(flat, dim).view(batch, num_blocks * block_size, num_kv_heads, -1)
     values = pages.values_of(flat).view(batch, num_blocks * block_size, num_kv_heads, -1)
     key_index = first_key[:, None] + torch.arange(num_blocks * block_size, device=query.device)  # [B, S]
-    hidden = key_index >= seq_lens[:, None]
-    if window is not None:
-        hidden |= key_index < (seq_lens - window)[:, None]
+    hidden = key_index >= end[:, None]
+    if call.hides_early_keys:
+        hidden |= key_index < first[:, None]
     # A hidden slot may hold anything, NaN included, and 0 * NaN is NaN.
     values = values.masked_fill(hidden[:, :, None, None], 0.0)
     grouped = query.view(batch, num_kv_heads, num_heads // num_kv_heads, -1)
-    result = _attend(grouped, keys.transpose(1, 2), values.transpose(1, 2), hidden[:, None, None], soft_cap)
-    return result.reshape(batch, num_heads, -1).to(q.dtype)
+    sinks = None if call.sink_logits is None else call.sink_logits.view(num_kv_heads, -1, 1)
+    result = _attend(grouped, keys.transpose(1, 2), values.transpose(1, 2), hidden[:, None, None], call.soft_cap, sinks)
+    return result.reshape(batch, num_heads, -1)
 
 
-def prefill_attention(
-    q: Tensor,
-    pages: KVPages,
-    table: Tensor,
-    length: int,
-    score_scale: Tensor,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> Tensor:
-    """The last Q of the `length` tokens of one sequence. q: [Q, Hq, D]; score_scale: [Q]. Returns [Q, Hq, Dv] in q's dtype.
+def prefill_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+    """The last Q tokens of one sequence. q: [Q, Hq, D]. Returns [Q, Hq, Dv] in q's dtype.
 
-    Queries go in blocks, and a block reads only the keys its last query sees, so about half the work of a long prompt
-    is never done. Without a soft cap torch's fused attention takes a block; it never holds all scores.
+    Queries go in blocks, and a block reads only the keys that its queries see, so about half the work of a long prompt
+    is never done. Without a soft cap or sinks torch's fused attention takes a block; it never holds all scores.
     """
-    query = q.float() * (scale * score_scale)[:, None, None]
+    query, length = call.scaled(q), int(call.seq_lens)
     num_queries, num_heads, _ = query.shape
     block_size, first_query = pages.block_size, length - num_queries
     out = q.new_empty(num_queries, num_heads, pages.value_dim)
-    step = (
-        _QUERY_BLOCK if soft_cap is None else max(16, min(_QUERY_BLOCK, _MAX_SCORE_BYTES // (4 * num_heads * length)))
-    )
+    fused = call.soft_cap is None and call.sink_logits is None
+    step = _QUERY_BLOCK if fused else max(16, min(_QUERY_BLOCK, _MAX_SCORE_BYTES // (4 * num_heads * length)))
     for begin in range(0, num_queries, step):
-        end = min(begin + step, num_queries)
-        last_key = first_query + end
-        first_key = 0 if window is None else max(0, first_query + begin - window + 1) // block_size * block_size
-        blocks = table[first_key // block_size : -(-last_key // block_size)].long()
-        span = last_key - first_key
+        stop = min(begin + step, num_queries)
+        first, end = call.visible(torch.arange(first_query + begin, first_query + stop), length)  # [Q], on the host
+        first_key, end_key = int(first[0]) // block_size * block_size, int(end[-1])
+        blocks = call.block_tables[0, first_key // block_size : -(-end_key // block_size)].long()
+        span = end_key - first_key
         keys = pages.keys_of(blocks, q.shape[-1]).flatten(0, 1)[:span].transpose(0, 1)  # [Hkv, S, D]
         values = pages.values_of(blocks).flatten(0, 1)[:span].transpose(0, 1)
-        query_index = torch.arange(first_query + begin, last_key, device=query.device)[:, None]
-        key_index = torch.arange(first_key, last_key, device=query.device)[None]
-        visible = key_index <= query_index
-        if window is not None:
-            visible &= key_index > query_index - window
-        block = query[begin:end].transpose(0, 1)  # [Hq, Q, D]
-        if soft_cap is None:
+        key_index = torch.arange(first_key, end_key)
+        visible = (key_index >= first[:, None]) & (key_index < end[:, None])
+        visible = visible.to(query.device)
+        block = query[begin:stop].transpose(0, 1)  # [Hq, Q, D]
+        if fused:
             result = F.scaled_dot_product_attention(
                 block[None], keys[None], values[None], attn_mask=visible, scale=1.0, enable_gqa=True
             )[0]
         else:
-            group = num_heads // keys.shape[0]
-            grouped = block.view(keys.shape[0], group, end - begin, -1)  # [Hkv, g, Q, D]
-            result = _attend(grouped, keys[:, None], values[:, None], ~visible, soft_cap).flatten(0, 1)
-        out[begin:end] = result.transpose(0, 1).to(out.dtype)
+            kv_heads = keys.shape[0]
+            grouped = block.view(kv_heads, num_heads // kv_heads, stop - begin, -1)  # [Hkv, g, Q, D]
+            sinks = None if call.sink_logits is None else call.sink_logits.view(kv_heads, -1, 1, 1)
+            result = _attend(grouped, keys[:, None], values[:, None], ~visible, call.soft_cap, sinks).flatten(0, 1)
+        out[begin:stop] = result.transpose(0, 1).to(out.dtype)
     return out

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts import int8 as int8_layout
 from windlass.kernels.layouts.pages import KVPages
 
@@ -119,48 +120,54 @@ def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Te
     return angles.cos().float(), angles.sin().float()
 
 
-def paged_attention(
-    q: Tensor,
-    pages: KVPages,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    score_scale: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
-    """Causal attention of each sequence's new tokens over its cached keys, in float32.
+def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+    """Attention of each sequence's new tokens over its cached keys, in float32; every field of `AttentionCall` is taken.
 
-    q: [T, Hq, D] rotated. block_tables: [B, max_blocks]; entries of blocks outside every query's window may be -1.
-    query_start: [B + 1], rows of q per sequence. seq_lens: [B], cached tokens including the new ones.
-    score_scale: [T] float32, multiplied onto `scale` (normally D ** -0.5). window: keys a query sees, itself included.
-    soft_cap: c * tanh(score / c) before the softmax (Gemma 2). Returns [T, Hq, Dv] in q's dtype.
+    q: [T, Hq, D] rotated, or [V, T, Hq, D] with query versions. Returns [T, Hq, Dv] in q's dtype. Only keys and values that
+    some query sees are read. Raises ValueError where q and the call disagree about versions.
     """
-    num_heads, num_kv_heads, block_size = q.shape[1], pages.num_kv_heads, pages.block_size
-    out = q.new_empty(q.shape[0], num_heads, pages.value_dim)
-    starts, lengths = query_start.tolist(), seq_lens.tolist()
-    for b, length in enumerate(lengths):
-        rows = slice(starts[b], starts[b + 1])
-        num_queries = starts[b + 1] - starts[b]
-        first_query = length - num_queries
-        first_key = 0 if window is None else max(0, first_query - window + 1) // block_size * block_size
-        table = block_tables[b, first_key // block_size : -(-length // block_size)].long()
-        keys = pages.keys_of(table, q.shape[-1]).flatten(0, 1)[: length - first_key]  # [S, Hkv, D]
-        values = pages.values_of(table).flatten(0, 1)[: length - first_key]  # [S, Hkv, Dv]
-        query = q[rows].float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, -1)
-        scores = torch.einsum("qhgd,khd->hgqk", query, keys) * (scale * score_scale[rows][:, None])
-        if soft_cap is not None:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        query_index = torch.arange(first_query, length, device=q.device)[:, None]
-        key_index = torch.arange(first_key, length, device=q.device)[None]
-        hidden = key_index > query_index
-        if window is not None:
-            hidden |= key_index <= query_index - window
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+    if q.dim() != 3 + call.has_versions:
+        raise ValueError(f"q has {q.dim()} dimensions, not {3 + call.has_versions}")
+    num_heads, num_kv_heads, block_size = q.shape[-2], pages.num_kv_heads, pages.block_size
+    out = q.new_empty(q.shape[-3], num_heads, pages.value_dim)
+    for rows, length, own in call.sequences():
+        num_queries = rows.stop - rows.start
+        first, end = call.visible(torch.arange(length - num_queries, length), length)  # [Q], on the host
+        first_key, end_key = int(first[0]), int(end[-1])
+        first_block = first_key // block_size
+        table = own.block_tables[0, first_block : -(-end_key // block_size)].long()
+        seen = slice(first_key - first_block * block_size, end_key - first_block * block_size)
+        keys = pages.keys_of(table, q.shape[-1]).flatten(0, 1)[seen]  # [S, Hkv, D]
+        values = pages.values_of(table).flatten(0, 1)[seen]  # [S, Hkv, Dv]
+        key_index = torch.arange(first_key, end_key, device=q.device)
+        scores = _scores(q[..., rows, :, :], keys, own, key_index) * (call.scale * own.score_scale[:, None])
+        if call.soft_cap is not None:
+            scores = soft_cap(scores, call.soft_cap)
+        first, end = first[:, None].to(q.device), end[:, None].to(q.device)
+        scores.masked_fill_((key_index < first) | (key_index >= end), float("-inf"))
+        if call.sink_logits is not None:
+            sinks = call.sink_logits.view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_queries, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : len(keys)]
         out[rows] = torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_heads, -1).to(q.dtype)
     return out
+
+
+def _scores(q: Tensor, keys: Tensor, call: AttentionCall, key_index: Tensor) -> Tensor:
+    """Products of one sequence's queries [(V,) Q, Hq, D] with keys [S, Hkv, D], float32 [Hkv, Hq / Hkv, Q, S]."""
+    query = q.float().view(*q.shape[:-2], keys.shape[1], q.shape[-2] // keys.shape[1], q.shape[-1])
+    if call.range_ends is None or call.range_versions is None:
+        return torch.einsum("qhgd,khd->hgqk", query, keys)
+    # The first range whose end lies behind the key.
+    place = torch.searchsorted(call.range_ends[0].contiguous(), key_index, right=True)  # [S]
+    if int(place[-1]) >= call.range_ends.shape[1]:
+        raise ValueError(f"the last range ends before key {int(key_index[-1])}")
+    versions = call.range_versions[0, place]
+    scores: Tensor = query.new_empty(*query.shape[2:4], query.shape[1], keys.shape[0])
+    for version in sorted(set(versions.tolist())):
+        own = versions == version
+        scores[..., own] = torch.einsum("qhgd,khd->hgqk", query[version], keys[own])
+    return scores
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.torch import reference
-from windlass.kernels.torch.batched import decode_attention
+from windlass.kernels.torch import batched, reference
 
 _PANEL_BYTES = 8 << 20
 
@@ -57,27 +57,19 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])
 
 
-def paged_attention(
-    q: Tensor,
-    pages: KVPages,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    score_scale: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> Tensor:
-    """See `reference.paged_attention`. Every query is attended as the last token of a sequence of its own length."""
+attention_refusal = batched.attention_refusal
+
+
+def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+    """See `reference.paged_attention`; raises ValueError with what `attention_refusal` says."""
+    batched.check(call)
     out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
-    rows, starts = _rows(q), query_start.tolist()
-    for b, length in enumerate(seq_lens.tolist()):
-        for t in range(starts[b], starts[b + 1]):
-            own = torch.tensor([length - (starts[b + 1] - 1 - t)], device=q.device)
-            out[t] = decode_attention(
-                rows[t], pages, block_tables[b : b + 1], own, score_scale[t : t + 1], scale, window, soft_cap
-            )[0]
+    query = _rows(call.scaled(q))
+    for rows, length, own in call.sequences():
+        index = torch.arange(length - own.num_tokens, length, device=q.device)
+        first, end = call.visible(index, length)
+        for i, t in enumerate(range(rows.start, rows.stop)):
+            out[t] = batched.attend_rows(query[t], pages, own, first[i : i + 1], end[i : i + 1])[0]
     return out
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import cpu
+from windlass.kernels import AttentionCall, KVPages, cpu
 from windlass.kernels.cpu.library import Library
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,18 +75,16 @@ class Case:
         return out
 
     def got(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        return cpu.paged_attention_decode(
-            self.q,
-            self.key,
-            self.value,
-            self.table,
-            self.seq_lens,
-            self.scale,
-            self.score_scale,
-            self.window,
-            sinks,
-            soft_cap,
-            library=library,
+        call = self.call(sink_logits=sinks, soft_cap=soft_cap)
+        return cpu.paged_attention_decode(self.q, self.pages, call, library=library)
+
+    @property
+    def pages(self) -> KVPages:
+        return KVPages(self.key, self.value)
+
+    def call(self, **options: Any) -> AttentionCall:
+        return AttentionCall.of_single_tokens(
+            self.table, self.seq_lens, self.score_scale, self.scale, window=self.window, **options
         )
 
     def check(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> None:
@@ -158,16 +158,9 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(form: Library) -> Non
     case = Case([5, 800, 0, 256, 513], heads=6, kv_heads=2, dim=48, page_type=torch.bfloat16)
     whole = case.got(form)
     for b in range(5):
-        alone = cpu.paged_attention_decode(
-            case.q[b : b + 1],
-            case.key,
-            case.value,
-            case.table[b : b + 1],
-            case.seq_lens[b : b + 1],
-            case.scale,
-            case.score_scale[b : b + 1],
-            library=form,
-        )
+        one = slice(b, b + 1)
+        call = AttentionCall.of_single_tokens(case.table[one], case.seq_lens[one], case.score_scale[one], case.scale)
+        alone = cpu.paged_attention_decode(case.q[one], case.pages, call, library=form)
         assert torch.equal(alone[0], whole[b])
 
 
@@ -233,15 +226,21 @@ def test_missing_blocks_are_refused(form: Library) -> None:
 def test_refusals_say_why() -> None:
     kernels("generic")
     case = Case([4], dim=16)
-    assert cpu.attention_refusal(case.q, case.key, case.value) is None
-    assert "float64" in (cpu.attention_refusal(case.q.double(), case.key, case.value) or "")
-    assert "int8" in (cpu.attention_refusal(case.q, case.key.to(torch.int8), case.value.to(torch.int8)) or "")
-    assert "contiguous" in (cpu.attention_refusal(case.q, case.key[:, ::2], case.value[:, ::2]) or "")
-    assert "fit" in (cpu.attention_refusal(case.q[:, :3], case.key, case.value) or "")
+    pages, call = case.pages, case.call()
+
+    def refusal(q: torch.Tensor = case.q, pages: KVPages = pages, **changes: Any) -> str:
+        return cpu.attention_refusal(q, pages, replace(call, **changes)) or ""
+
+    assert cpu.attention_refusal(case.q, pages, call) is None
+    assert "float64" in refusal(case.q.double())
+    assert "int8" in refusal(pages=KVPages(case.key.to(torch.int8), case.value.to(torch.int8)))
+    assert "contiguous" in refusal(pages=KVPages(case.key[:, ::2], case.value[:, ::2]))
+    assert "fit" in refusal(case.q[:, :3])
+    assert "behind" in refusal(causal=False)
+    assert "chunk" in refusal(chunk=8)
+    assert "versions" in refusal(range_ends=torch.tensor([[4]]), range_versions=torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match="block_table"):
-        cpu.paged_attention_decode(
-            case.q, case.key, case.value, case.table.long(), case.seq_lens, 1.0, case.score_scale
-        )
+        cpu.paged_attention_decode(case.q, pages, replace(call, block_tables=case.table.long()))
     with pytest.raises(ValueError, match="window"):
         case.window = 0
         case.got(kernels("generic"))
@@ -250,8 +249,7 @@ def test_refusals_say_why() -> None:
 def test_an_empty_batch(form: Library) -> None:
     case = Case([4], dim=16)
     empty = torch.zeros(0, dtype=torch.int64)
-    out = cpu.paged_attention_decode(
-        case.q[:0], case.key, case.value, case.table[:0], empty, 1.0, case.score_scale[:0], library=form
-    )
+    call = AttentionCall.of_single_tokens(case.table[:0], empty, case.score_scale[:0], 1.0)
+    out = cpu.paged_attention_decode(case.q[:0], case.pages, call, library=form)
     assert out.shape == (0, 4, 16)
     assert math.prod(out.shape) == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, kernels
 
-from windlass.kernels import KVPages, cpu
+from windlass.kernels import AttentionCall, KVPages, cpu
 from windlass.kernels.cpu.library import Library
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -88,21 +88,22 @@ class Case:
         return out
 
     def got(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None, **options):  # type: ignore[no-untyped-def]
-        return cpu.paged_attention_prefill(
-            self.q,
-            *self.pages,
+        call = AttentionCall(
             self.table,
             self.start,
             self.lengths,
-            self.scale,
             self.temperature,
-            self.window,
-            sinks,
-            soft_cap,
-            library=library,
-            **self.scales,
-            **options,
+            self.scale,
+            window=self.window,
+            soft_cap=soft_cap,
+            sink_logits=sinks,
         )
+        return cpu.paged_attention_prefill(self.q, self.all_pages, call, library=library, **options)
+
+    @property
+    def all_pages(self) -> KVPages:
+        """With their scales."""
+        return KVPages(*self.pages, self.scales.get("key_scales"), self.scales.get("value_scales"))
 
     def check(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> None:
         want, got = self.expected(sinks, soft_cap), self.got(library, sinks, soft_cap)
@@ -191,20 +192,9 @@ def test_chunks_do_not_change_the_bits(
     for cuts in ([0, 1, 130, 137, 150, new - 3, new], [0, 64, new]):
         parts = []
         for begin, end in itertools.pairwise(cuts):
-            parts.append(
-                cpu.paged_attention_prefill(
-                    case.q[begin:end],
-                    *case.pages,
-                    case.table,
-                    torch.tensor([0, end - begin]),
-                    torch.tensor([old + end]),
-                    case.scale,
-                    case.temperature[begin:end],
-                    window,
-                    library=form,
-                    **case.scales,
-                )
-            )
+            start, lengths = torch.tensor([0, end - begin]), torch.tensor([old + end])
+            call = AttentionCall(case.table, start, lengths, case.temperature[begin:end], case.scale, window=window)
+            parts.append(cpu.paged_attention_prefill(case.q[begin:end], case.all_pages, call, library=form))
         assert torch.equal(torch.cat(parts), whole)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import PACKED_FORMS, kernels
 
-from windlass.kernels import PackedWeight, cpu, pack
+from windlass.kernels import AttentionCall, KVPages, PackedWeight, cpu, pack
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
 
@@ -53,6 +53,7 @@ class Layers:
         self.ones = torch.ones(rows)
         self.ids, self.lengths, self.slots = torch.zeros(3, rows, dtype=torch.int64)
         self.angles = torch.zeros(2, rows, DIM // 2)
+        self.attention = AttentionCall.of_single_tokens(self.blocks, self.lengths, self.ones, 0.25)
         self.change()
 
     def change(self) -> None:
@@ -78,7 +79,7 @@ class Layers:
         heads = qkv.view(-1, HEADS + 2 * KV_HEADS, DIM)
         q, k, v = heads.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)
         cpu.rotate_and_append(q, k, v, *self.angles, self.ones, *pages, self.slots)
-        return cpu.paged_attention_decode(q, *pages, self.blocks, self.lengths, 0.25, self.ones).view(-1, HIDDEN)
+        return cpu.paged_attention_decode(q, KVPages(*pages), self.attention).view(-1, HIDDEN)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
         return cpu.linear_packed(x, weight) if isinstance(weight, PackedWeight) else cpu.linear_small(x, weight)

@@ -11,7 +11,7 @@ from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, kerne
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import KVPages, cpu, dispatch
+from windlass.kernels import AttentionCall, KVPages, cpu, dispatch
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts import int8 as int8_layout
@@ -275,9 +275,11 @@ def test_decode(name, seed, lengths, heads, dims, size, window, soft_cap, sinks)
     keys, values = (part.float().view(-1, size, *part.shape[1:]) for part in wide(pages, dim))
     q, temperature = torch.randn(len(lengths), q_heads, dim), torch.rand(len(lengths)) + 0.5
     extra = torch.randn(q_heads) if sinks else None
-    rest = (table, torch.tensor(lengths), dim**-0.5, temperature, window, extra, soft_cap)
-    got = cpu.paged_attention_decode(q, pages.key, pages.value, *rest, library=form, **pages.scales)
-    want = cpu.paged_attention_decode(q, keys, values, *rest, library=form)
+    call = AttentionCall.of_single_tokens(
+        table, torch.tensor(lengths), temperature, dim**-0.5, window=window, sink_logits=extra, soft_cap=soft_cap
+    )
+    got = cpu.paged_attention_decode(q, pages, call, library=form)
+    want = cpu.paged_attention_decode(q, KVPages(keys, values), call, library=form)
     # With vpdpbusd queries and weights are rounded to 16 bits; values here reach 2.3, codes have lost 1e-2 of that.
     lanes = {"avx2_vnni": 8, "8 lanes vnni": 8, "avx512_vnni": 16, "16 lanes vnni": 16, "neon_dot": 4}.get(name)
     tolerance = 1e-4 if lanes and value_dim % lanes == 0 else 2e-5
@@ -296,15 +298,11 @@ def test_rows_of_one_prompt_have_the_bits_they_have_alone(name: str) -> None:
         at = torch.arange(0 if window is None else first - window, first + 16)
         seen[table[0].long()[at // 16], at % 16] = True
         poison(pages, seen)
-        rest = (dim**-0.5, torch.ones(17), window)
-        packed = cpu.paged_attention_decode(
-            q, pages.key, pages.value, table.expand(17, -1), lengths, *rest, library=form, **pages.scales
-        )
+        call = AttentionCall.of_single_tokens(table.expand(17, -1), lengths, torch.ones(17), dim**-0.5, window=window)
+        packed = cpu.paged_attention_decode(q, pages, call, library=form)
         for b in range(17):
-            one = (dim**-0.5, torch.ones(1), window)
-            alone = cpu.paged_attention_decode(
-                q[b : b + 1], pages.key, pages.value, table, lengths[b : b + 1], *one, library=form, **pages.scales
-            )
+            one = AttentionCall.of_single_tokens(table, lengths[b : b + 1], torch.ones(1), dim**-0.5, window=window)
+            alone = cpu.paged_attention_decode(q[b : b + 1], pages, one, library=form)
             assert torch.equal(alone[0], packed[b])
 
 
@@ -316,8 +314,8 @@ def test_poison_shows_where_it_is_seen_and_nowhere_else(name: str) -> None:
     q = torch.randn(3, 6, 16)
 
     def got(window: int | None = None) -> torch.Tensor:
-        rest = (table, lengths, 0.25, torch.ones(3), window)
-        return cpu.paged_attention_decode(q, pages.key, pages.value, *rest, library=form, **pages.scales)
+        call = AttentionCall.of_single_tokens(table, lengths, torch.ones(3), 0.25, window=window)
+        return cpu.paged_attention_decode(q, pages, call, library=form)
 
     clean = got()
     for scale in (pages.key_scale, pages.value_scale):
@@ -346,8 +344,8 @@ def test_threads_do_not_change_the_bits_of_decoding(name: str) -> None:
     table = torch.randperm(70)[None].int().repeat(2, 1)
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        rest = (table, lengths, 0.125, torch.ones(2))
-        found.append(cpu.paged_attention_decode(q, pages.key, pages.value, *rest, library=form, **pages.scales))
+        call = AttentionCall.of_single_tokens(table, lengths, torch.ones(2), 0.125)
+        found.append(cpu.paged_attention_decode(q, pages, call, library=form))
     torch.set_num_threads(before)
     assert torch.equal(*found)
 
@@ -360,12 +358,12 @@ def test_dispatch_of_mixed_batches(compiled: bool, deterministic: bool, monkeypa
     pages = int8_pages(2, 16, 16, blocks=30, size=16)
     table = torch.randperm(30).view(3, 10).int()
     q, temperature = torch.randn(61, 4, 16), torch.rand(61) + 0.5
-    arguments = (q, pages, table, torch.tensor([0, 40, 41, 61]), torch.tensor([90, 140, 20]), temperature)
-    got = dispatch.paged_attention(*arguments, scale=0.25, deterministic=deterministic)
+    call = AttentionCall(table, torch.tensor([0, 40, 41, 61]), torch.tensor([90, 140, 20]), temperature, 0.25)
+    got = dispatch.paged_attention(q, pages, call, deterministic=deterministic)
     keys, values = (part.float().view(30, 16, 2, 16) for part in wide(pages, 16))
-    want = reference.paged_attention(q, KVPages(keys, values), *arguments[2:], scale=0.25)
+    want = reference.paged_attention(q, KVPages(keys, values), call)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=5e-6)
-    torch.testing.assert_close(reference.paged_attention(*arguments, scale=0.25), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(reference.paged_attention(q, pages, call), want, rtol=1e-6, atol=1e-6)
 
 
 def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
@@ -377,10 +375,10 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
         append(form, pages, x, x.clone(), at_the_end_of_memory(x), cos, sin, torch.ones(32), index)
         cpu.move_cached_keys(pages.key, pages.value, index, index, cos, sin, library=form, **pages.scales)
         table = at_the_end_of_memory(torch.arange(2, dtype=torch.int32)[None])
-        operands = (x[:1], pages.key, pages.value, table, torch.tensor([32]), 1.0, torch.ones(1))
-        rows = (x, *operands[1:3], table, torch.tensor([0, 32]), *operands[4:5], 1.0, torch.ones(32))
-        assert torch.isfinite(cpu.paged_attention_decode(*operands, library=form, **pages.scales)).all()
-        assert torch.isfinite(cpu.paged_attention_prefill(*rows, library=form, **pages.scales)).all()
+        single = AttentionCall.of_single_tokens(table, torch.tensor([32]), torch.ones(1), 1.0)
+        rows = AttentionCall(table, torch.tensor([0, 32]), torch.tensor([32]), torch.ones(32), 1.0)
+        assert torch.isfinite(cpu.paged_attention_decode(x[:1], pages, single, library=form)).all()
+        assert torch.isfinite(cpu.paged_attention_prefill(x, pages, rows, library=form)).all()
 
 
 def vars_of(pages: KVPages) -> list[torch.Tensor]:
@@ -408,9 +406,12 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     pages, q = int8_pages(2, 16, 16), torch.randn(1, 4, 16)
     key, value, scale = pages.key, pages.value, pages.key_scale
     assert scale is not None
-    assert cpu.attention_refusal(q, key, value, scale, scale) is None
+    call = AttentionCall.of_single_tokens(
+        torch.zeros(1, 1, dtype=torch.int32), torch.ones(1).long(), torch.ones(1), 1.0
+    )
+    assert cpu.attention_refusal(q, KVPages(key, value, scale, scale), call) is None
     for bad in (None, scale.double(), scale[:, :, :1], scale[:2], scale.transpose(0, 1).contiguous().transpose(0, 1)):
-        assert "scales" in (cpu.attention_refusal(q, key, value, scale, bad) or "")
+        assert "scales" in (cpu.attention_refusal(q, KVPages(key, value, scale, bad), call) or "")
         assert "scales" in (cpu.move_refusal(key, value, bad, scale) or "")
     floats = torch.zeros(3, 16, 2, 16)
     assert "floats have none" in (cpu.move_refusal(floats, floats, scale, scale) or "")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import KVPages
+from windlass.kernels import AttentionCall, KVPages
 from windlass.kernels.torch import batched, reference
 
 
@@ -70,10 +70,8 @@ def test_paged_attention(implementation, seed, shapes, heads, dims, window, soft
         row += new
     counts = torch.tensor([new for new, _ in shapes])
     query_start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
-    actual = implementation(
-        torch.cat(queries), pages, tables, query_start, torch.tensor(lengths), score_scale,
-        scale=0.3, window=window, soft_cap=soft_cap,
-    )  # fmt: skip
+    call = AttentionCall(tables, query_start, torch.tensor(lengths), score_scale, 0.3, window=window, soft_cap=soft_cap)
+    actual = implementation(torch.cat(queries), pages, call)
     assert torch.allclose(actual.double(), torch.cat(expected), atol=2e-6, rtol=1e-5)
 
 
@@ -84,7 +82,7 @@ def test_prompts_longer_than_a_query_block(window, soft_cap):  # type: ignore[no
     pages = KVPages(torch.randn(50, 16, 2, 16, generator=generator), torch.randn(50, 16, 2, 16, generator=generator))
     tables = torch.randperm(50, generator=generator)[None].int()
     q = torch.randn(600, 4, 16, generator=generator)
-    arguments = (q, pages, tables, torch.tensor([0, 600]), torch.tensor([731]), torch.ones(600))
-    options = {"scale": 0.25, "window": window, "soft_cap": soft_cap}
-    expected = reference.paged_attention(*arguments, **options)
-    assert torch.allclose(batched.paged_attention(*arguments, **options), expected, atol=2e-6, rtol=1e-5)
+    start, lengths = torch.tensor([0, 600]), torch.tensor([731])
+    call = AttentionCall(tables, start, lengths, torch.ones(600), 0.25, window=window, soft_cap=soft_cap)
+    expected = reference.paged_attention(q, pages, call)
+    assert torch.allclose(batched.paged_attention(q, pages, call), expected, atol=2e-6, rtol=1e-5)

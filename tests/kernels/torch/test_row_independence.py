@@ -10,7 +10,7 @@ from helpers.cpu_kernels import FORMS
 from helpers.cpu_kernels import kernels as form_of
 
 from windlass import kernels
-from windlass.kernels import KVPages
+from windlass.kernels import AttentionCall, KVPages
 from windlass.kernels.cpu import library
 from windlass.kernels.torch import reference, rowwise
 
@@ -104,48 +104,36 @@ def test_attention(backend: str, heads: int, kv_heads: int, window: int | None) 
     q, temperature = torch.randn(70, heads, dim), torch.rand(70) + 0.5
 
     def attend(first: int, last: int, soft_cap: float | None = None) -> torch.Tensor:
-        return kernels.paged_attention(
-            q[first:last],
-            pages,
+        call = AttentionCall(
             table,
             torch.tensor([0, last - first]),
             torch.tensor([begin + last]),
             temperature[first:last],
-            scale=dim**-0.5,
+            dim**-0.5,
             window=window,
             soft_cap=soft_cap,
-            deterministic=True,
         )
+        return kernels.paged_attention(q[first:last], pages, call, deterministic=True)
 
     whole = attend(0, 70)
     for chunk in (1, 7, 33):
         parts = [attend(first, min(first + chunk, 70)) for first in range(0, 70, chunk)]
         assert torch.equal(torch.cat(parts), whole), chunk
-    want = reference.paged_attention(
-        q,
-        pages,
-        table,
-        torch.tensor([0, 70]),
-        torch.tensor([length]),
-        temperature,
-        scale=dim**-0.5,
-        window=window,
-    )
+    call = AttentionCall(table, torch.tensor([0, 70]), torch.tensor([length]), temperature, dim**-0.5, window=window)
+    want = reference.paged_attention(q, pages, call)
     torch.testing.assert_close(whole, want, rtol=2e-5, atol=2e-6)
     capped = attend(0, 70, soft_cap=2.0)
     assert torch.equal(torch.cat([attend(i, i + 1, soft_cap=2.0) for i in range(70)]), capped)
     # A batch of three sequences over the same pages: a chunk, a single token, a chunk.
-    mixed = kernels.paged_attention(
-        torch.cat((q[:40], q[69:], q[10:30])),
-        pages,
+    call = AttentionCall(
         table.expand(3, -1).contiguous(),
         torch.tensor([0, 40, 41, 61]),
         torch.tensor([begin + 40, length, begin + 30]),
         torch.cat((temperature[:40], temperature[69:], temperature[10:30])),
-        scale=dim**-0.5,
+        dim**-0.5,
         window=window,
-        deterministic=True,
     )
+    mixed = kernels.paged_attention(torch.cat((q[:40], q[69:], q[10:30])), pages, call, deterministic=True)
     assert torch.equal(mixed, torch.cat((whole[:40], whole[69:], whole[10:30])))
 
 
@@ -160,13 +148,12 @@ def test_short_prompts_from_the_first_token(backend: str) -> None:
 
     def attend(first: int, last: int) -> torch.Tensor:
         start, lens = torch.tensor([0, last - first]), torch.tensor([last])
-        return kernels.paged_attention(
-            q[first:last], pages, table, start, lens, ones[first:last], scale=0.25, deterministic=True
-        )
+        call = AttentionCall(table, start, lens, ones[first:last], 0.25)
+        return kernels.paged_attention(q[first:last], pages, call, deterministic=True)
 
     whole = attend(0, 100)
     assert torch.isfinite(whole).all()
     assert torch.equal(torch.cat([attend(i, i + 1) for i in range(100)]), whole)
     start, lens = torch.tensor([0, 100]), torch.tensor([100])
-    want = reference.paged_attention(q, pages, table, start, lens, ones, scale=0.25)
+    want = reference.paged_attention(q, pages, AttentionCall(table, start, lens, ones, 0.25))
     torch.testing.assert_close(whole, want, rtol=2e-5, atol=2e-6)

@@ -1,0 +1,138 @@
+"""What one attention over cached keys is asked to do, as one value that every implementation takes.
+
+Says which keys a query sees and offers the parts that implementations work on, so that none of them takes the value apart
+field by field. Knows neither pages nor arithmetic: keys and values are an argument of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """Attention of the last tokens of B sequences, T in all, over everything cached of their own sequence.
+
+    A query's *index* is its place in its sequence: the last row of sequence b has index seq_lens[b] - 1. Scores are
+    q.k * scale * score_scale, then soft_cap * tanh(score / soft_cap) (Gemma 2), then what a query does not see is hidden.
+
+    Queries are [T, Hq, D]. With *query versions* they are [V, T, Hq, D], and the key at index j of sequence b meets the
+    version that belongs to the first range whose end lies behind j; all ranges share one softmax.
+    """
+
+    block_tables: Tensor  # [B, max_blocks] int32; -1 is allowed where no query sees any key of the block
+    query_start: Tensor  # [B + 1] int64, rows of q per sequence
+    seq_lens: Tensor  # [B] int64, cached tokens, the new ones included
+    score_scale: Tensor  # [T] float32
+    scale: float  # normally D ** -0.5
+    window: int | None = None  # keys a query sees up to itself; without `causal` as many from itself on
+    soft_cap: float | None = None
+    sink_logits: Tensor | None = None  # [Hq] float32, learned logits that stand in the softmax's denominator only
+    causal: bool = True  # whether keys behind a query are hidden from it
+    chunk: int | None = None  # a query at index i sees keys of its own chunk i // chunk only
+    range_ends: Tensor | None = None  # [B, R] int64, rising; the last is seq_lens at least
+    range_versions: Tensor | None = None  # [B, R] int32, 0 to V - 1
+
+    @classmethod
+    def of_single_tokens(
+        cls, block_tables: Tensor, seq_lens: Tensor, score_scale: Tensor, scale: float, **options: Any
+    ) -> AttentionCall:
+        """A call in which every sequence has one new token. options: the fields that have a default."""
+        start = torch.arange(seq_lens.shape[0] + 1, device=seq_lens.device)
+        return cls(block_tables, start, seq_lens, score_scale, scale, **options)
+
+    @property
+    def batch_size(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.score_scale.shape[0]
+
+    @property
+    def has_versions(self) -> bool:
+        """Whether q has a dimension of versions."""
+        return self.range_ends is not None
+
+    @property
+    def hides_early_keys(self) -> bool:
+        """Whether a query may not see the first keys of its sequence."""
+        return self.window is not None or self.chunk is not None
+
+    @property
+    def only_single_tokens(self) -> bool:
+        """Whether every sequence has one new token: row b of q is then that of sequence b."""
+        return self.score_scale.shape[0] == self.seq_lens.shape[0]
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """q [T, Hq, D] in float32, times the scales of its rows."""
+        return q.float() * (self.scale * self.score_scale)[:, None, None]
+
+    def visible(self, index: Tensor, length: Tensor | int) -> tuple[Tensor, Tensor]:
+        """The keys [first, end) that queries at these indices see in sequences of these lengths. index: int64 [N]."""
+        first = torch.zeros_like(index)
+        end = index + 1 if self.causal else torch.zeros_like(index) + length
+        if self.window is not None:
+            first = (index - (self.window - 1)).clamp(min=0)
+            end = torch.minimum(end, index + self.window)
+        if self.chunk is not None:
+            begin = index // self.chunk * self.chunk
+            first, end = torch.maximum(first, begin), torch.minimum(end, begin + self.chunk)
+        return first, end
+
+    def single_tokens(self) -> tuple[Tensor, AttentionCall] | None:
+        """The rows [N] of q that are the only new token of their sequence, and the call for them alone; None without any."""
+        sequences = (self.query_start.diff() == 1).nonzero().squeeze(1)
+        if not sequences.numel():
+            return None
+        rows = self.query_start[sequences]
+        call = replace(
+            self,
+            block_tables=self.block_tables[sequences],
+            query_start=torch.arange(sequences.shape[0] + 1, device=rows.device),
+            seq_lens=self.seq_lens[sequences],
+            score_scale=self.score_scale[rows],
+            range_ends=None if self.range_ends is None else self.range_ends[sequences],
+            range_versions=None if self.range_versions is None else self.range_versions[sequences],
+        )
+        return rows, call
+
+    def sequences(self, fewest: int = 1) -> Iterator[tuple[slice, int, AttentionCall]]:
+        """Rows of q, length, and call of every sequence that has at least so many new tokens, one by one."""
+        starts, lengths = self.query_start.tolist(), self.seq_lens.tolist()
+        for b, length in enumerate(lengths):
+            rows, one = slice(starts[b], starts[b + 1]), slice(b, b + 1)
+            if rows.stop - rows.start < fewest:
+                continue
+            call = replace(
+                self,
+                block_tables=self.block_tables[one],
+                query_start=self.query_start[b : b + 2] - starts[b],
+                seq_lens=self.seq_lens[one],
+                score_scale=self.score_scale[rows],
+                range_ends=None if self.range_ends is None else self.range_ends[one],
+                range_versions=None if self.range_versions is None else self.range_versions[one],
+            )
+            yield rows, length, call
+
+    def token_by_token(self) -> AttentionCall:
+        """The same attention with every token the last one of a sequence of its own, all over one table.
+
+        For causal calls of one sequence (see `sequences`). Raises ValueError for others.
+        """
+        if self.batch_size != 1 or not self.causal:
+            raise ValueError("only causal attention of one sequence goes token by token")
+        count = self.num_tokens
+        return replace(
+            self,
+            block_tables=self.block_tables.expand(count, -1),
+            query_start=torch.arange(count + 1, device=self.seq_lens.device),
+            seq_lens=self.seq_lens - torch.arange(count - 1, -1, -1, device=self.seq_lens.device),
+            range_ends=None if self.range_ends is None else self.range_ends.expand(count, -1),
+            range_versions=None if self.range_versions is None else self.range_versions.expand(count, -1),
+        )
