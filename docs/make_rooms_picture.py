@@ -217,7 +217,8 @@ def band(floor: str, first: int, last: int) -> list[str]:
     place, end = (right - 12, "end") if floor == "clients" else (left + 12, "start")
     return [
         f'<rect x="{left}" y="{y}" width="{right - left}" height="{height}" rx="8" fill="{BACKGROUND[floor]}"/>',
-        f'<text x="{place}" y="{y + 21}" font-size="16" font-weight="600" text-anchor="{end}" fill="{INK[floor]}">{floor}/</text>',
+        f'<text x="{place}" y="{y + 21}" font-size="16" font-weight="600" text-anchor="{end}" fill="{INK[floor]}">'
+        f"{floor}/</text>",
     ]
 
 
