@@ -35,11 +35,11 @@ def worker(model: str, streams: int, threads: int | None, context: int) -> int:
     os.environ.update(wait_settings(os.environ))
     import random
 
-    from windlass.engine.api.config import EngineConfig
     from windlass.engine.api.request import EngineRequest, SamplingParams
     from windlass.engine.core.engine_core import EngineCore
+    from windlass.server.options.engine_names import from_flat
 
-    core = EngineCore(EngineConfig(model=model, max_num_seqs=streams, kv_cache_memory=1 << 30, threads=threads))
+    core = EngineCore(from_flat(model, {"max_num_seqs": streams, "kv_cache_memory": 1 << 30, "threads": threads}))
     rng = random.Random(0)
 
     def top_up() -> None:

@@ -19,7 +19,7 @@ import torch
 from rotary_kernels import summary, take_turns
 
 from windlass import kernels
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, LoadingConfig, SchedulerConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 
@@ -44,12 +44,10 @@ def engine(folder: Path, weights: str) -> EngineCore:
     (folder / "config.json").write_text(json.dumps({**MODEL, "torch_dtype": weights}))
     config = EngineConfig(
         model=str(folder),
-        device="cpu",
-        load_format="dummy",
-        max_num_seqs=8,
-        kv_cache_memory=512 << 20,
-        prefix_caching=False,
-        target_step_seconds=0.0,
+        compute=ComputeConfig(device="cpu"),
+        loading=LoadingConfig(format="dummy"),
+        cache=CacheConfig(memory=512 << 20, prefix_caching=False),
+        scheduling=SchedulerConfig(max_num_seqs=8, target_step_seconds=0.0),
     )
     return EngineCore(config)
 

@@ -10,7 +10,6 @@ measured length, so the latencies should stay near --target-step-ms however long
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import os
@@ -28,10 +27,10 @@ from harness.report import percentile, spread
 from harness.shape import SHAPES
 from prepare_peers import prepare_windlass
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
+from windlass.server.options.engine_names import from_flat
 
 _SHORT = 64  # prompt tokens of a stream
 
@@ -83,6 +82,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokens = min(tokens, shape.context - _SHORT)
     room = options.prompt + options.streams * (tokens + _SHORT) + 4096
     config: dict[str, Any] = {
+        "device": "cpu",
+        "prefix_caching": False,
         "kv_cache_memory": int(room * shape.kv_bytes_per_token("float32")),
         "threads": options.threads,
         "target_step_seconds": options.target_step_ms / 1000,
@@ -92,12 +93,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         config["quantization"] = options.quantization
     if options.kv_dtype != "auto":
         config["kv_cache_dtype"] = options.kv_dtype
-    unknown = set(config) - {field.name for field in dataclasses.fields(EngineConfig)}
-    if unknown:
-        raise SystemExit(f"error: this version of Windlass has no {', '.join(sorted(unknown))}")
     load = {"before": os.getloadavg()[0]}
     rates = {name: spread(values) for name, values in Rates(options.threads).samples().items()}
-    core = EngineCore(EngineConfig(model=str(places.model), device="cpu", prefix_caching=False, **config))
+    core = EngineCore(from_flat(str(places.model), config))
     streams = Streams(core, options.streams, tokens)
     while not all(streams.token_times.values()):
         streams.step()

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import windlass
-from windlass.engine.api.config import EngineConfig, Quantization
+from windlass.engine.api.config import ComputeConfig, EngineConfig, Quantization
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.loading.loader import load_model
 from windlass.server.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class Quality:
 
 
 def scorer_of(model: Path, width: Quantization) -> Scorer:
-    loaded = load_model(EngineConfig(model=str(model), device="cpu", quantization=width))
+    loaded = load_model(EngineConfig(model=str(model), compute=ComputeConfig(device="cpu", quantization=width)))
     return Scorer(loaded.decoder, loaded.cache_dtype)
 
 

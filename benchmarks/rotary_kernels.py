@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 import windlass
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import cpu
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.torch import reference
+from windlass.server.options.engine_names import from_flat
 
 TOKENS, HEADS, DIM = 4096, 16, 64
 RANDOM_MODEL = {  # 162 million parameters
@@ -157,7 +157,7 @@ def decoding(core: EngineCore, kinds: list[dict[str, Any]], steps: int) -> None:
 
 
 def mixing(directory: Path, name: str, steps: int, pairs: int, **options: Any) -> dict[str, Any]:
-    config = EngineConfig(model=str(directory), device="cpu", max_num_seqs=8, prefix_caching=False, **options)
+    config = from_flat(str(directory), {"device": "cpu", "max_num_seqs": 8, "prefix_caching": False, **options})
     cores = {"one scaling": EngineCore(config), "eight scalings": EngineCore(config)}
     first, second = cores.values()
     second.runner.decoder = first.runner.decoder

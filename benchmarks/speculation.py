@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from windlass import kernels
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 
@@ -32,13 +32,13 @@ def engine(model: Path, tokens: int, options: argparse.Namespace) -> EngineCore:
     return EngineCore(
         EngineConfig(
             model=str(model),
-            device="cpu",
-            quantization=options.quantization,
-            prefix_caching=False,
-            max_num_seqs=max(options.streams),
-            kv_cache_memory=1 << 30,
-            target_step_seconds=0.0,
-            speculative_ngram=tokens,
+            compute=ComputeConfig(device="cpu", quantization=options.quantization),
+            cache=CacheConfig(memory=1 << 30, prefix_caching=False),
+            scheduling=SchedulerConfig(
+                max_num_seqs=max(options.streams),
+                target_step_seconds=0.0,
+                speculation=SpeculationConfig(num_tokens=tokens),
+            ),
         )
     )
 

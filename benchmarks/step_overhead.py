@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.config import CacheConfig, EngineConfig, SchedulerConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.core.wire import StepDone, encode
@@ -94,10 +94,8 @@ def build(model: str, streams: int, context: int, *, temperature: float, top_p: 
         EngineConfig(
             model=model,
             max_model_len=context + 4096,
-            max_num_seqs=max(streams, 8),
-            kv_cache_memory=4 << 30,
-            rope_scaling=None,
-            target_step_seconds=0,
+            cache=CacheConfig(memory=4 << 30),
+            scheduling=SchedulerConfig(max_num_seqs=max(streams, 8), target_step_seconds=0),
         )
     )
     rng = random.Random(seed)

@@ -23,10 +23,10 @@ import torch
 import transformers
 from harness.rates import readable
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.scheduling.step_timer import StepTimer
+from windlass.server.options.engine_names import from_flat
 
 SHAPE = {
     "hidden_size": 2048,
@@ -52,7 +52,7 @@ def random_prompt(length: int) -> list[int]:
 
 class Windlass:
     def __init__(self, directory: Path, dtype: str) -> None:
-        self.core = EngineCore(EngineConfig(model=str(directory), dtype=dtype, device="cpu", kv_cache_memory=1 << 30))
+        self.core = EngineCore(from_flat(str(directory), {"dtype": dtype, "device": "cpu", "kv_cache_memory": 1 << 30}))
         self.count = 0
 
     def prefill_unbounded(self) -> float:

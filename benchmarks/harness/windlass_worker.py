@@ -1,6 +1,6 @@
 """Windlass in a worker process: the engine itself, scheduling and sampling included, HTTP not.
 
-python -m harness.windlass_worker MODEL '{"quantization": "int8", "threads": 2, …}'   (fields of EngineConfig)
+python -m harness.windlass_worker MODEL '{"quantization": "int8", "threads": 2, …}'   (names of `engine_names`)
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ import torch
 from harness.worker import serve
 
 import windlass
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.server.options.engine_names import from_flat
 
 
 class WindlassHandler:
     """See Handler. Raises ValueError for options that this version of Windlass does not have."""
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
-        known = {field.name for field in dataclasses.fields(EngineConfig)}
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise ValueError(f"this version of Windlass has no {', '.join(unknown)}")
-        self.core = EngineCore(EngineConfig(model=model, device="cpu", prefix_caching=False, **options))
+        self.core = EngineCore(from_flat(model, {"device": "cpu", "prefix_caching": False, **options}))
         self._rng = random.Random(0)
         self._count = 0
         self._filled = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from windlass.engine.errors import LoadError
@@ -13,6 +13,7 @@ from windlass.engine.suggestions import did_you_mean
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
+LoadFormat = Literal["safetensors", "dummy"]
 
 MAX_SPECULATIVE_TOKENS = 64
 
@@ -21,75 +22,141 @@ _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """All engine options; `None` means "choose sensibly when the model is known".
+class ComputeConfig:
+    """What the engine computes with.
 
-    model: directory with config.json. device: a torch device string or "auto" (CUDA when there is one).
-    max_model_len: longest prompt + output; None is the model's own length, clamped to what the KV budget holds.
-    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once.
-    max_waiting: requests that may wait before new ones are refused. kv_cache_memory: bytes for KV pages.
-    block_size: tokens per KV block, a multiple of 16. threads: torch intra-op threads.
-    cores: the only ones the engine may run on.
-    quantization: weights of 8 or 4 bits, quantized while they are loaded; none: as `dtype` says.
-    weight_cache: folder in which quantized weights are kept for the next start, "beside" for one in the model's directory,
-    None for none.
-    rope_update: policy of requests that name none; None: `recompute` for longrope, `frozen` for everything else.
-    deterministic: the bits of a row depend on nothing but its own sequence, at a price in speed.
-    speculative_ngram: tokens a running stream may propose per step by prompt lookup (0: none). speculative_ngram_min, _max:
-    how many of its last tokens must, and how many may, agree with an earlier place.
-    target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
+    device: a torch device string or "auto" (CUDA when there is one). quantization: weights of 8 or 4 bits, quantized while
+    they are loaded; none: as `dtype` says. deterministic: the bits of a row depend on nothing but its own sequence, at a
+    price in speed. threads: torch intra-op threads. cores: the only ones the engine may run on.
     """
 
-    model: str
     device: str = "auto"
     dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
     quantization: Quantization = "none"
-    weight_cache: str | None = None
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
-    max_model_len: int | None = None
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 64
-    max_waiting: int = 1024
-    block_size: int = 16
-    kv_cache_memory: int | None = None
-    prefix_caching: bool = True
-    rope_scaling: RopeScaling | None = None
-    rope_update: RopeUpdate | None = None
     deterministic: bool = False
     threads: int | None = None
     cores: tuple[int, ...] | None = None
-    speculative_ngram: int = 0
-    speculative_ngram_min: int = 2
-    speculative_ngram_max: int = 4
-    target_step_seconds: float = 0.25
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_model_len",
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_waiting",
-            "threads",
-            "kv_cache_memory",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise LoadError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        _at_least_one(threads=self.threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingConfig:
+    """Where the weights come from.
+
+    format: dummy means random weights, drawn from `seed`. weight_cache: folder in which quantized weights are kept for the
+    next start, "beside" for one in the model's directory, None for none.
+    """
+
+    format: LoadFormat = "safetensors"
+    weight_cache: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The cache of keys and values.
+
+    memory: bytes of all pages, None for a share of what is free. block_size: tokens per block, a multiple of 16.
+    prefix_caching: whether requests share the blocks of equal prompt starts.
+    """
+
+    dtype: str = "auto"
+    memory: int | None = None
+    block_size: int = 16
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least_one(kv_cache_memory=self.memory)
         if self.block_size < 16 or self.block_size % 16:
             raise LoadError(f"--block-size must be a multiple of 16, got {self.block_size}")
-        if not 0 <= self.speculative_ngram <= MAX_SPECULATIVE_TOKENS:
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding by prompt lookup.
+
+    num_tokens: what a running stream may propose per step, at most; 0: none. min_match, max_match: how many of its last
+    tokens must, and how many may, agree with an earlier place.
+    """
+
+    num_tokens: int = 0
+    min_match: int = 2
+    max_match: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_tokens <= MAX_SPECULATIVE_TOKENS:
             raise LoadError(
-                f"--speculative-ngram must lie between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.speculative_ngram}"
+                f"--speculative-ngram must lie between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_tokens}"
             )
-        if not 1 <= self.speculative_ngram_min <= self.speculative_ngram_max:
+        if not 1 <= self.min_match <= self.max_match:
             raise LoadError(
                 "--speculative-ngram-min must be at least 1 and at most --speculative-ngram-max, got "
-                f"{self.speculative_ngram_min} and {self.speculative_ngram_max}"
+                f"{self.min_match} and {self.max_match}"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How much runs at once.
+
+    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once. max_waiting: requests that
+    may wait before new ones are refused. target_step_seconds: prefill chunks shrink so that a step beside running streams
+    stays under this (0: no bound).
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_waiting: int = 1024
+    target_step_seconds: float = 0.25
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        _at_least_one(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_waiting=self.max_waiting,
+        )
         if self.target_step_seconds < 0:
             raise LoadError(f"--target-step-seconds must not be negative, got {self.target_step_seconds}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryConfig:
+    """The rotation of requests that bring none of their own.
+
+    update: policy of requests that name none; None: `recompute` for longrope, `frozen` for everything else.
+    """
+
+    scaling: RopeScaling | None = None
+    update: RopeUpdate | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All engine options, each part handed as it is to whoever has that duty. None: chosen once the model is known.
+
+    model: directory with config.json. max_model_len: longest prompt and output together; None is the model's own length,
+    clamped to what the KV budget holds.
+    """
+
+    model: str
+    max_model_len: int | None = None
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+
+    def __post_init__(self) -> None:
+        _at_least_one(max_model_len=self.max_model_len)
+
+
+def _at_least_one(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise LoadError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def parse_dtype(name: str) -> str:

@@ -48,11 +48,11 @@ def plan_cache(config: EngineConfig, spec: ModelSpec, dtype: str, budget: int, m
 
     def size(count: int, dtype: str = dtype) -> int:
         blocks = _blocks_for(count, spec.kv_groups, config)
-        cost = (bytes_per_token(group, dtype) * config.block_size for group in spec.kv_groups)
+        cost = (bytes_per_token(group, dtype) * config.cache.block_size for group in spec.kv_groups)
         return sum(c * n for c, n in zip(cost, blocks, strict=True))
 
-    per_sequence = -(-wanted // config.block_size)
-    low, high = 0, config.max_num_seqs * per_sequence
+    per_sequence = -(-wanted // config.cache.block_size)
+    low, high = 0, config.scheduling.max_num_seqs * per_sequence
     while low < high:  # the largest count that fits
         middle = (low + high + 1) // 2
         low, high = (middle, high) if size(middle) <= budget else (low, middle - 1)
@@ -60,7 +60,7 @@ def plan_cache(config: EngineConfig, spec: ModelSpec, dtype: str, budget: int, m
     room = _room(config, spec, num_blocks)
     if room >= wanted:
         return CachePlan(num_blocks, wanted, size(low), ())
-    if config.max_model_len is not None or room < config.block_size:
+    if config.max_model_len is not None or room < config.cache.block_size:
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
         windows = any(group.window is not None for group in spec.kv_groups)
@@ -87,9 +87,9 @@ def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig)
     for group in groups:
         need = count
         if group.window is not None:
-            per_sequence = -(-group.window // config.block_size) + 2
-            steps = -(-config.max_num_batched_tokens // config.block_size)
-            need = min(count, config.max_num_seqs * per_sequence + steps)
+            per_sequence = -(-group.window // config.cache.block_size) + 2
+            steps = -(-config.scheduling.max_num_batched_tokens // config.cache.block_size)
+            need = min(count, config.scheduling.max_num_seqs * per_sequence + steps)
         result.append(need)
     return tuple(result)
 
@@ -100,9 +100,9 @@ def _room(config: EngineConfig, spec: ModelSpec, num_blocks: tuple[int, ...]) ->
     for group, blocks in zip(spec.kv_groups, num_blocks, strict=True):
         # A window group with room for one window and one step's tokens carries a sequence of any length.
         enough = group.window is not None and blocks >= _blocks_of_one_window(group.window, config)
-        room = room if enough else min(room, blocks * config.block_size)
+        room = room if enough else min(room, blocks * config.cache.block_size)
     return room
 
 
 def _blocks_of_one_window(window: int, config: EngineConfig) -> int:
-    return -(-(window + config.max_num_batched_tokens) // config.block_size) + 2
+    return -(-(window + config.scheduling.max_num_batched_tokens) // config.cache.block_size) + 2

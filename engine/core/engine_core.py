@@ -33,8 +33,7 @@ from windlass.engine.rotary.policy import RotaryPlan, make_plan
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.plan import KVGroupLayout
-from windlass.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from windlass.engine.scheduling.speculation import SpeculationConfig
+from windlass.engine.scheduling.scheduler import Scheduler
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
@@ -47,37 +46,26 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
-        threads = config.threads or (len(config.cores) if config.cores else None)
+        threads = config.compute.threads or (len(config.compute.cores) if config.compute.cores else None)
         if threads is not None:
             torch.set_num_threads(threads)
         model = load_model(config, progress)
         decoder, spec = model.decoder, model.decoder.spec
         self._groups: tuple[RotaryGroup, ...] = spec.rotary_groups
-        self._rope_update = config.rope_update
+        self._rope_update = config.rotary.update
         plan = _plan(config, model)
         cache = _allocate(config, model, plan)
-        tables = RotaryTables(2 * config.max_num_seqs + 2, [g.base for g in self._groups], decoder.device)
+        tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, [g.base for g in self._groups], decoder.device)
         sampler = Sampler(spec.vocab_size, decoder.device)
-        self.runner = Runner(decoder, cache, tables, sampler, config.block_size)
+        self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size)
         layouts = [
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
             for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
         ]
-        self.blocks = BlockManager(layouts, config.block_size, config.prefix_caching)
+        self.blocks = BlockManager(layouts, config.cache.block_size, config.cache.prefix_caching)
         self.scheduler = Scheduler(
-            config=SchedulerConfig(
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                max_waiting=config.max_waiting,
-                max_model_len=plan.max_model_len,
-                block_size=config.block_size,
-                target_step_seconds=config.target_step_seconds,
-                speculation=SpeculationConfig(
-                    num_tokens=config.speculative_ngram,
-                    min_match=config.speculative_ngram_min,
-                    max_match=config.speculative_ngram_max,
-                ),
-            ),
+            config=config.scheduling,
+            max_model_len=plan.max_model_len,
             blocks=self.blocks,
             rotary=tables,
             namespace=_namespace(model),
@@ -157,7 +145,7 @@ def _namespace(model: LoadedModel) -> bytes:
 def _plan(config: EngineConfig, model: LoadedModel) -> CachePlan:
     """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
     device = model.decoder.device
-    budget = config.kv_cache_memory or default_kv_budget(free_memory(device), device.type)
+    budget = config.cache.memory or default_kv_budget(free_memory(device), device.type)
     return plan_cache(config, model.decoder.spec, _name(model.cache_dtype), budget)
 
 
@@ -166,7 +154,7 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> KVSt
     decoder = model.decoder
     groups, blocks = decoder.spec.kv_groups, plan.num_blocks
     try:
-        return KVStorage(groups, blocks, config.block_size, model.cache_dtype, decoder.device)
+        return KVStorage(groups, blocks, config.cache.block_size, model.cache_dtype, decoder.device)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -195,12 +183,12 @@ def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds
         device=str(decoder.device),
         num_parameters=decoder.num_parameters(),
         num_layers=len(spec.layers),
-        block_size=config.block_size,
+        block_size=config.cache.block_size,
         num_kv_blocks=plan.num_blocks,
         kv_cache_bytes=plan.num_bytes,
         kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.scheduling.max_num_seqs,
+        max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
         eos_token_ids=spec.eos_token_ids,
         rotary_groups=spec.rotary_groups,
         model_rotary_groups=model.rotary_groups,

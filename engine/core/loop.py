@@ -64,7 +64,7 @@ CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
 
 def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
     """The real engine, warmed up. Imported here, late, because it brings torch."""
-    prepare_this_process(config.cores)
+    prepare_this_process(config.compute.cores)
     from windlass.engine.core.engine_core import EngineCore
 
     core = EngineCore(config, progress)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import resource
 import time
-from dataclasses import asdict
 from typing import Any
 
 from windlass.engine.api.config import EngineConfig
@@ -30,15 +29,15 @@ def run_engine_benchmark(
     """
     if min(batch_size, input_len) < 1 or output_len < 0:
         raise LoadError("--batch-size and --input-len must be at least 1 and --output-len at least 0")
-    if batch_size > config.max_num_seqs:
+    if batch_size > config.scheduling.max_num_seqs:
         raise LoadError(
-            f"--batch-size {batch_size} needs --max-num-seqs {batch_size} or more, it is {config.max_num_seqs}"
+            f"--batch-size {batch_size} needs --max-num-seqs {batch_size} or more, it is {config.scheduling.max_num_seqs}"
         )
     core = EngineCore(config, progress)
     context = core.info.max_model_len
     if input_len + max(output_len, 1) > context:
         raise LoadError(f"--input-len {input_len} and --output-len {output_len} exceed the context of {context} tokens")
-    rng = random.Random(config.seed)
+    rng = random.Random(config.loading.seed)
 
     def start(name: str, count: int, length: int, max_tokens: int) -> list[str]:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
@@ -104,7 +103,6 @@ def run_engine_benchmark(
             "resolved_dtype": core.info.dtype,
             "resolved_device": core.info.device,
             "num_parameters": core.info.num_parameters,
-            **{k: v for k, v in asdict(config).items() if k != "rope_scaling"},
             "rope_scaling": {g.name: g.scaling.to_dict() for g in core.info.rotary_groups},
         },
     }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.config import ComputeConfig, EngineConfig
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import RequestError
 from windlass.engine.model.batch import ForwardBatch
@@ -49,7 +49,9 @@ class Scorer:
         cls, directory: Path, *, device: str = "auto", dtype: str = "auto", progress: Progress | None = None
     ) -> Scorer:
         """Load a Hugging Face directory as the server would; raises LoadError with one line."""
-        model = load_model(EngineConfig(model=str(directory), device=device, dtype=dtype), progress)
+        model = load_model(
+            EngineConfig(model=str(directory), compute=ComputeConfig(device=device, dtype=dtype)), progress
+        )
         return cls(model.decoder, model.cache_dtype)
 
     @property

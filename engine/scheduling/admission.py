@@ -7,42 +7,29 @@ plans no tokens; the scheduler does.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
 
+from windlass.engine.api.config import SchedulerConfig
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
-from windlass.engine.scheduling.speculation import SpeculationConfig
 
 _RETRY_STEPS = 8  # steps after which a sequence that found no room is matched against the prefix cache again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of the scheduler; see `EngineConfig` for their meaning. Here every one is resolved to a number."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_waiting: int
-    max_model_len: int
-    block_size: int
-    target_step_seconds: float = 0.0
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
 
 class Admission:
     """The choice of whom to admit, with what it remembers of the last refusal."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: SchedulerConfig, max_model_len: int, blocks: BlockManager) -> None:
         self._config = config
+        self._max_model_len = max_model_len
         self._blocks = blocks
         self._blocked: tuple[int, int, list[int]] | None = None  # who found no room, at which step, with what available
 
     def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
         """Raise RequestError unless the request, alone in the engine, can run to its end."""
-        prompt, sampling, limit = len(request.prompt_token_ids), request.sampling, self._config.max_model_len
+        prompt, sampling, limit = len(request.prompt_token_ids), request.sampling, self._max_model_len
         if prompt == 0:
             raise RequestError("the prompt is empty: send at least one token", "prompt", "empty_prompt")
         if sampling.n < 1:
@@ -130,7 +117,7 @@ class Admission:
         """
         if not self._blocks.enable_prefix_caching or seq.prompt_logprobs is not None or seq.private:
             return False
-        size = self._config.block_size
+        size = self._blocks.block_size
         usable = min(seq.num_tokens - 1, seq.num_shareable_tokens) // size
         for other in running:
             if other.rank > seq.rank:

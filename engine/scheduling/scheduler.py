@@ -30,11 +30,12 @@ from collections import abc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from windlass.engine.api.config import SchedulerConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, RequestOutput
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.rotary.slots import RotarySlots
-from windlass.engine.scheduling.admission import Admission, SchedulerConfig
+from windlass.engine.scheduling.admission import Admission
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.deadlines import Deadlines
 from windlass.engine.scheduling.plan import BlockCopy, SampleSlot, ScheduledSequence, SchedulerOutput, StepResult
@@ -46,12 +47,11 @@ from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
 if TYPE_CHECKING:
     from windlass.engine.rotary.policy import RotaryPlan
 
-__all__ = ["Scheduler", "SchedulerConfig"]
-
 
 class Scheduler:
     """Plans steps for requests; `schedule` and `update` alternate, and `add`, `abort`, `expire` may come in between.
 
+    max_model_len: the longest sequence, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
@@ -60,6 +60,7 @@ class Scheduler:
         self,
         *,
         config: SchedulerConfig,
+        max_model_len: int,
         blocks: BlockManager,
         rotary: RotarySlots,
         namespace: bytes,
@@ -67,12 +68,11 @@ class Scheduler:
         clock: abc.Callable[[], float] = time.monotonic,
         fresh_seed: abc.Callable[[], int] | None = None,
     ) -> None:
-        if config.block_size != blocks.block_size:
-            raise ValueError(f"block size {config.block_size} differs from the block manager's {blocks.block_size}")
         self.config = config
+        self.max_model_len = max_model_len
         self.blocks = blocks
         self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens)
-        self._admission = Admission(config, blocks)
+        self._admission = Admission(config, max_model_len, blocks)
         self._rotary = rotary
         self._eos_token_ids = frozenset(eos_token_ids)
         self._clock = clock
@@ -90,7 +90,7 @@ class Scheduler:
             config.speculation,
             blocks,
             self.counters,
-            max_model_len=config.max_model_len,
+            max_model_len=max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
 
@@ -412,7 +412,7 @@ class Scheduler:
         """start: of a chunk with proposed tokens, whose keys become final with the tokens drawn, but for the last one's."""
         if not result.token_ids:
             raise RuntimeError(f"the step drew no token for sequence {seq.seq_id}")
-        kept, reason, stop_id = seq.append_tokens(result.token_ids, self.config.max_model_len)
+        kept, reason, stop_id = seq.append_tokens(result.token_ids, self.max_model_len)
         if start is not None:
             self._settle(seq, start + kept)
             self.blocks.trim(seq)

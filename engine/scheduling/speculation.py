@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, replace
 
+from windlass.engine.api.config import SpeculationConfig
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.ngram import NgramIndex
@@ -21,15 +22,6 @@ from windlass.engine.scheduling.sequence import Sequence
 
 _INDEXED_PER_STEP = 2048  # of a long prompt, so that no step waits for an index; no proposals before it is complete
 _LONGEST_PAUSE = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculationConfig:
-    """num_tokens: proposed per step and sequence, at most; 0: none. min_match, max_match: see `NgramIndex`."""
-
-    num_tokens: int = 0
-    min_match: int = 2
-    max_match: int = 4
 
 
 class Pace:

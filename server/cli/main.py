@@ -117,6 +117,7 @@ def bench_engine(
     """Run the engine alone, without HTTP, and report tokens per second."""
     from windlass.engine.core.threads import prepare_this_process
     from windlass.server.cli.display import LoadingDisplay
+    from windlass.server.options.engine_names import to_flat
     from windlass.server.startup.hub import resolve_model
     from windlass.server.startup.launch import check_model
 
@@ -124,7 +125,7 @@ def bench_engine(
     path = resolve_model(model)
     check_model(engine, path)
     config = engine.to_config(path)
-    prepare_this_process(config.cores)
+    prepare_this_process(config.compute.cores)
     from windlass.engine.evaluation.bench import run_engine_benchmark  # it brings torch: this process is no server
 
     display = LoadingDisplay()
@@ -134,6 +135,7 @@ def bench_engine(
         )
     finally:
         display.stop()
+    result["settings"] = to_flat(config) | result["settings"]
     if as_json:
         print(json.dumps(result))
         return
@@ -141,7 +143,7 @@ def bench_engine(
     from rich.table import Table
 
     table = Table("measure", "value")
-    settings = result.pop("settings", {})
+    settings = result.pop("settings")
     for name, value in (result | settings).items():
         table.add_row(name.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else str(value))
     Console().print(table)

@@ -10,21 +10,31 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 import typer
 
-from windlass.engine.api.config import EngineConfig, Quantization, parse_cache_dtype, parse_dtype, parse_size
+from windlass.engine.api.config import (
+    EngineConfig,
+    LoadFormat,
+    Quantization,
+    parse_cache_dtype,
+    parse_dtype,
+    parse_size,
+)
 from windlass.engine.core.threads import split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.suggestions import did_you_mean
 from windlass.server.generation.profiles import is_profile_name, parse_profiles
+from windlass.server.options.engine_names import flat_names, from_flat
 from windlass.server.startup.settings import RopePolicy, ServerSettings
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _ROPE_POLICIES = ("allow", "profiles", "off")
+_LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
+_QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 Choice = TypeVar("Choice", bound=str)
 
@@ -190,37 +200,25 @@ class EngineOptions:
 
     def to_config(self, model: Path) -> EngineConfig:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
-        _choose("--load-format", self.load_format, ("safetensors", "dummy"))
-        _choose("--quantization", self.quantization, ("none", "int8", "int4"))
+        _choose("--load-format", self.load_format, _LOAD_FORMATS)
+        _choose("--quantization", self.quantization, _QUANTIZATIONS)
         if self.target_step_ms < 0:
             raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
         self.profiles()
-        memory = None if self.kv_cache_memory is None else _size("--kv-cache-memory", self.kv_cache_memory)
-        return EngineConfig(
-            model=str(model),
-            device=self.device,
-            dtype=_dtype("--dtype", self.dtype),
-            kv_cache_dtype=_dtype("--kv-cache-dtype", self.kv_cache_dtype, parse_cache_dtype),
-            quantization=cast(Quantization, self.quantization),
-            weight_cache=self._weight_cache(),
-            load_format=cast(Literal["safetensors", "dummy"], self.load_format),
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_waiting=self.max_waiting,
-            block_size=self.block_size,
-            kv_cache_memory=memory,
-            prefix_caching=self.prefix_caching,
-            rope_scaling=self.parse_rope_scaling(),
-            rope_update=self.parse_rope_update(),
-            deterministic=self.deterministic,
-            speculative_ngram=self.speculative_ngram,
-            speculative_ngram_min=self.speculative_ngram_min,
-            speculative_ngram_max=self.speculative_ngram_max,
-            threads=self.threads,
-            cores=split_cores()[0] if self.pin_cores else None,
-            target_step_seconds=self.target_step_ms / 1000,
-        )
+        parsed = {
+            "dtype": _dtype("--dtype", self.dtype),
+            "kv_cache_dtype": _dtype("--kv-cache-dtype", self.kv_cache_dtype, parse_cache_dtype),
+            "weight_cache": self._weight_cache(),
+            "kv_cache_memory": None
+            if self.kv_cache_memory is None
+            else _size("--kv-cache-memory", self.kv_cache_memory),
+            "rope_scaling": self.parse_rope_scaling(),
+            "rope_update": self.parse_rope_update(),
+            "cores": split_cores()[0] if self.pin_cores else None,
+            "target_step_seconds": self.target_step_ms / 1000,
+        }
+        as_given = {name: getattr(self, name) for name in flat_names().values() if hasattr(self, name)}
+        return from_flat(str(model), as_given | parsed)
 
 
 _ROPE_EXAMPLE = '\'{"rope_type": "yarn", "factor": 4}\''

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import socket
 import struct
 import termios
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -32,11 +33,12 @@ class HttpProtocol(H11Protocol):
     def __init__(self, *args: Any, registry: Connections, warned: Occasional, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._registry = registry
-        self.logger = WarningsLog(self.logger, warned)
-        self.access_logger = AccessLog(self.access_logger)
+        # uvicorn calls nothing but what these two have.
+        self.logger = cast(logging.Logger, WarningsLog(self.logger, warned))
+        self.access_logger = cast(logging.Logger, AccessLog(self.access_logger))
 
     # ---- what asyncio calls ------------------------------------------------------------------------------------------
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn has it so
         sock = transport.get_extra_info("socket")
         # Not everywhere, and not on a connection that is gone already.
         with contextlib.suppress(AttributeError, OSError):
@@ -83,7 +85,7 @@ class HttpProtocol(H11Protocol):
 
     @property
     def bytes_taken(self) -> int:
-        return 0 if self.transport is None else self.transport.taken()  # type: ignore[attr-defined]
+        return 0 if self.transport is None else cast(_CountingTransport, self.transport).taken()
 
     def close_late(self) -> None:
         """See `Connection`; a request that has begun to come gets a 408."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.configs import engine_config
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RotarySpec
@@ -35,7 +35,7 @@ def make_core(directory: Path, **options: Any) -> EngineCore:
         "device": "cpu",
         "target_step_seconds": 0.0,
     }
-    return EngineCore(EngineConfig(model=str(directory), **{**defaults, **options}))
+    return EngineCore(engine_config(directory, **{**defaults, **options}))
 
 
 def greedy(request_id: str, prompt: Iterable[int], max_tokens: int = 8, **fields: Any) -> EngineRequest:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from windlass.engine.api.config import SchedulerConfig, SpeculationConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
@@ -26,8 +27,7 @@ from windlass.engine.scheduling.plan import (
     SchedulerOutput,
     StepResult,
 )
-from windlass.engine.scheduling.scheduler import Scheduler, SchedulerConfig
-from windlass.engine.scheduling.speculation import SpeculationConfig
+from windlass.engine.scheduling.scheduler import Scheduler
 
 VOCAB = 6
 EOS = 5
@@ -166,7 +166,7 @@ class FakeExecutor:
     def verify(self, item: ScheduledSequence) -> StepResult:
         """Draw from the stored key of every row, as long as the draws come to what was proposed."""
         (slot,) = item.samples
-        size, drawn = self.scheduler.config.block_size, []
+        size, drawn = self.scheduler.blocks.block_size, []
         for count in range(len(item.draft) + 1):
             at = item.start + count
             row, _, _ = self.store[0][item.block_tables[0][at // size], at % size]
@@ -179,7 +179,7 @@ class FakeExecutor:
 
     def turn(self, moves: list[KeyMove], holders: list[Counter[int]], *, keep: bool) -> None:
         """Carry out keeps or moves. Whatever moves must be an original; nothing shared or hashed is written to."""
-        size, pools = self.scheduler.config.block_size, self.scheduler.blocks.pools
+        size, pools = self.scheduler.blocks.block_size, self.scheduler.blocks.pools
         written: set[tuple[int, int, int]] = set()
         read: set[tuple[int, int, int]] = set()
         for move in moves:
@@ -208,7 +208,7 @@ class FakeExecutor:
         assert not read & written, "a source is the target of another move"
 
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
-        size = self.scheduler.config.block_size
+        size = self.scheduler.blocks.block_size
         pools = self.scheduler.blocks.pools
         live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
         holders = [Counter[int]() for _ in pools]
@@ -244,7 +244,7 @@ class FakeExecutor:
             if item.draft:
                 assert item.start == known - 1 and end == known + len(item.draft), "proposals go with one token alone"
                 longest = item.num_prompt_tokens + seq.request.sampling.max_tokens
-                assert end < min(longest, self.scheduler.config.max_model_len), "a row for nothing past the end"
+                assert end < min(longest, self.scheduler.max_model_len), "a row for nothing past the end"
                 self.num_drafts += 1
             keys = self.keys_with_draft(seq.request, item)
             self.num_computed += item.num_tokens
@@ -347,14 +347,13 @@ def make_scheduler(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         max_waiting=max_waiting,
-        max_model_len=max_model_len,
-        block_size=block_size,
         target_step_seconds=target_step_seconds,
         speculation=SpeculationConfig(num_tokens=speculation, min_match=1, max_match=3),
     )
     rotary, clock = FakeRotary(max_num_seqs), FakeClock()
     scheduler = Scheduler(
         config=config,
+        max_model_len=max_model_len,
         blocks=blocks,
         rotary=rotary,  # type: ignore[arg-type]
         namespace=b"test",

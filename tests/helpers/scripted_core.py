@@ -58,7 +58,7 @@ class ScriptedCore:
             raise RequestError("no such thing", "prompt", "refused")
         if first == BUG:
             raise KeyError("a defect")
-        if len(self._running) >= self._config.max_waiting:
+        if len(self._running) >= self._config.scheduling.max_waiting:
             raise QueueFullError("the queue is full", retry_after=7.0)
         self._running[request.request_id] = _Running(request)
         self._queue_samples.append(1.0)
@@ -130,14 +130,14 @@ def scripted_info(config: EngineConfig) -> ModelInfo:
         device="cpu",
         num_parameters=5_400_000,
         num_layers=6,
-        block_size=config.block_size,
+        block_size=config.cache.block_size,
         num_kv_blocks=(64,),
         kv_cache_bytes=64 * 2**20,
         kv_bytes_per_token=6144,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.scheduling.max_num_seqs,
+        max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
         eos_token_ids=(0,),
-        rotary_groups=apply_scaling(groups, config.rope_scaling),
+        rotary_groups=apply_scaling(groups, config.rotary.scaling),
         model_rotary_groups=groups,
         weight_bytes=20 * 2**20,
         load_seconds=0.1,

@@ -53,7 +53,7 @@ class LoadedModel:
 def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
     """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do."""
     directory = Path(config.model)
-    device = choose_device(config.device)
+    device = choose_device(config.compute.device)
     check_quantization(config, str(device))
     model = describe_model(config)
     _check_width(config, model.spec)
@@ -66,20 +66,20 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
             _TORCH_DTYPES[dtype],
             device,
             _TORCH_DTYPES[stored],
-            quantization=config.quantization,
-            deterministic=config.deterministic,
+            quantization=config.compute.quantization,
+            deterministic=config.compute.deterministic,
         )
-        if config.load_format == "dummy":
+        if config.loading.format == "dummy":
             notices = weight_cache.without_effect(config, "--load-format dummy")
-            randomize_weights(decoder, config.seed, progress)
-            digest = f"dummy {config.seed}".encode()
+            randomize_weights(decoder, config.loading.seed, progress)
+            digest = f"dummy {config.loading.seed}".encode()
         else:
             notices = fill(decoder, directory, config, progress)
             digest = weights_digest(directory)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        size = gib(weight_bytes(model.spec, _TORCH_DTYPES[stored].itemsize, config.quantization))
+        size = gib(weight_bytes(model.spec, _TORCH_DTYPES[stored].itemsize, config.compute.quantization))
         less = ", --quantization int8 or int4" if device.type == "cpu" else ""
         raise LoadError(
             f"the weights need {size} of memory, more than {device} gives: use --dtype bfloat16{less} or a smaller model"
@@ -90,10 +90,10 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
 
 def fill(decoder: Decoder, directory: Path, config: EngineConfig, progress: Progress | None = None) -> tuple[str, ...]:
     """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices."""
-    if config.weight_cache is None or decoder.quantization is None:
+    if config.loading.weight_cache is None or decoder.quantization is None:
         load_weights(decoder, directory, progress)
         return weight_cache.without_effect(config, "--quantization none")
-    cache = weight_cache.WeightCache(config.weight_cache, directory, decoder)
+    cache = weight_cache.WeightCache(config.loading.weight_cache, directory, decoder)
     if not cache.load(decoder, progress):
         load_weights(decoder, directory, progress)
         cache.store(decoder, progress)
@@ -129,8 +129,8 @@ def is_out_of_memory(error: Exception) -> bool:
 def _check_width(config: EngineConfig, spec: ModelSpec) -> None:
     """LoadError for matrices that are wider than the sums of quantized products allow."""
     widest = max(max(spec.hidden_size, layer.intermediate_size) for layer in spec.layers)
-    if config.quantization != "none" and widest > MAX_COLUMNS:
+    if config.compute.quantization != "none" and widest > MAX_COLUMNS:
         raise LoadError(
-            f"--quantization {config.quantization} takes at most {MAX_COLUMNS} inputs a layer, this model has {widest}: "
+            f"--quantization {config.compute.quantization} takes at most {MAX_COLUMNS} inputs a layer, this model has {widest}: "
             "use none"
         )

@@ -44,7 +44,7 @@ class ModelDescription:
 def check_start(config: EngineConfig) -> ModelDescription:
     """The model that is to be started. Raises LoadError, one line that says what to do, for a start that cannot succeed, as
     far as that can be told without torch."""
-    device = expect_device(config.device)
+    device = expect_device(config.compute.device)
     if device is not None:
         check_quantization(config, device)
     model = describe_model(config)
@@ -62,13 +62,13 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     hf_config = read_json(directory / "config.json")
     generation_path = directory / "generation_config.json"
     spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
-    headers = {} if config.load_format == "dummy" else read_headers(directory)
+    headers = {} if config.loading.format == "dummy" else read_headers(directory)
     fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
     if fault is not None:
         raise LoadError(f"{directory}: {fault}")
     own_groups = with_learned_frequencies(spec.rotary_groups, directory)
     try:
-        groups = apply_scaling(own_groups, config.rope_scaling, param=_SCALING_OPTION)
+        groups = apply_scaling(own_groups, config.rotary.scaling, param=_SCALING_OPTION)
     except RequestError as error:
         raise LoadError(error.message) from None
     return ModelDescription(hf_config, replace(spec, rotary_groups=groups), own_groups, headers)
@@ -93,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def compute_dtype(config: EngineConfig, hf_config: dict[str, Any], device: str) -> str:
     """What the model computes in. auto: float32 on a CPU, whatever the checkpoint holds; on CUDA the checkpoint's own."""
-    name = parse_dtype(config.dtype)
+    name = parse_dtype(config.compute.dtype)
     if name != "auto":
         return name
     if device == "cpu":
@@ -107,9 +107,9 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
     What counts is the files, not the config's word for them: a float32 file under a bfloat16 config keeps its digits.
     reads_narrow: whether the kernels multiply by weights of 16 bits.
     """
-    if parse_dtype(config.dtype) != "auto" or device != "cpu" or not reads_narrow:
+    if parse_dtype(config.compute.dtype) != "auto" or device != "cpu" or not reads_narrow:
         return dtype
-    if config.load_format == "dummy":
+    if config.loading.format == "dummy":
         stored = str(model.config.get("dtype") or model.config.get("torch_dtype") or "float32")
         return stored if stored in ("bfloat16", "float16") else dtype
     found = matrix_types(model.headers)
@@ -118,16 +118,16 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
 
 def cache_dtype(config: EngineConfig, dtype: str) -> str:
     """What keys and values are cached in, where the model computes in `dtype`."""
-    name = parse_cache_dtype(config.kv_cache_dtype)
+    name = parse_cache_dtype(config.cache.dtype)
     return dtype if name == "auto" else name
 
 
 def check_quantization(config: EngineConfig, device: str) -> None:
     """LoadError where weights cannot be quantized. device: "cpu", "cuda:1", …"""
-    if config.quantization == "none":
+    if config.compute.quantization == "none":
         return
-    option = f"--quantization {config.quantization}"
-    if config.quantization not in ("int8", "int4"):
+    option = f"--quantization {config.compute.quantization}"
+    if config.compute.quantization not in ("int8", "int4"):
         raise LoadError(f"{option} is not known: use none, int8 or int4")
     if device != "cpu":
         raise LoadError(f"{option} works on a CPU only so far: use --device cpu, or --quantization none on {device}")
@@ -139,16 +139,16 @@ def check_memory(config: EngineConfig, spec: ModelSpec, dtype: str, stored: str,
     dtype, stored: what the model computes in, and its matrices before they are quantized. free: bytes before the weights
     are there, None if nobody knows.
     """
-    weights = weight_bytes(spec, ITEM_BYTES[stored], config.quantization)
+    weights = weight_bytes(spec, ITEM_BYTES[stored], config.compute.quantization)
     if free is not None and weights > free:
         raise LoadError(
             f"the weights need {gib(weights)} of memory, {gib(free)} are free: {_smaller(spec, weights, stored, device, free)}"
         )
     left = None if free is None else free - weights
-    if config.kv_cache_memory is None and left is None:
+    if config.cache.memory is None and left is None:
         return
     cached = cache_dtype(config, dtype)
-    plan = plan_cache(config, spec, cached, config.kv_cache_memory or default_kv_budget(left, device), left)
+    plan = plan_cache(config, spec, cached, config.cache.memory or default_kv_budget(left, device), left)
     if left is not None and plan.num_bytes > left:
         raise LoadError(
             no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", plan.num_bytes, cached)

@@ -167,7 +167,7 @@ class WeightCache:
 
 def without_effect(config: EngineConfig, option: str) -> tuple[str, ...]:
     """What to say where nothing is cached."""
-    if config.weight_cache is None:
+    if config.loading.weight_cache is None:
         return ()
     return (f"--weight-cache has no effect with {option}: only weights that are quantized from files are cached",)
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import engine_config
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 from tokenizers import Tokenizer
 
 import windlass
-from windlass.engine.api.config import EngineConfig, parse_cache_dtype
+from windlass.engine.api.config import parse_cache_dtype
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
@@ -38,7 +39,7 @@ def test_names() -> None:
     assert parse_cache_dtype("bf16") == "bfloat16"
     with pytest.raises(LoadError, match="float16 or int8"):
         parse_cache_dtype("int4")
-    assert EngineConfig(model="x").kv_cache_dtype == "auto"
+    assert engine_config("x").cache.dtype == "auto"
 
 
 def test_memory_counts_codes_and_scales(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ def test_memory_counts_codes_and_scales(tmp_path: Path) -> None:
 
 
 def test_block_copies_take_the_scales_along() -> None:
-    group = load_model(EngineConfig(model=str(DEMO), device="cpu")).decoder.spec.kv_groups[0]
+    group = load_model(engine_config(DEMO, device="cpu")).decoder.spec.kv_groups[0]
     storage = KVStorage([group], [4], 16, torch.int8, torch.device("cpu"))
     for layer in group.layers:
         pages = storage.pages(layer)
@@ -73,7 +74,7 @@ def test_block_copies_take_the_scales_along() -> None:
 
 
 def test_held_out_text_is_as_likely_as_with_float32_keys() -> None:
-    model = load_model(EngineConfig(model=str(DEMO), device="cpu"))
+    model = load_model(engine_config(DEMO, device="cpu"))
     excerpt = json.loads((DEMO / "heldout_excerpt.json").read_text())
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     wide, narrow = (Scorer(model.decoder, dtype) for dtype in (torch.float32, torch.int8))

@@ -7,9 +7,9 @@ import threading
 import time
 
 import pytest
+from helpers.configs import engine_config
 from helpers.scripted_core import CRASH, REFUSE, ScriptedCore
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.client.inline import InlineClient
 from windlass.engine.errors import EngineDeadError, LoadError, RequestError
@@ -25,7 +25,7 @@ def anyio_backend():
 @pytest.fixture
 async def client(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
-    client = InlineClient(EngineConfig(model="scripted"), core=ScriptedCore)
+    client = InlineClient(engine_config("scripted"), core=ScriptedCore)
     yield client
     await client.close()
     assert "engine" not in [thread.name for thread in threading.enumerate()]

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from helpers.configs import engine_config
 from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE
 
 from windlass.engine.api.config import EngineConfig
@@ -38,7 +39,7 @@ def scripted(monkeypatch):
 
 def make_client(config: EngineConfig | None = None, **options) -> ProcessClient:
     options.setdefault("backoff", 0.05)
-    return ProcessClient(config or EngineConfig(model="scripted"), core=CORE, **options)
+    return ProcessClient(config or engine_config("scripted"), core=CORE, **options)
 
 
 @asynccontextmanager
@@ -85,7 +86,7 @@ async def test_streams_are_split_by_request_and_sample():
 
 
 async def test_errors_of_one_request_stay_with_it():
-    async with running(EngineConfig(model="scripted", max_waiting=2)) as client:
+    async with running(engine_config("scripted", max_waiting=2)) as client:
         neighbour = asyncio.create_task(tokens(client, request("neighbour", max_tokens=60)))
         with pytest.raises(RequestError) as refused:
             await tokens(client, request("refused", REFUSE))
@@ -207,7 +208,7 @@ async def test_load_errors(monkeypatch):
     await client.close()
     await client.close()
 
-    client = ProcessClient(EngineConfig(model="scripted"), core="helpers.no_such_module:Core")
+    client = ProcessClient(engine_config("scripted"), core="helpers.no_such_module:Core")
     with pytest.raises(LoadError, match=r"cannot load scripted: ModuleNotFoundError: .*no_such_module"):
         await client.start()
     await client.close()

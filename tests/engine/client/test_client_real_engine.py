@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from helpers.configs import engine_config
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.client.inline import InlineClient
 from windlass.engine.client.process import ProcessClient
@@ -15,8 +15,8 @@ from windlass.engine.errors import LoadError, RequestError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
-CONFIG = EngineConfig(
-    model=str(Path(__file__).parents[3] / "models" / "demo"), device="cpu", threads=1, kv_cache_memory=32 * 2**20
+CONFIG = engine_config(
+    str(Path(__file__).parents[3] / "models" / "demo"), device="cpu", threads=1, kv_cache_memory=32 * 2**20
 )
 
 
@@ -51,7 +51,7 @@ async def test_a_process_and_a_thread_make_the_same_tokens():
 
 
 async def test_a_directory_without_a_model_is_a_load_error(tmp_path):
-    client = ProcessClient(EngineConfig(model=str(tmp_path)))
+    client = ProcessClient(engine_config(tmp_path))
     with pytest.raises(LoadError, match=r"config\.json"):
         await client.start()
     await client.close()

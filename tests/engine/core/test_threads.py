@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.configs import engine_config
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.core import threads
 from windlass.engine.errors import LoadError
@@ -36,7 +36,7 @@ def test_an_engine_process_starts_with_it_and_on_its_cores(
     core = min(os.sched_getaffinity(0))
 
     async def look() -> tuple[str, set[int]]:
-        client = ProcessClient(EngineConfig(model=str(MODEL), cores=(core,), kv_cache_memory=32 << 20))
+        client = ProcessClient(engine_config(MODEL, cores=(core,), kv_cache_memory=32 << 20))
         try:
             await client.start()
             environment = Path(f"/proc/{client.pid}/environ").read_bytes().split(b"\0")
@@ -63,8 +63,8 @@ def test_preparing_a_process_comes_before_torch_or_not_at_all() -> None:
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 2, 9}, raising=False)
     assert threads.split_cores() == ((2, 5), (9,))
-    assert EngineOptions(pin_cores=True).to_config(Path("m")).cores == (2, 5)
-    assert EngineOptions().to_config(Path("m")).cores is None
+    assert EngineOptions(pin_cores=True).to_config(Path("m")).compute.cores == (2, 5)
+    assert EngineOptions().to_config(Path("m")).compute.cores is None
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2}, raising=False)
     with pytest.raises(LoadError, match="--pin-cores needs two cores"):
         EngineOptions(pin_cores=True).to_config(Path("m"))

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import FAMILIES, make_model
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.core.loop import default_core
 
@@ -58,7 +58,7 @@ def test_the_first_stream_repeats_recorded_steps_at_once():
 def test_an_engine_that_serves_was_warmed_up(monkeypatch):
     cores = []
     monkeypatch.setattr(EngineCore, "warm_up", lambda self: cores.append(self))
-    core = default_core(EngineConfig(model=str(DEMO), device="cpu", kv_cache_memory=8 << 20), lambda *_: None)
+    core = default_core(engine_config(DEMO, device="cpu", kv_cache_memory=8 << 20), lambda *_: None)
     assert cores == [core]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from helpers.fake_executor import EOS, FakeExecutor, FakeRotation, add, make_request, make_scheduler, oracle
@@ -74,9 +75,7 @@ def test_when_the_budget_is_smaller_than_the_running_set_nobody_starves() -> Non
         add(executor, make_request(f"r{i}", [i], max_tokens=40))
     step(scheduler, executor)
     assert scheduler.num_running == 5
-    scheduler.config = type(scheduler.config)(
-        max_num_batched_tokens=2, max_num_seqs=5, max_waiting=9, max_model_len=200, block_size=4
-    )
+    scheduler.config = replace(scheduler.config, max_num_batched_tokens=2)
     gaps = dict.fromkeys(range(5), 0)
     for _ in range(30):
         plan, _ = step(scheduler, executor)

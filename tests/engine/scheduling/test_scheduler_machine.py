@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("proposed tokens rejected")
         if self.in_flight is None:  # room for proposals is given back
             for seq in self.scheduler.live_sequences():
-                size = self.scheduler.config.block_size
+                size = self.scheduler.blocks.block_size
                 assert all(len(table) == -(-seq.num_computed_tokens // size) for table in seq.block_tables)
 
     def teardown(self) -> None:
@@ -260,9 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.stats().kv_blocks_used == 0
         for request_id, request in self.requests.items():
             for index in range(request.sampling.n):
-                tokens, reason, stop = oracle(
-                    request, self.rotations[request_id], index, self.scheduler.config.max_model_len
-                )
+                tokens, reason, stop = oracle(request, self.rotations[request_id], index, self.scheduler.max_model_len)
                 got = self.tokens[request_id, index]
                 if request_id in self.gone:
                     assert got == tokens[: len(got)]

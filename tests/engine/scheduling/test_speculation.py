@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import engine_config
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
 from helpers.tiny_models import make_model
@@ -15,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import windlass
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
@@ -462,8 +462,8 @@ def test_penalties_count_tokens_of_a_proposal_only_once_they_stand() -> None:
 
 
 def test_the_engine_benchmark_counts_every_token() -> None:
-    config = EngineConfig(
-        model=str(DEMO), device="cpu", kv_cache_memory=8 << 20, speculative_ngram=4, speculative_ngram_min=1
+    config = engine_config(
+        str(DEMO), device="cpu", kv_cache_memory=8 << 20, speculative_ngram=4, speculative_ngram_min=1
     )
     for output_len in (40, 400):  # the longer one runs into the end of the context
         result = run_engine_benchmark(config, batch_size=2, input_len=100, output_len=output_len)
@@ -483,4 +483,4 @@ def test_the_engine_benchmark_counts_every_token() -> None:
 )
 def test_wrong_options_are_named(options: dict[str, int], named: str) -> None:
     with pytest.raises(LoadError, match=named):
-        EngineConfig(model="x", **options)
+        engine_config("x", **options)

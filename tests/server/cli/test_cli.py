@@ -12,16 +12,26 @@ import types
 from pathlib import Path
 
 import pytest
+from helpers.configs import engine_config
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
 from windlass import __version__
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.config import (
+    CacheConfig,
+    ComputeConfig,
+    EngineConfig,
+    LoadingConfig,
+    RotaryConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli import main as cli
 from windlass.server.cli.options import EngineOptions, ServerOptions
 from windlass.server.http.options import ConnectionOptions
 from windlass.server.http.settings import ConnectionSettings
+from windlass.server.options.engine_names import to_flat
 from windlass.server.startup import launch
 
 TESTS = Path(__file__).parents[2]
@@ -91,28 +101,20 @@ ENGINE_ARGUMENTS = {
 }
 ENGINE_CONFIG = EngineConfig(
     model="/models/x",
-    device="cpu",
-    dtype="bfloat16",
-    kv_cache_dtype="float16",
-    load_format="dummy",
-    quantization="int4",
-    weight_cache="/var/cache/windlass",
     max_model_len=4096,
-    max_num_batched_tokens=512,
-    max_num_seqs=9,
-    max_waiting=33,
-    kv_cache_memory=3 * 2**29,
-    block_size=32,
-    prefix_caching=False,
-    rope_scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}),
-    rope_update="rotate",
-    deterministic=True,
-    speculative_ngram=5,
-    speculative_ngram_min=3,
-    speculative_ngram_max=6,
-    threads=3,
-    cores=(0, 1),
-    target_step_seconds=0.1,
+    compute=ComputeConfig(
+        device="cpu", dtype="bfloat16", quantization="int4", deterministic=True, threads=3, cores=(0, 1)
+    ),
+    loading=LoadingConfig(format="dummy", weight_cache="/var/cache/windlass"),
+    cache=CacheConfig(dtype="float16", memory=3 * 2**29, block_size=32, prefix_caching=False),
+    scheduling=SchedulerConfig(
+        max_num_batched_tokens=512,
+        max_num_seqs=9,
+        max_waiting=33,
+        target_step_seconds=0.1,
+        speculation=SpeculationConfig(num_tokens=5, min_match=3, max_match=6),
+    ),
+    rotary=RotaryConfig(scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}), update="rotate"),
 )
 
 
@@ -143,7 +145,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     assert (model, level) == ("the-model", "debug")
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
     # An option added later must be added to the table above too.
-    assert engine.profiles() == {"long": ENGINE_CONFIG.rope_scaling}
+    assert engine.profiles() == {"long": ENGINE_CONFIG.rotary.scaling}
     assert len(ENGINE_ARGUMENTS) + 3 == len(dataclasses.fields(EngineOptions))
 
 
@@ -151,7 +153,7 @@ def test_defaults_are_the_configurations_own(launched):
     assert cli.run(["serve"]) == 0
     ((model, engine, server, connections, _),) = launched
     assert model is None
-    assert engine.to_config(Path("m")) == EngineConfig(model="m")
+    assert engine.to_config(Path("m")) == engine_config("m")
     settings = server.to_settings("name")
     assert (settings.served_model_name, settings.api_keys, settings.cors_origins) == ("name", (), ())
     assert server.host == "127.0.0.1"
@@ -182,7 +184,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
     settings = server.to_settings("m", engine)
     assert (settings.rope_policy, settings.rope_exact, settings.rope_update) == ("profiles", True, "rotate")
     yarn = RopeScaling.from_dict(json.loads(YARN))
-    assert settings.rope_profiles == {"long": yarn} and engine.to_config(Path("m")).rope_scaling == yarn
+    assert settings.rope_profiles == {"long": yarn} and engine.to_config(Path("m")).rotary.scaling == yarn
 
     assert cli.run(["serve", "--api-key", "x", "--api-key", "y"]) == 0  # arguments replace the variable
     assert launched[-1][2].to_settings("m").api_keys == ("x", "y")
@@ -280,7 +282,7 @@ def test_no_option_however_odd_is_more_than_a_line(name, capsys):
 @pytest.mark.parametrize(("given", "kept"), [("beside", "beside"), ("caches", str(Path("caches").absolute()))])
 def test_the_weight_cache_is_a_folder_wherever_the_engine_runs(given, kept, launched):
     assert cli.run(["serve", "--weight-cache", given]) == 0
-    assert launched[-1][1].to_config(Path("m")).weight_cache == kept
+    assert launched[-1][1].to_config(Path("m")).loading.weight_cache == kept
 
 
 def test_a_key_file_without_keys_does_not_open_the_server(capsys, tmp_path):
@@ -322,9 +324,12 @@ def test_bench_engine_passes_everything_on(scripted, monkeypatch, capsys, model)
     arguments = ["bench", "engine", str(model), "--batch-size", "4", "--input-len", "64", "--output-len", "8"]
     assert cli.run([*arguments, "--json", "--threads", "1"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out) == {"decode_tokens_per_second": 123.456, "settings": {"batch_size": 4}}
+    assert json.loads(captured.out) == {
+        "decode_tokens_per_second": 123.456,
+        "settings": {**to_flat(engine_config(model, threads=1)), "batch_size": 4},
+    }
     assert captured.err == "reading weights ...\n"
-    assert calls == [(EngineConfig(model=str(model), threads=1), 4, 64, 8)]
+    assert calls == [(engine_config(model, threads=1), 4, 64, 8)]
     assert cli.run(arguments) == 0
     table = capsys.readouterr().out
     assert "decode tokens per second" in table and "123.5" in table and "batch size" in table
@@ -374,7 +379,7 @@ def unused_port():
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("module", ["cli", "launch", "generate", "app"])
+@pytest.mark.parametrize("module", ["cli.main", "startup.launch", "cli.generate", "app.app"])
 def test_the_api_process_never_imports_torch(module):
     code = f"import sys, windlass.server.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -179,8 +179,8 @@ def test_the_recommended_command_is_one_the_server_takes(
     (curve,) = [c for c in measured["curves"] if c["name"] == measured["recommendation"]["curve"]]
     assert config.max_model_len == MAX_LEN
     if curve["name"] != "no scaling":
-        assert config.rope_scaling.to_dict() == curve["rope_scaling"]
-    assert config.rope_update == curve["rope_update"]
+        assert config.rotary.scaling.to_dict() == curve["rope_scaling"]
+    assert config.rotary.update == curve["rope_update"]
 
 
 def test_another_target_and_trained_length(model: Path, text: Path, tmp_path: Path) -> None:

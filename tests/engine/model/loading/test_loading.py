@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.config import EngineConfig, parse_size
+from windlass.engine.api.config import parse_size
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.evaluation.bench import run_engine_benchmark
@@ -144,7 +145,7 @@ def test_half_precision_stays_close(model: Path, dtype: str) -> None:
 
 def test_dummy_weights_need_only_a_config(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    config = EngineConfig(model=str(model), load_format="dummy", device="cpu", kv_cache_memory=8 << 20)
+    config = engine_config(model, load_format="dummy", device="cpu", kv_cache_memory=8 << 20)
     report = run_engine_benchmark(config, batch_size=3, input_len=20, output_len=5)
     assert report["prefill_tokens_per_second"] > 0 and report["decode_tokens_per_second"] > 0
     assert report["prefix_cache_hits"] == 0
@@ -177,7 +178,7 @@ def test_requests_the_engine_refuses(model: Path) -> None:
 
 
 def test_max_tokens_past_the_context_ends_with_length(model: Path) -> None:
-    core = EngineCore(EngineConfig(model=str(model), max_model_len=32, device="cpu", kv_cache_memory=8 << 20))
+    core = EngineCore(engine_config(model, max_model_len=32, device="cpu", kv_cache_memory=8 << 20))
     result = run(core, [greedy("a", range(3, 23), 1000)])["a", 0]
     assert len(result.token_ids) == 12 and result.finish_reason == "length"
 

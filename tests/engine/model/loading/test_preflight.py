@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.configs import engine_config
 from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache import memory
 from windlass.engine.cache.budget import bytes_per_token, plan_cache
 from windlass.engine.cache.memory import available_memory
@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
-    return describe_model(EngineConfig(model=str(DEMO))).spec
+    return describe_model(engine_config(DEMO)).spec
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_names_of_tensors_tell_what_they_are(rename: Callable[[str], str], says:
     tensors = {rename(name): tensor for name, tensor in load_file(model / "model.safetensors").items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(LoadError, match=says):
-        check_start(EngineConfig(model=str(model)))
+        check_start(engine_config(model))
 
 
 def test_it_needs_no_torch() -> None:
@@ -65,7 +65,7 @@ def test_it_needs_no_torch() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_supported_family_passes(family: str, tmp_path: Path) -> None:
-    check_start(EngineConfig(model=str(make_model(family, tmp_path / family))))
+    check_start(engine_config(str(make_model(family, tmp_path / family))))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
@@ -84,16 +84,16 @@ def test_bytes_per_token_are_those_of_the_pages(dtype: str, dim: int) -> None:
 )
 def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "vocab_size": 512}
-    config = EngineConfig(model=str(make_model(family, tmp_path / "model", **sizes)), device="cpu", **options)
+    config = engine_config(str(make_model(family, tmp_path / "model", **sizes)), device="cpu", **options)
     decoder = load_model(config).decoder
-    foretold = weight_bytes(decoder.spec, decoder.weight_dtype.itemsize, config.quantization)
+    foretold = weight_bytes(decoder.spec, decoder.weight_dtype.itemsize, config.compute.quantization)
     matrices = [t for t in decoder.tensors() if isinstance(t, PackedWeight) or len(t.shape) > 1]
     # Scales of rows of 8 bits are not counted; with real widths they are less than a thousandth.
     assert 0.97 * sum(t.nbytes for t in matrices) <= foretold <= sum(t.nbytes for t in matrices)
 
 
 def refusal(spec: ModelSpec, free: int | None, stored: str = "float32", **options: object) -> str:
-    config = EngineConfig(model=str(DEMO), **options)  # type: ignore[arg-type]
+    config = engine_config(DEMO, **options)  # type: ignore[arg-type]
     with pytest.raises(LoadError) as error:
         check_memory(config, spec, "float32", stored, "cpu", free)
     assert "\n" not in str(error.value)
@@ -109,7 +109,7 @@ def test_weights_that_do_not_fit_name_the_options_under_which_they_do(spec: Mode
     assert "--dtype" not in said and "--quantization int8" in said
     assert refusal(spec, quarter - 1).endswith("use a smaller model or free some memory")
     assert "--dtype" not in refusal(spec, half - 1, "bfloat16")
-    check_memory(EngineConfig(model=str(DEMO)), spec, "float32", "float32", "cpu", 4 * whole)
+    check_memory(engine_config(DEMO), spec, "float32", "float32", "cpu", 4 * whole)
 
 
 def test_a_cache_must_fit_beside_the_weights(spec: ModelSpec) -> None:
@@ -120,7 +120,7 @@ def test_a_cache_must_fit_beside_the_weights(spec: ModelSpec) -> None:
     said = refusal(spec, needed + weights - 1, **options)
     assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.2 MiB of it for the weights: ")
     assert "--kv-cache-dtype int8" in said and "int8" not in refusal(spec, GIB, kv_cache_dtype="int8", **options)
-    config = EngineConfig(model=str(DEMO), **options)  # type: ignore[arg-type]
+    config = engine_config(DEMO, **options)  # type: ignore[arg-type]
     check_memory(config, spec, "float32", "float32", "cpu", needed + weights)
     check_memory(config, spec, "float32", "float32", "cpu", None)  # nobody knows what is free
 
@@ -138,9 +138,9 @@ def test_only_ways_out_that_lead_somewhere_are_named(spec: ModelSpec) -> None:
 
 def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
     model = make_model("gemma3", tmp_path / "gemma", sliding_window=64)
-    spec = describe_model(EngineConfig(model=str(model))).spec
+    spec = describe_model(engine_config(model)).spec
     options = {"max_model_len": 4096, "max_num_batched_tokens": 64}
-    few, many = (EngineConfig(model=str(model), max_num_seqs=n, **options) for n in (1, 64))  # type: ignore[arg-type]
+    few, many = (engine_config(model, max_num_seqs=n, **options) for n in (1, 64))  # type: ignore[arg-type]
     budget = plan_cache(few, spec, "float32", GIB).num_bytes
     assert plan_cache(few, spec, "float32", budget).max_model_len == 4096
     with pytest.raises(LoadError, match="lower --max-model-len or --max-num-seqs"):
@@ -150,8 +150,8 @@ def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
 def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is free was not asked for as far as anybody knew: the allocation itself fails."""
     monkeypatch.setattr("windlass.engine.model.loading.loader.available_memory", lambda: None)
-    config = EngineConfig(
-        model=str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 20, max_model_len=1 << 26
+    config = engine_config(
+        str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 20, max_model_len=1 << 26
     )
     with pytest.raises(
         LoadError, match=r"the KV cache needs .* GiB of memory, more than cpu gives.*--kv-cache-memory"

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import engine_config
 from helpers.cpu_kernels import kernels
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
 import windlass
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.core.engine_core import _namespace
 from windlass.engine.errors import LoadError
 from windlass.engine.evaluation.scoring import Scorer
@@ -33,7 +33,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def whole_logits(directory: Path, ids: list[int], **options: Any) -> torch.Tensor:
-    loaded = load_model(EngineConfig(model=str(directory), device="cpu", **options))
+    loaded = load_model(engine_config(directory, device="cpu", **options))
     scorer = Scorer(loaded.decoder, loaded.cache_dtype)
     with torch.inference_mode():
         return scorer.logits(ids, scorer.plan(len(ids)))
@@ -54,7 +54,7 @@ def write_back(decoder: Any) -> None:
 def test_every_weight_lands_in_its_place(models: dict[str, Path], family: str, width: str) -> None:
     """Packed weights, read back, equal the plain loader's matrices to the width's rounding: fused rows, order and ties."""
     plain, packed = (
-        load_model(EngineConfig(model=str(models[family]), device="cpu", dtype="float32", **extra)).decoder
+        load_model(engine_config(str(models[family]), device="cpu", dtype="float32", **extra)).decoder
         for extra in ({}, {"quantization": width})
     )
     assert packed.num_parameters() == plain.num_parameters()
@@ -130,7 +130,7 @@ def test_dummy_weights(models: dict[str, Path], width: str) -> None:
 
 def test_memory_shrinks() -> None:
     sizes = [
-        load_model(EngineConfig(model=str(DEMO), device="cpu", quantization=q)).decoder.weight_bytes()
+        load_model(engine_config(DEMO, device="cpu", quantization=q)).decoder.weight_bytes()
         for q in ("none", "int8", "int4")
     ]
     assert sizes[1] < 0.52 * sizes[0]
@@ -138,7 +138,7 @@ def test_memory_shrinks() -> None:
 
 
 def test_prefix_blocks_of_another_width_are_not_the_same(models: dict[str, Path]) -> None:
-    loaded = [load_model(EngineConfig(model=str(models["llama"]), quantization=q)) for q in ("none", "int8", "int4")]
+    loaded = [load_model(engine_config(str(models["llama"]), quantization=q)) for q in ("none", "int8", "int4")]
     assert len({_namespace(model) for model in loaded}) == 3
 
 
@@ -158,7 +158,7 @@ def test_a_saved_head_must_equal_the_tied_embedding(tmp_path: Path, equal: bool)
 
 
 def test_what_does_not_work_is_refused_with_a_way_out(models: dict[str, Path]) -> None:
-    config = EngineConfig(model=str(models["llama"]), quantization="int4")
+    config = engine_config(str(models["llama"]), quantization="int4")
     with pytest.raises(LoadError, match="--device cpu"):
         check_quantization(config, "cuda")
     with pytest.raises(LoadError, match="use none, int8 or int4"):

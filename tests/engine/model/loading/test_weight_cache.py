@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
 import windlass
 from windlass import kernels
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.loader import LoadedModel, load_model
@@ -45,7 +45,7 @@ def model(originals: dict[str, Path], tmp_path: Path) -> Path:
 
 def load(directory: Path, cache: Path | str | None = "beside", **options: Any) -> LoadedModel:
     given: dict[str, Any] = {"quantization": "int8", "device": "cpu", **options}
-    return load_model(EngineConfig(model=str(directory), weight_cache=None if cache is None else str(cache), **given))
+    return load_model(engine_config(directory, weight_cache=None if cache is None else str(cache), **given))
 
 
 def files(directory: Path) -> list[Path]:
@@ -348,10 +348,12 @@ def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
     """Two processes and two threads over an empty folder: whoever comes later reads a whole file, whoever wrote it."""
     want = load(model, None)
     script = (
-        "import sys\nfrom windlass.engine.api.config import EngineConfig\n"
+        "import sys\nfrom windlass.engine.api.config import ComputeConfig, EngineConfig, LoadingConfig\n"
         "from windlass.engine.model.loading.loader import load_model\n"
         "for _ in range(3):\n"
-        "    m = load_model(EngineConfig(model=sys.argv[1], quantization='int8', weight_cache='beside', device='cpu'))\n"
+        "    compute = ComputeConfig(quantization='int8', device='cpu')\n"
+        "    loading = LoadingConfig(weight_cache='beside')\n"
+        "    m = load_model(EngineConfig(model=sys.argv[1], compute=compute, loading=loading))\n"
         "assert not [n for n in m.notices if 'not used' in n or 'cannot' in n], m.notices\n"
     )
     processes = [subprocess.Popen([sys.executable, "-c", script, str(model)]) for _ in range(2)]
@@ -416,13 +418,14 @@ def test_reading_the_cache_never_holds_the_weights_twice(tmp_path: Path) -> None
     script = """
 import sys
 import windlass.engine.core.engine_core
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.config import ComputeConfig, EngineConfig, LoadingConfig
 from windlass.engine.model.loading.loader import load_model
 def status(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 before = status("VmRSS")
-loaded = load_model(EngineConfig(model=sys.argv[1], quantization="int8", weight_cache='beside', device="cpu"))
+compute, loading = ComputeConfig(quantization="int8", device="cpu"), LoadingConfig(weight_cache="beside")
+loaded = load_model(EngineConfig(model=sys.argv[1], compute=compute, loading=loading))
 print(status("VmHWM") - before, loaded.decoder.weight_bytes(), *loaded.notices)
 """
     grown: list[int] = []

@@ -1,0 +1,1 @@
+"""What an operator may set: the options as they are spelt, and what they become."""

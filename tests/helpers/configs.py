@@ -1,0 +1,14 @@
+"""Engine configurations written flat, by the names that options have. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from windlass.engine.api.config import EngineConfig
+from windlass.server.options.engine_names import from_flat
+
+
+def engine_config(model: str | Path, **values: Any) -> EngineConfig:
+    """`engine_config(DEMO, kv_cache_memory=8 << 20, device="cpu")`; whatever is not given has its default."""
+    return from_flat(str(model), values)
