@@ -19,8 +19,9 @@ from helpers.scripted_engine import ScriptedEngine
 from helpers.scripted_llm import asked, scripted_llm
 from typer.main import get_command
 
-from windlass.engine.rotary.config_names import apply_scaling, read_rotary_groups
+from windlass.engine.model.families.reading import read_rotary_groups
 from windlass.engine.rotary.fields import KINDS, fields_of
+from windlass.engine.rotary.groups import apply_scaling
 from windlass.engine.rotary.policy import RotaryReport, make_plan
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 from windlass.server.app.app import create_app

@@ -28,7 +28,7 @@ from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_ou
 from windlass.engine.model.loading.preflight import no_room
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.spec import KVGroupSpec, ModelSpec
-from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.policy import RotaryPlan, make_plan
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler

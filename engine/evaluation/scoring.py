@@ -24,7 +24,7 @@ from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.weights import Progress
-from windlass.engine.rotary.config_names import apply_scaling
+from windlass.engine.rotary.groups import apply_scaling
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, make_plan
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec
 from windlass.engine.rotary.tables import RotaryTables, turn_angles
@@ -208,5 +208,5 @@ class _Sequence:
             cos=rotation.cos,
             sin=rotation.sin,
             q_scale=rotation.q_scale,
-            score_scale=rotation.score_scale,
+            score_scale=torch.ones(stop - start, dtype=torch.float32, device=device),
         )

@@ -13,7 +13,7 @@ import torch
 
 from windlass.engine.execution.block_rows import BlockRows
 from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.rotary.tables import RotaryTables, Rotation
+from windlass.engine.rotary.tables import RotaryTables, TokenRotations
 from windlass.engine.scheduling.plan import ScheduledSequence
 
 _MAX_SHAPES = 4
@@ -31,8 +31,8 @@ class _Memory:
         self.tables = np.full((groups, rows, width), -1, dtype=np.int32)
         ids, _, first, rotary_ids = (torch.from_numpy(row) for row in self.said)
         rotary_groups, _, half = rotary.inv_freq.shape
-        shapes = (rotary_groups, rows, half), (rotary_groups, rows, half), (rotary_groups, rows), (rows,)
-        self.rotation = Rotation(*(torch.from_numpy(np.zeros(shape, dtype=np.float32)) for shape in shapes))
+        shapes = (rotary_groups, rows, half), (rotary_groups, rows, half), (rotary_groups, rows)
+        self.rotation = TokenRotations(*(torch.from_numpy(np.zeros(shape, dtype=np.float32)) for shape in shapes))
         self.batch = ForwardBatch(
             input_ids=ids,
             positions=torch.from_numpy(self.positions),
@@ -43,6 +43,7 @@ class _Memory:
             seq_lens=torch.from_numpy(self.lengths),
             first_position=first,
             **self.rotation._asdict(),
+            score_scale=torch.from_numpy(np.ones(rows, dtype=np.float32)),
             lasting=True,
         )
 

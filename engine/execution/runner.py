@@ -105,7 +105,7 @@ class Runner:
             return found if device.type == "cpu" else found.to(device)
 
         position_tensor, rotary_ids = tensor(positions), tensor(rotary)
-        cos, sin, q_scale, score_scale = self.tables.cos_sin(rotary_ids, position_tensor)
+        cos, sin, q_scale = self.tables.cos_sin(rotary_ids, position_tensor)
         return ForwardBatch(
             input_ids=tensor(ids),
             positions=position_tensor,
@@ -118,7 +118,7 @@ class Runner:
             cos=cos,
             sin=sin,
             q_scale=q_scale,
-            score_scale=score_scale,
+            score_scale=torch.ones(num_tokens, dtype=torch.float32, device=device),
         )
 
     def _sample(

@@ -25,5 +25,5 @@ class ForwardBatch:
     cos: Tensor  # [G, T, rotary_dim / 2] float32
     sin: Tensor  # [G, T, rotary_dim / 2] float32
     q_scale: Tensor  # [G, T] float32, on the rotary slice of the query
-    score_scale: Tensor  # [T] float32, on the whole query
+    score_scale: Tensor  # [T] float32, on the whole query; 1 before the model has applied its own
     lasting: bool = False

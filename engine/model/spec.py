@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.groups import RotaryGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RotarySpec, effective_length, last_length, resolve
 
 RopeUpdate = Literal["frozen", "recompute", "rotate"]

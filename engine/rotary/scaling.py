@@ -114,7 +114,7 @@ class RotaryBase:
     rotary_dim: how many of head_dim elements are rotated, even. trained_len: the model's own context length M.
     turning_pairs: on a proportional model, how many of the rotary_dim/2 pairs turn at all; None: all of them.
     inv_freq: frequencies learned with the weights, rotary_dim/2 of them, in place of rope_theta; empty until they have
-    been read from the checkpoint (see `learned`).
+    been read from the checkpoint.
     """
 
     rope_theta: float
@@ -129,7 +129,7 @@ class RotaryBase:
         if self.inv_freq is None:
             return frequencies.default(self.rope_theta if theta is None else theta, self.rotary_dim, self.turning_pairs)
         if not self.inv_freq:
-            raise ValueError("this model's frequencies are learned and have not been read: see engine.rotary.learned")
+            raise ValueError("this model's frequencies are learned and have not been read from its files")
         return self.inv_freq
 
 
@@ -147,17 +147,17 @@ class RotarySpec:
     """Everything the rotation of one request in one group depends on.
 
     inv_freq: rotary_dim/2 radians per token, float64. rotary_scale: the attention factor A on cos and sin, so that
-    scores over the rotated dimensions grow by A². softmax_scale: a further factor on the whole score.
-    fingerprint: sha256 over all three; two specs share cached keys only if it is equal.
+    scores over the rotated dimensions grow by A².
+    fingerprint: sha256 over both; two specs share cached keys only if it is equal.
     """
 
     inv_freq: tuple[float, ...]
     rotary_scale: float = 1.0
-    softmax_scale: float = 1.0
 
     @property
     def fingerprint(self) -> str:
-        values = (self.rotary_scale, self.softmax_scale, *self.inv_freq)
+        # The 1 stands for a factor on whole scores that no kind has: fingerprints people have noted stay what they are.
+        values = (self.rotary_scale, 1.0, *self.inv_freq)
         return hashlib.sha256(struct.pack(f"<{len(values)}d", *values)).hexdigest()
 
 
@@ -204,7 +204,7 @@ def resolve(
     first).
     """
     if scaling.groups:
-        raise ValueError("a nested scaling is resolved group by group: see config_names.apply_scaling")
+        raise ValueError("a nested scaling is resolved group by group: see groups.apply_scaling")
     _check_kind(scaling, base, param)
     _check_lists(scaling, base, param)
     try:

@@ -16,17 +16,15 @@ from windlass import kernels
 from windlass.engine.rotary.scaling import RotaryBase, RotarySpec
 
 
-class Rotation(NamedTuple):
-    """What the layers of one step need, float32. cos, sin: [G, T, D/2] at unit scale, D the widest rotary_dim.
+class TokenRotations(NamedTuple):
+    """What the tokens of one step are rotated by, float32. cos, sin: [G, T, D/2] at unit scale, D the widest rotary_dim.
 
     q_scale: [G, T], the square of the attention factor, for the rotated slice of the query only.
-    score_scale: [T], for the whole query.
     """
 
     cos: Tensor
     sin: Tensor
     q_scale: Tensor
-    score_scale: Tensor
 
 
 class RotaryTables:
@@ -45,7 +43,6 @@ class RotaryTables:
         self._device = torch.device(device)
         self.inv_freq = torch.zeros(groups, num_rows, half, dtype=torch.float64, device=self._device)  # [G, R, D/2]
         self._q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
-        self._score_scale = torch.ones(num_rows, dtype=torch.float32, device=self._device)  # [R]
         self._row_of: dict[tuple[str, ...], int] = {}
         self._key_of: dict[int, tuple[str, ...]] = {}
         self._users = [0] * num_rows
@@ -81,34 +78,26 @@ class RotaryTables:
             del self._row_of[self._key_of.pop(row)]
             self._free.append(row)
 
-    def cos_sin(self, rotary_ids: Tensor, positions: Tensor) -> Rotation:
-        """Cosines, sines and scales of T tokens.
+    def cos_sin(self, rotary_ids: Tensor, positions: Tensor) -> TokenRotations:
+        """Cosines, sines and query scales of T tokens.
 
         rotary_ids: [T] int64 rows. positions: [T] int64 absolute positions, exact to 2^53. The angle is formed and
         reduced in float64, so the float32 results are right to rounding at any position; a token's bits do not depend
         on the tokens beside it.
         """
         cos, sin = kernels.rotary_angles(self.inv_freq, rotary_ids, positions)
-        return Rotation(
-            cos,
-            sin,
-            self._q_scale.index_select(1, rotary_ids),
-            self._score_scale.index_select(0, rotary_ids),
-        )
+        return TokenRotations(cos, sin, self._q_scale.index_select(1, rotary_ids))
 
-    def write_cos_sin(self, rotary_ids: Tensor, positions: Tensor, out: Rotation) -> None:
+    def write_cos_sin(self, rotary_ids: Tensor, positions: Tensor, out: TokenRotations) -> None:
         """`cos_sin` into memory that is there already, contiguous as `cos_sin` returns it; on a CPU only."""
         kernels.rotary_angles(self.inv_freq, rotary_ids, positions, out=(out.cos, out.sin))
         rows = rotary_ids.numpy()  # none is out of range, else the angles had raised; "clip" spares a copy
         self._q_scale.numpy().take(rows, axis=1, out=out.q_scale.numpy(), mode="clip")
-        self._score_scale.numpy().take(rows, out=out.score_scale.numpy(), mode="clip")
 
     def _write(self, specs: Sequence[RotarySpec]) -> int:
         for spec, half in zip(specs, self._half_dims, strict=True):
             if len(spec.inv_freq) != half:
                 raise ValueError(f"a group rotates {half} pairs, its spec has {len(spec.inv_freq)} frequencies")
-            if spec.softmax_scale != specs[0].softmax_scale:
-                raise ValueError("the groups of one row must share their softmax scale")
         if not self._free:
             raise RuntimeError(f"all {self.num_rows} rotary rows are in use")
         row = self._free.pop()
@@ -116,7 +105,6 @@ class RotaryTables:
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
             self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
             self._q_scale[group, row] = spec.rotary_scale**2
-        self._score_scale[row] = specs[0].softmax_scale
         return row
 
 

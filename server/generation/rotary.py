@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryReport, make_plan
 from windlass.engine.rotary.scaling import RopeScaling, original_len
 from windlass.server.generation.profiles import OPTION

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.api.request import ModelInfo
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint, make_plan
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.server.app.body import read_body
@@ -77,7 +77,7 @@ def _resolved(group: RotaryGroup, spec: RotarySpec, effective_length: float | No
         "inv_freq": list(spec.inv_freq),
         "wavelengths": [2 * math.pi / w if w else None for w in spec.inv_freq],  # tokens per turn; null: never turns
         "attention_factor": spec.rotary_scale,
-        "softmax_scale": spec.softmax_scale,
+        "softmax_scale": 1.0,  # no kind of scaling changes it
         "effective_length": effective_length,
         "fingerprint": spec.fingerprint,
     }

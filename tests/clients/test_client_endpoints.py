@@ -32,7 +32,7 @@ from windlass.clients import (
     RopeScaling,
     TokenizeOptions,
 )
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling as Accepted
 from windlass.engine.rotary.scaling import RotaryBase
 from windlass.server.protocol.chat import ChatRequest

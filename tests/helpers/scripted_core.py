@@ -18,7 +18,7 @@ from pathlib import Path
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
-from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
+from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 
 CRASH, KILL, HANG, REFUSE, BUG, FAIL = 1, 2, 3, 4, 5, 6

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 from windlass.engine.errors import DeadlineError, EngineDeadError
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 

@@ -8,26 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
-from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.formats import describe_foreign
+from windlass.engine.model.loading.safetensors_header import TensorHeader, read_header
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_MAX_HEADER = 100_000_000  # bytes, the format's own limit
-
-
-@dataclass(frozen=True, slots=True)
-class TensorHeader:
-    """A tensor in a file. dtype: the format's name, such as "BF16". begin, end: bytes from the start of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
@@ -61,44 +49,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
     )
 
 
-def read_header(file: Path) -> dict[str, TensorHeader]:
-    """Every tensor of a safetensors file by name. LoadError for a file that is damaged or cut off, without reading it."""
-    try:
-        return _header(file)
-    except OSError as error:
-        reason = error.strerror or str(error)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        reason = f"{error}" if type(error) is ValueError else "its header is damaged"
-    raise LoadError(f"cannot read {file}: {reason}: download or copy the file again") from None
-
-
-def _header(file: Path) -> dict[str, TensorHeader]:
-    size = file.stat().st_size
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        if start.startswith(b"version "):
-            raise ValueError("it is a pointer of Git LFS, not the file itself (run git lfs pull)")
-        if len(start) < 8:
-            raise ValueError("it is empty or cut off")
-        (length,) = struct.unpack("<Q", start)
-        if length > _MAX_HEADER:
-            raise ValueError("its header is too large for a safetensors file")
-        content = json.loads(opened.read(length))
-    content.pop("__metadata__", None)
-    data = 8 + length
-    found = {
-        name: TensorHeader(item["dtype"], tuple(item["shape"]), *(data + int(end) for end in item["data_offsets"]))
-        for name, item in content.items()
-    }
-    wanted = max((tensor.end for tensor in found.values()), default=data)
-    if wanted != size:
-        raise ValueError(f"it has {size} bytes where its header tells of {wanted}")
-    return found
-
-
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
-    """The same of all files of a checkpoint. Raises LoadError."""
-    return {name: tensor for file in checkpoint_files(directory) for name, tensor in read_header(file).items()}
+    """Every tensor of all files of a checkpoint by name. Raises LoadError."""
+    return {name: tensor for file in checkpoint_files(directory) for name, tensor in read_header(file).tensors.items()}
 
 
 def matrix_types(headers: dict[str, TensorHeader]) -> set[str]:

@@ -1,7 +1,8 @@
-"""Names what is not a safetensors model: other weight formats, adapters, quantized checkpoints, other kinds of model.
+"""Names what is not a safetensors model: other weight formats, adapters, pipelines.
 
-Responsible for saying what the thing is and what to do, in one line fit for a person. It looks at file names, config.json
-and the names of tensors only, opens nothing else, and imports no torch.
+Responsible for saying what the thing is and what to do, in one line fit for a person. It looks at file names and an
+adapter's configuration only, opens nothing else, and imports no torch. What config.json tells of a model that cannot be
+run is the business of `config_json.unsupported`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 _CONVERT = (
     "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
@@ -35,31 +35,6 @@ _PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth", "*.ckpt")
 _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|rng_state|scaler)")
 
 _SHELL_ACTS_ON = '"$`\\!'  # inside double quotes
-
-_METHODS = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
-    "bitsandbytes": "bitsandbytes",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FP8",
-    "compressed-tensors": "compressed-tensors",
-    "mxfp4": "MXFP4",
-    "torchao": "torchao",
-    "hqq": "HQQ",
-    "aqlm": "AQLM",
-    "exl2": "EXL2",
-    "exl3": "EXL3",
-}
-# Ends of tensors' names that only quantized checkpoints have.
-_QUANTIZED_TENSORS = (
-    (".weight_scale_inv", "FP8"),
-    (".weight_packed", "compressed-tensors"),
-    (".weight_scale", "FP8 or compressed-tensors"),
-    (".weight.absmax", "bitsandbytes"),
-    (".SCB", "bitsandbytes"),
-    (".qweight", "GPTQ or AWQ"),
-    (".scales", "MLX"),
-)
 
 
 def describe_foreign(path: Path) -> str | None:
@@ -86,55 +61,6 @@ def describe_foreign(path: Path) -> str | None:
     for patterns, name in _OTHER_WEIGHTS:
         if found := _first(path, patterns):
             return f"{path} holds weights for {name} ({found.name}): give the model's safetensors version"
-    return None
-
-
-def describe_quantized(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> str | None:
-    """What to say of a quantized checkpoint; None for one that is not. tensors: names of the checkpoint's tensors."""
-    method = _method(config)
-    if method is None:
-        ends = {name: end for name in tensors for end, _ in _QUANTIZED_TENSORS if name.endswith(end)}
-        method = next((title for end, title in _QUANTIZED_TENSORS if end in ends.values()), None)
-    if method is None:
-        return None
-    return (
-        f"this checkpoint is quantized ({method}), and quantized checkpoints are not read: take the unquantized one of "
-        "the same model and start it with --quantization int8 (or int4), which quantizes it while it loads"
-    )
-
-
-def describe_tensors(tensors: Collection[str]) -> str | None:
-    """What a checkpoint holds whose tensors are named otherwise than those of a language model; None for one of those."""
-    if not tensors or "model.embed_tokens.weight" in tensors:
-        return None
-    if "embed_tokens.weight" in tensors:
-        return (
-            "these are the weights of a model without its language-model head (an embedding model, for example), which "
-            "writes no text: give the model for text generation that it was made from"
-        )
-    if any("vision" in name or name.startswith("language_model.") for name in tensors):
-        return "these are the weights of a multimodal model, which is not supported: give a language model"
-    return None
-
-
-def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str | None:
-    """What kind of model an architecture is that is not supported, where name or config.json tell; None where not."""
-    name = architecture.lower()
-    if any(isinstance(config.get(key), Mapping) for key in ("vision_config", "audio_config", "thinker_config")):
-        return "a multimodal model"
-    experts = [config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
-    if any(isinstance(count, int) and count > 1 for count in experts) or "moe" in name or "mixtral" in name:
-        return "a mixture-of-experts model"
-    if config.get("is_encoder_decoder") is True:
-        return "an encoder-decoder model"
-    if name.endswith("formaskedlm"):
-        return "an encoder, which writes no text"
-    if name.endswith(("forsequenceclassification", "fortokenclassification", "forquestionanswering")):
-        return "a classifier, which writes no text"
-    if name.endswith("model"):
-        return "an embedding model or one without its language-model head, which writes no text"
-    if name.startswith(("mamba", "rwkv", "falconmamba")):
-        return "a model without attention"
     return None
 
 
@@ -183,18 +109,3 @@ def _first(directory: Path, patterns: Iterable[str]) -> Path | None:
             if file.is_file() and not _NOT_WEIGHTS.match(file.name):
                 return file
     return None
-
-
-def _method(config: Mapping[str, Any]) -> str | None:
-    """The quantization that config.json tells of."""
-    for key in ("quantization_config", "compression_config"):
-        found = config.get(key)
-        if isinstance(found, Mapping) and found.get("quant_method"):
-            method = str(found["quant_method"])
-            bits = found.get("bits") or next((n for n in (4, 8) if found.get(f"load_in_{n}bit")), None)
-            title = _METHODS.get(method.lower(), method)
-            return f"{title}, {bits} bits" if isinstance(bits, int) else title
-    mlx = config.get("quantization")
-    if isinstance(mlx, Mapping) and "group_size" in mlx:
-        return f"MLX, {mlx['bits']} bits" if isinstance(mlx.get("bits"), int) else "MLX"
-    return "quantization_config in config.json" if config.get("quantization_config") else None

@@ -14,18 +14,10 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
-from windlass.engine.model.loading.preflight import (
-    cache_dtype,
-    check_memory,
-    check_quantization,
-    compute_dtype,
-    describe_model,
-    weight_dtype,
-)
+from windlass.engine.model.loading.preflight import plan_load
 from windlass.engine.model.loading.sizes import weight_bytes
 from windlass.engine.model.loading.weights import Progress, load_weights, randomize_weights
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.kernels.layouts.packed import MAX_COLUMNS
 
 _TORCH_DTYPES = {
@@ -54,18 +46,20 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do."""
     directory = Path(config.model)
     device = choose_device(config.compute.device)
-    check_quantization(config, str(device))
-    model = describe_model(config)
-    _check_width(config, model.spec)
-    dtype = compute_dtype(config, model.config, device.type)
-    stored = weight_dtype(config, model, dtype, device.type, reads_narrow=kernels.reads_narrow_weights())
-    check_memory(config, model.spec, dtype, stored, device.type, free_memory(device))
+    plan = plan_load(
+        config,
+        str(device),
+        reads_narrow=kernels.reads_narrow_weights(),
+        free=free_memory(device),
+        max_columns=MAX_COLUMNS,
+    )
+    spec, stored = plan.model.spec, _TORCH_DTYPES[plan.weight_dtype]
     try:
         decoder = Decoder(
-            model.spec,
-            _TORCH_DTYPES[dtype],
+            spec,
+            _TORCH_DTYPES[plan.compute_dtype],
             device,
-            _TORCH_DTYPES[stored],
+            stored,
             quantization=config.compute.quantization,
             deterministic=config.compute.deterministic,
         )
@@ -79,13 +73,13 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        size = gib(weight_bytes(model.spec, _TORCH_DTYPES[stored].itemsize, config.compute.quantization))
+        size = gib(weight_bytes(spec, stored.itemsize, config.compute.quantization))
         less = ", --quantization int8 or int4" if device.type == "cpu" else ""
         raise LoadError(
             f"the weights need {size} of memory, more than {device} gives: use --dtype bfloat16{less} or a smaller model"
         ) from None
-    cached = _TORCH_DTYPES[cache_dtype(config, dtype)]
-    return LoadedModel(decoder, cached, digest, model.spec.notices + notices, model.own_groups)
+    cached = _TORCH_DTYPES[plan.cache_dtype]
+    return LoadedModel(decoder, cached, digest, spec.notices + notices, plan.model.own_groups)
 
 
 def fill(decoder: Decoder, directory: Path, config: EngineConfig, progress: Progress | None = None) -> tuple[str, ...]:
@@ -124,13 +118,3 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed; on a CPU torch says so with a plain RuntimeError."""
     plain = isinstance(error, RuntimeError) and ("alloc" in str(error) or "memory" in str(error))
     return plain or isinstance(error, (torch.OutOfMemoryError, MemoryError))
-
-
-def _check_width(config: EngineConfig, spec: ModelSpec) -> None:
-    """LoadError for matrices that are wider than the sums of quantized products allow."""
-    widest = max(max(spec.hidden_size, layer.intermediate_size) for layer in spec.layers)
-    if config.compute.quantization != "none" and widest > MAX_COLUMNS:
-        raise LoadError(
-            f"--quantization {config.compute.quantization} takes at most {MAX_COLUMNS} inputs a layer, this model has {widest}: "
-            "use none"
-        )

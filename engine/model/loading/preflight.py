@@ -15,14 +15,15 @@ from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dt
 from windlass.engine.cache.budget import ITEM_BYTES, plan_cache
 from windlass.engine.cache.memory import available_memory, default_kv_budget, gib
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.families.families import read_spec
-from windlass.engine.model.loading.checkpoint import TensorHeader, matrix_types, read_headers
+from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
+from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import expect_device
-from windlass.engine.model.loading.formats import describe_quantized, describe_tensors
+from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
+from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.loading.sizes import weight_bytes
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling
-from windlass.engine.rotary.learned import with_learned_frequencies
+from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 
 _SCALING_OPTION = "--rope-scaling"  # what an operator calls EngineConfig.rope_scaling
 
@@ -41,19 +42,45 @@ class ModelDescription:
     headers: dict[str, TensorHeader]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """A model, and the names of the types it computes in, its matrices are stored in and its keys and values cached in."""
+
+    model: ModelDescription
+    compute_dtype: str
+    weight_dtype: str
+    cache_dtype: str
+
+
 def check_start(config: EngineConfig) -> ModelDescription:
     """The model that is to be started. Raises LoadError, one line that says what to do, for a start that cannot succeed, as
     far as that can be told without torch."""
     device = expect_device(config.compute.device)
+    if device == "cpu":
+        # Without compiled kernels weights are wider; the loader, which knows, counts again.
+        return plan_load(config, device, reads_narrow=True, free=available_memory()).model
     if device is not None:
         check_quantization(config, device)
+    return describe_model(config)
+
+
+def plan_load(
+    config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None, max_columns: int | None = None
+) -> LoadPlan:
+    """The model and the types it is loaded in. Raises LoadError for what cannot be loaded or plainly does not fit.
+
+    device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits. free: bytes before the
+    weights are there, None if nobody knows. max_columns: the most inputs that quantized products take, None if nobody knows.
+    """
+    check_quantization(config, device)
     model = describe_model(config)
-    if device == "cpu":
-        dtype = compute_dtype(config, model.config, device)
-        # Without compiled kernels weights are wider; the loader, which knows, counts again.
-        stored = weight_dtype(config, model, dtype, device, reads_narrow=True)
-        check_memory(config, model.spec, dtype, stored, device, available_memory())
-    return model
+    if max_columns is not None:
+        check_width(config, model.spec, max_columns)
+    kind = device.partition(":")[0]
+    dtype = compute_dtype(config, model.config, kind)
+    stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
+    check_memory(config, model.spec, dtype, stored, kind, free)
+    return LoadPlan(model, dtype, stored, cache_dtype(config, dtype))
 
 
 def describe_model(config: EngineConfig) -> ModelDescription:
@@ -131,6 +158,16 @@ def check_quantization(config: EngineConfig, device: str) -> None:
         raise LoadError(f"{option} is not known: use none, int8 or int4")
     if device != "cpu":
         raise LoadError(f"{option} works on a CPU only so far: use --device cpu, or --quantization none on {device}")
+
+
+def check_width(config: EngineConfig, spec: ModelSpec, max_columns: int) -> None:
+    """LoadError for matrices that are wider than the sums of quantized products allow."""
+    widest = max(max(spec.hidden_size, layer.intermediate_size) for layer in spec.layers)
+    if config.compute.quantization != "none" and widest > max_columns:
+        raise LoadError(
+            f"--quantization {config.compute.quantization} takes at most {max_columns} inputs a layer, this model has {widest}: "
+            "use none"
+        )
 
 
 def check_memory(config: EngineConfig, spec: ModelSpec, dtype: str, stored: str, device: str, free: int | None) -> None:

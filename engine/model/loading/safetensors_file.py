@@ -1,11 +1,11 @@
 """Reads the tensors of a safetensors file in order, where they belong if that can be, else in parts, some ahead of whoever
 takes them; and writes such a file.
 
-Responsible for the file format (an 8-byte length, a JSON header, then the data) and for keeping the peak of memory low:
-a mapped file would count against the process page by page, until the weights were there twice, and the library's own
-writer copies every tensor before it writes the first. Parts pass through a few buffers that are small enough to stay in
-a cache: memory asked for anew costs as much as the reading (measured). Whoever reads also looks for NaN and infinite numbers,
-piece by piece while the bytes are still in the core's cache. It knows no names.
+Responsible for the data of such a file and for keeping the peak of memory low: a mapped file would count against the
+process page by page, until the weights were there twice, and the library's own writer copies every tensor before it writes
+the first. Parts pass through a few buffers that are small enough to stay in a cache: memory asked for anew costs as much as
+the reading (measured). Whoever reads also looks for NaN and infinite numbers, piece by piece while the bytes are still in the
+core's cache. It knows no names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from windlass.engine.model.loading.finite import all_finite
+from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
 
 _READERS = 2  # what a page cache hands out, one core cannot copy as fast as memory takes it
 _AHEAD = 6  # parts read or being read while one is in use
@@ -81,9 +82,9 @@ def read_tensors(path: Path, place: Place) -> Iterator[Part]:
     """Every tensor of the file, in the order of its data: what `place` returned for it, filled, or one part after another.
 
     A part that had no place is overwritten once the next one is asked for. Raises SafetensorError or OSError, which name
-    no path.
+    no path, or LoadError.
     """
-    entries = _entries(path)
+    entries = _entries(_checked_header(path))
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as pool:
         buffers: list[Tensor] = []
         pending: deque[tuple[_Request, Future[Part]]] = deque()
@@ -97,11 +98,10 @@ def read_tensors(path: Path, place: Place) -> Iterator[Part]:
             yield from _hand_out(*pending.popleft(), buffers)
 
 
-def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], dict[str, str]]:
-    """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError or OSError."""
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(path)}, metadata
+def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
+    """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError, OSError or LoadError."""
+    header = _checked_header(path)
+    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header)}, header.metadata
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[int]:
@@ -128,19 +128,20 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
-def _entries(path: Path) -> list[_Entry]:
+def _checked_header(path: Path) -> SafetensorsHeader:
     with safe_open(path, framework="pt"):
         pass  # it checks the header: lengths, offsets that overlap or leave holes, shapes that do not fit their bytes
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+    return read_header(path)
+
+
+def _entries(header: SafetensorsHeader) -> list[_Entry]:
+    """In the order of their data."""
     entries = []
-    for name, item in header.items():
-        dtype = _DTYPES.get(item["dtype"])
+    for name, tensor in header.tensors.items():
+        dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
-            raise SafetensorError(f"tensor {name!r} has the type {item['dtype']}, which is not supported")
-        entries.append(_Entry(name, dtype, item["shape"], 8 + length + item["data_offsets"][0]))
+            raise SafetensorError(f"tensor {name!r} has the type {tensor.dtype}, which is not supported")
+        entries.append(_Entry(name, dtype, list(tensor.shape), tensor.begin))
     return sorted(entries, key=lambda entry: entry.offset)
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ class WeightCache:
             fault = self._fault(metadata) or _misfit(layout, tensors) or self._read(tensors, progress)
         except FileNotFoundError:
             return False
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, LoadError) as error:
             fault = f"it cannot be read ({_one_line(error)})"
         if fault is not None:
             self.notices.append(f"--weight-cache: {self.path} is not used: {fault}: the weights are quantized anew")
@@ -127,7 +128,7 @@ class WeightCache:
         }
         return json.dumps(described, sort_keys=True)
 
-    def _fault(self, metadata: dict[str, str]) -> str | None:
+    def _fault(self, metadata: Mapping[str, str]) -> str | None:
         """Why a file with this metadata is not the one wanted, None if it is."""
         if metadata.get("kind") != _KIND:
             return "it is no weight cache of this program"

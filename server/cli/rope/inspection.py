@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling, read_rotary_groups
+from windlass.engine.model.families.reading import read_rotary_groups
 from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
 
 _MAX_LENGTH = 2**31 - 1  # as `POST /v1/rotary/inspect` takes
@@ -54,7 +55,7 @@ class GroupInspection:
             "inv_freq": list(self.scaled.inv_freq),
             "wavelengths": [wavelength(w) for w in self.scaled.inv_freq],
             "attention_factor": self.scaled.rotary_scale,
-            "softmax_scale": self.scaled.softmax_scale,
+            "softmax_scale": 1.0,  # no kind of scaling changes it
             "fingerprint": self.scaled.fingerprint,
             "model": {
                 "rope_type": self.own_type,

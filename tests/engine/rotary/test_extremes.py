@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.config_names import read_rotary_groups
+from windlass.engine.model.families.reading import read_rotary_groups
 from windlass.engine.rotary.policy import joint_fingerprint, make_plan
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, check, resolve
 
@@ -71,7 +71,7 @@ def test_the_fingerprint_of_a_report_covers_every_group() -> None:
     config = {"model_type": "gemma3_text", "max_position_embeddings": 64, "head_dim": 16}
     groups = read_rotary_groups(config)
     assert len(groups) == 2
-    from windlass.engine.rotary.config_names import apply_scaling
+    from windlass.engine.rotary.groups import apply_scaling
 
     other = apply_scaling(groups, RopeScaling.from_dict({"sliding_attention": {"rope_type": "linear", "factor": 2}}))
     reports = []

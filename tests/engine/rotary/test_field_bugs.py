@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.rotary.config_names import read_rotary_groups
+from windlass.engine.model.families.reading import read_rotary_groups
 from windlass.engine.rotary.scaling import RopeScaling, resolve
 from windlass.engine.scheduling.plan import ScheduledSequence
 

@@ -88,7 +88,6 @@ def test_kind_matches_the_formula(obj: dict[str, Any], length: int) -> None:
     got = spec(obj, length)
     np.testing.assert_allclose(got.inv_freq, expected, rtol=1e-12)
     assert got.rotary_scale == pytest.approx(attention, rel=1e-14)
-    assert got.softmax_scale == 1.0
 
 
 def transformers_frequencies(obj: dict[str, Any], length: int) -> tuple[np.ndarray, float]:
@@ -354,12 +353,11 @@ def test_nested_objects() -> None:
         resolve(scaling, BASE, 1)
 
 
-def test_fingerprint_covers_all_three_parts() -> None:
+def test_fingerprint_covers_both_parts() -> None:
     specs = [
         RotarySpec((1.0, 0.5)),
         RotarySpec((1.0, 0.25)),
         RotarySpec((1.0, 0.5), rotary_scale=1.1),
-        RotarySpec((1.0, 0.5), softmax_scale=1.1),
         RotarySpec((1.0,)),
     ]
     assert len({one.fingerprint for one in specs}) == len(specs)
@@ -370,7 +368,7 @@ def test_fingerprint_covers_all_three_parts() -> None:
 def test_importing_it_loads_no_torch() -> None:
     code = (
         "import sys\n"
-        "import windlass.engine.rotary.scaling, windlass.engine.rotary.config_names, windlass.engine.api.request\n"
+        "import windlass.engine.rotary.scaling, windlass.engine.rotary.groups, windlass.engine.api.request\n"
         "print(*[name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

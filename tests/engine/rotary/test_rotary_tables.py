@@ -51,7 +51,6 @@ def test_shapes_dtypes_and_scales() -> None:
     rotation = tables.cos_sin(torch.tensor([yarn, plain, yarn]), torch.tensor([5, 6, 7]))
     assert rotation.cos.shape == rotation.sin.shape == (1, 3, 64)
     assert rotation.q_scale.shape == (1, 3)
-    assert rotation.score_scale.tolist() == [1.0, 1.0, 1.0]
     assert {part.dtype for part in rotation} == {torch.float32}
     squared = spec(rope_type="yarn", factor=4.0).rotary_scale ** 2
     assert squared > 1.2
@@ -127,6 +126,4 @@ def test_a_full_table_and_wrong_specs_are_errors_that_change_nothing() -> None:
     wide = RotaryTables(2, [BASE, BASE], "cpu")
     with pytest.raises(ValueError, match="64 pairs"):
         wide.acquire([spec(), RotarySpec((1.0,))])
-    with pytest.raises(ValueError, match="softmax scale"):
-        wide.acquire([spec(), RotarySpec(spec().inv_freq, softmax_scale=2.0)])
     assert (wide.num_live, tables.num_live) == (0, 1)

@@ -13,7 +13,7 @@ from helpers.scripted_engine import ROTARY, ScriptedEngine, model_info
 
 from windlass.engine.api.request import EngineRequest, EngineStats
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.server.generation.rotary import check_profiles

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.config_values import read_list, read_number, read_object, read_size
-from windlass.engine.rotary.family_defaults import FAMILY_DEFAULTS, FamilyDefaults
-from windlass.engine.rotary.fields import ALIASES, INVALID, shown
-from windlass.engine.rotary.layer_pattern import LayerPattern, read_layer_pattern
-from windlass.engine.rotary.older_names import with_current_names
+from windlass.engine.model.config_json.layer_pattern import LayerPattern, read_layer_pattern
+from windlass.engine.model.config_json.older_names import with_current_names
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_list, read_number, read_object, read_size
+from windlass.engine.rotary.fields import ALIASES, shown
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import (
     FULL_ATTENTION,
     GROUP_NAMES,
@@ -27,23 +28,6 @@ from windlass.engine.rotary.scaling import (
 
 # Kinds whose frequencies refer to a length before scaling; a top-level `original_max_position_embeddings` is theirs.
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryGroup:
-    """Layers that rotate alike. name: "full_attention" or "sliding_attention"; scaling never carries rope_theta
-    (base has it) unless a request or the operator gave one."""
-
-    name: str
-    base: RotaryBase
-    scaling: RopeScaling
-
-    def parameters(self) -> dict[str, Any]:
-        """The scaling's fields as a JSON object without `rope_type`, theta included."""
-        given = self.scaling.to_dict()
-        given.pop("rope_type")
-        # Learned frequencies follow from no base.
-        return given if self.base.inv_freq is not None else {"rope_theta": self.base.rope_theta, **given}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +45,19 @@ class RotaryLayout:
     temperature: tuple[float, int] | None = None
 
 
-def read_rotary_layout(config: Mapping[str, Any]) -> RotaryLayout:
-    """The rotary groups of a model and the group of each layer.
+def read_rotary_layout(config: Config, rules: ConfigRules) -> RotaryLayout:
+    """The rotary groups of a model of the family with these rules, and the group of each layer.
 
-    Learned frequencies are left empty: `learned.with_learned_frequencies` reads them. Raises LoadError for anything
-    that is not understood: an unknown model_type, rope_type or field, a layer type without parameters, a wrong value.
+    Learned frequencies are left empty: `loading.learned_frequencies` reads them. Raises LoadError for anything that is
+    not understood: an unknown rope_type or field, a layer type without parameters, a wrong value.
     """
-    family = config.get("model_type")
-    defaults = FAMILY_DEFAULTS.get(family) if isinstance(family, str) else None
-    if defaults is None:
-        raise LoadError(
-            f"config.json: model_type {shown(family)} is not supported: known are {', '.join(FAMILY_DEFAULTS)}"
-        )
-    config = with_current_names(config, _head_dim(config, defaults))
-    layers = read_layer_pattern(config, defaults)
+    config = with_current_names(config, _head_dim(config, rules))
+    layers = read_layer_pattern(config, rules)
     # A model none of whose layers rotates keeps one group, which nothing uses.
     names = [name for name in GROUP_NAMES if any(layer.group == name for layer in layers)] or [FULL_ATTENTION]
-    given = _given_by_layer_type(config, names, layers, defaults)
-    temperature = _temperature(given[names[0]], config, defaults)
-    groups = tuple(_read_group(config, defaults, name, given[name]) for name in names)
+    given = _given_by_layer_type(config, names, layers, rules)
+    temperature = _temperature(given[names[0]], config, rules)
+    groups = tuple(_read_group(config, rules, name, given[name]) for name in names)
     if all((group.base, group.scaling) == (groups[0].base, groups[0].scaling) for group in groups):
         groups, names = groups[:1], [names[0]] * len(names)
         index = dict.fromkeys(GROUP_NAMES, 0)
@@ -89,43 +67,8 @@ def read_rotary_layout(config: Mapping[str, Any]) -> RotaryLayout:
     return RotaryLayout(groups, layers, chosen, temperature)
 
 
-def read_rotary_groups(config: Mapping[str, Any]) -> tuple[RotaryGroup, ...]:
-    """The groups of `read_rotary_layout`."""
-    return read_rotary_layout(config).groups
-
-
-def apply_scaling(
-    groups: tuple[RotaryGroup, ...], scaling: RopeScaling | None, *, param: str = "rope_scaling"
-) -> tuple[RotaryGroup, ...]:
-    """The groups under a request's or the operator's scaling; None leaves the model's own.
-
-    A flat scaling replaces that of the full-attention group (or of the only group); a nested one replaces those it
-    names. A group's theta stays unless the scaling gives one. Raises RequestError where it does not fit the model.
-    """
-    if scaling is None:
-        return groups
-    names = [group.name for group in groups]
-    if scaling.groups:
-        chosen = dict(scaling.groups)
-        for name in chosen:
-            if name not in names:
-                raise RequestError(
-                    f"{param}.{name}: this model has no such rotary group, it has {', '.join(names)}",
-                    f"{param}.{name}",
-                    INVALID,
-                )
-        params = {name: f"{param}.{name}" for name in chosen}
-    else:
-        target = FULL_ATTENTION if FULL_ATTENTION in names else names[0]
-        chosen, params = {target: scaling}, {target: param}
-    for group in groups:
-        if group.name in chosen:
-            check(chosen[group.name], group.base, param=params[group.name])
-    return tuple(replace(group, scaling=chosen.get(group.name, group.scaling)) for group in groups)
-
-
 def _given_by_layer_type(
-    config: Mapping[str, Any], names: list[str], layers: tuple[LayerPattern, ...], defaults: FamilyDefaults
+    config: Config, names: list[str], layers: tuple[LayerPattern, ...], rules: ConfigRules
 ) -> dict[str, dict[str, Any]]:
     """The rope object of each layer type as written, theta included where it is known."""
     new = read_object(config, "rope_parameters")
@@ -135,8 +78,8 @@ def _given_by_layer_type(
             raise LoadError("config.json: rope_parameters and rope_scaling are both given: keep one")
         new, old = old, None
     if new is None and old is None:
-        new = defaults.rope_parameters or None
-    own_local = defaults.local_theta is not None or config.get("rope_local_base_freq") is not None
+        new = rules.rope_parameters or None
+    own_local = rules.local_rope_theta is not None or config.get("rope_local_base_freq") is not None
     if new is not None and any(isinstance(value, Mapping) for value in new.values()):
         unknown = sorted(set(map(str, new)) - set(GROUP_NAMES))
         if unknown:
@@ -168,7 +111,7 @@ def _given_by_layer_type(
     return given
 
 
-def _thetas_by_layer(config: Mapping[str, Any], layers: tuple[LayerPattern, ...]) -> dict[str, Any]:
+def _thetas_by_layer(config: Config, layers: tuple[LayerPattern, ...]) -> dict[str, Any]:
     """`layer_rope_theta` by group; 0 marks a layer that does not rotate."""
     thetas = read_list(config, "layer_rope_theta", len(layers))
     found: dict[str, Any] = {}
@@ -181,16 +124,14 @@ def _thetas_by_layer(config: Mapping[str, Any], layers: tuple[LayerPattern, ...]
     return found
 
 
-def _temperature(
-    given: dict[str, Any], config: Mapping[str, Any], defaults: FamilyDefaults
-) -> tuple[float, int] | None:
+def _temperature(given: dict[str, Any], config: Config, rules: ConfigRules) -> tuple[float, int] | None:
     """Ministral 3: queries times 1 + beta ln(1 + floor(position / length)), named in the rope object."""
     beta = read_number(given, "llama_4_scaling_beta")
     if beta is None:
         return None
-    if defaults is not FAMILY_DEFAULTS["ministral3"]:
+    if not rules.query_temperature:
         raise LoadError("config.json: llama_4_scaling_beta is not supported for this model_type")
-    trained_len = read_size(config, "max_position_embeddings", defaults.max_position_embeddings)
+    trained_len = read_size(config, "max_position_embeddings", rules.max_position_embeddings)
     return beta, read_size(given, "original_max_position_embeddings", trained_len)
 
 
@@ -204,23 +145,23 @@ def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
     return {**kept, **old}
 
 
-def _read_group(config: Mapping[str, Any], defaults: FamilyDefaults, name: str, given: dict[str, Any]) -> RotaryGroup:
+def _read_group(config: Config, rules: ConfigRules, name: str, given: dict[str, Any]) -> RotaryGroup:
     given = {key: value for key, value in given.items() if value is not None}
     partial = given.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
     kind = given.get("rope_type", given.get("type"))
     if kind is None:
         kind = given["rope_type"] = "default"
-    if kind in defaults.longrope_names:
+    if kind in rules.longrope_names:
         given.pop("type", None)
         kind = given["rope_type"] = "longrope"
     kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     _drop_without_effect(given, kind)
-    original = config.get("original_max_position_embeddings", defaults.original_len)
+    original = config.get("original_max_position_embeddings", rules.original_max_position_embeddings)
     if original is not None and kind in _WITH_ORIGINAL_LENGTH:
         given["original_max_position_embeddings"] = original
-    fallback = defaults.rope_theta if name == FULL_ATTENTION else defaults.local_theta or defaults.rope_theta
+    fallback = rules.rope_theta if name == FULL_ATTENTION else rules.local_rope_theta or rules.rope_theta
     theta = given.pop("rope_theta", fallback) if kind == "learned" else given.setdefault("rope_theta", fallback)
-    base = _read_base(config, defaults, partial, kind)
+    base = _read_base(config, rules, partial, kind)
     label = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     label = f"{label}.{name}" if name in (config.get(label) or ()) else label
     try:
@@ -250,16 +191,16 @@ def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
             given.pop(key, None)
 
 
-def _head_dim(config: Mapping[str, Any], defaults: FamilyDefaults) -> int:
-    heads = read_size(config, "num_attention_heads", defaults.num_attention_heads)
-    hidden = read_size(config, "hidden_size", defaults.hidden_size)
-    return read_size(config, "head_dim", defaults.head_dim or hidden // heads)
+def _head_dim(config: Config, rules: ConfigRules) -> int:
+    heads = read_size(config, "num_attention_heads", rules.num_attention_heads)
+    hidden = read_size(config, "hidden_size", rules.hidden_size)
+    return read_size(config, "head_dim", rules.head_dim or hidden // heads)
 
 
-def _read_base(config: Mapping[str, Any], defaults: FamilyDefaults, partial: Any, kind: Any) -> RotaryBase:
+def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any) -> RotaryBase:
     """Dimensions and trained length; theta is filled in by the caller."""
-    head_dim = _head_dim(config, defaults)
-    partial = defaults.partial_rotary_factor if partial is None else partial
+    head_dim = _head_dim(config, rules)
+    partial = rules.partial_rotary_factor if partial is None else partial
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
         raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {shown(partial)}")
     proportional = kind == "proportional"
@@ -272,5 +213,5 @@ def _read_base(config: Mapping[str, Any], defaults: FamilyDefaults, partial: Any
     turning = int(partial * head_dim // 2) if proportional and partial < 1 else None
     if turning == 0:
         raise LoadError(f"config.json: partial_rotary_factor {partial!r} of a head_dim of {head_dim} leaves no pair")
-    trained_len = read_size(config, "max_position_embeddings", defaults.max_position_embeddings)
-    return RotaryBase(defaults.rope_theta, head_dim, rotary_dim, trained_len, turning)
+    trained_len = read_size(config, "max_position_embeddings", rules.max_position_embeddings)
+    return RotaryBase(rules.rope_theta, head_dim, rotary_dim, trained_len, turning)

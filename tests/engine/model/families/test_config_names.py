@@ -24,7 +24,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.config_names import RotaryGroup, apply_scaling, read_rotary_groups, read_rotary_layout
+from windlass.engine.model.families.reading import read_layout, read_rotary_groups
+from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 
 MODULES = {
@@ -238,7 +239,7 @@ def test_nested_parameters_serve_any_family_with_two_kinds_of_layers() -> None:
 )
 def test_smollm3_layers_read_as_transformers_reads_them(change: dict[str, Any]) -> None:
     config = {"model_type": "smollm3", **SMALL, **change}
-    layout = read_rotary_layout(config)
+    layout = read_layout(config)
     theirs = AutoConfig.for_model(**config)
     assert [group is not None for group in layout.layer_groups] == [flag == 1 for flag in theirs.no_rope_layers]
     windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
@@ -248,24 +249,24 @@ def test_smollm3_layers_read_as_transformers_reads_them(change: dict[str, Any]) 
 
 def test_layers_without_rotation_under_every_name() -> None:
     llama = {"model_type": "llama", **SMALL}
-    assert set(read_rotary_layout(llama).layer_groups) == {0}
+    assert set(read_layout(llama).layer_groups) == {0}
     nope = [None, 0, 0, None] * 3
     flags = [int(group is not None) for group in nope]
-    assert list(read_rotary_layout({**llama, "no_rope_layers": flags}).layer_groups) == nope
+    assert list(read_layout({**llama, "no_rope_layers": flags}).layer_groups) == nope
     thetas = [5e5 * flag for flag in flags]
-    layout = read_rotary_layout({**llama, "layer_rope_theta": thetas})
+    layout = read_layout({**llama, "layer_rope_theta": thetas})
     assert list(layout.layer_groups) == nope
     assert layout.groups[0].base.rope_theta == 5e5
-    every = read_rotary_layout({**llama, "no_rope_layer_interval": 4}).layer_groups
+    every = read_layout({**llama, "no_rope_layer_interval": 4}).layer_groups
     assert list(every) == [0, 0, 0, None] * 3
-    nowhere = read_rotary_layout({**llama, "no_rope_layers": [0] * 12})
+    nowhere = read_layout({**llama, "no_rope_layers": [0] * 12})
     assert (set(nowhere.layer_groups), len(nowhere.groups)) == ({None}, 1)
 
 
 def test_thetas_by_layer_type() -> None:
     types = ["full_attention", "sliding_attention"] * 6
     config = {"model_type": "qwen3", **SMALL, "layer_types": types, "use_sliding_window": True}
-    layout = read_rotary_layout({**config, "layer_rope_theta": [1e6, 1e4] * 5 + [1e6, 0]})
+    layout = read_layout({**config, "layer_rope_theta": [1e6, 1e4] * 5 + [1e6, 0]})
     assert [group.base.rope_theta for group in layout.groups] == [1e6, 1e4]
     assert layout.layer_groups == (0, 1) * 5 + (0, None)
 
@@ -347,7 +348,7 @@ def test_hunyuan_s_published_scaling() -> None:
 
 
 def test_ministral3_default_rotation() -> None:
-    layout = read_rotary_layout({"model_type": "ministral3"})
+    layout = read_layout({"model_type": "ministral3"})
     module = Ministral3RotaryEmbedding(AutoConfig.for_model("ministral3"))
     np.testing.assert_allclose(frequencies(layout.groups[0]), module.inv_freq.double().numpy(), rtol=3e-6)
     assert resolve(layout.groups[0].scaling, layout.groups[0].base, 1).rotary_scale == module.attention_scaling == 1.0

@@ -16,7 +16,7 @@ from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.weights import half_split_order, load_weights
 from windlass.engine.model.spec import AttentionSpec, CheckpointLayout, KVGroupSpec, LayerSpec, ModelSpec
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.kernels.torch.reference import rotate_half_split
 

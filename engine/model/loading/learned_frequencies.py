@@ -1,23 +1,21 @@
 """Rotary frequencies that a model learned: reads them from its safetensors files.
 
-Responsible for finding and decoding these few numbers. It reads the format itself, so that the API process, which has
-neither torch nor numpy, can report the same frequencies as the engine.
+Responsible for finding and decoding these few numbers, without torch or numpy, so that the API process, which has neither,
+can report the same frequencies as the engine.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.config_names import RotaryGroup
+from windlass.engine.model.loading.safetensors_header import read_header
+from windlass.engine.rotary.groups import RotaryGroup
 
-_MAX_HEADER = 100_000_000  # the format's own limit
 _FORMATS = {"F64": "d", "F32": "f", "F16": "e", "BF16": "H"}
 
 
@@ -50,20 +48,16 @@ def _filled(group: RotaryGroup, directory: Path, several: bool) -> RotaryGroup:
 
 def _read(directory: Path, names: set[str]) -> Iterator[tuple[str, tuple[float, ...]]]:
     for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                if size > _MAX_HEADER:
-                    raise ValueError("its header is too large")
-                header: dict[str, Any] = json.loads(file.read(size))
-                if not isinstance(header, dict):
-                    raise ValueError("its header is not an object")
-                for name in names & header.keys():
-                    begin, end = header[name]["data_offsets"]
-                    file.seek(8 + size + begin)
-                    yield name, _decoded(header[name]["dtype"], file.read(end - begin), f"{path}: tensor {name}")
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+        tensors = read_header(path).tensors
+        for name in names & tensors.keys():
+            tensor = tensors[name]
+            try:
+                with path.open("rb") as file:
+                    file.seek(tensor.begin)
+                    data = file.read(tensor.end - tensor.begin)
+            except OSError as error:
+                raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+            yield name, _decoded(tensor.dtype, data, f"{path}: tensor {name}")
 
 
 def _decoded(dtype: str, data: bytes, label: str) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.config_values import Config, read_number, read_size
+from windlass.engine.model.config_json.values import Config, read_number, read_size
 
 OLDER_NAMES = (
     "rotary_pct",  # GPT-NeoX, StableLM

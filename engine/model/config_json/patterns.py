@@ -1,0 +1,52 @@
+"""Patterns of layers that several families share. One of a single family stands with that family.
+
+A pattern says of each layer what it sees ("full_attention" or "sliding_attention") and which rotary group it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.values import Config
+from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What config.json says of the layers under names that every family shares.
+
+    given: `layer_types`, None where it says nothing. rotates: whether each layer does. windowed: there is a `sliding_window`.
+    """
+
+    count: int
+    given: list[str] | None
+    rotates: list[bool]
+    windowed: bool
+
+
+# What each layer sees and the rotary group of each, both by the names of `rotary.scaling.GROUP_NAMES`. Raises LoadError.
+Pattern = Callable[[Config, LayerFacts], tuple[list[str], list[str]]]
+
+
+def full_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Every layer sees everything, and all rotate alike."""
+    full = [FULL_ATTENTION] * facts.count
+    _refuse_mixture(config, facts, full)
+    return full, full
+
+
+def windowed_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Every layer sees `sliding_window` tokens, or everything where that is null; all rotate alike."""
+    full, sliding = [FULL_ATTENTION] * facts.count, [SLIDING_ATTENTION] * facts.count
+    _refuse_mixture(config, facts, sliding if facts.windowed else full)
+    return sliding, full
+
+
+def _refuse_mixture(config: Config, facts: LayerFacts, expected: list[str]) -> None:
+    if facts.given and facts.given != expected:
+        raise LoadError(
+            f"config.json: layer_types mixes windows in a way that model_type {config.get('model_type')!r} does not: "
+            "remove it"
+        )

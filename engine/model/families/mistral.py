@@ -1,0 +1,41 @@
+"""Mistral, which may see a window only, and Ministral 3, whose queries grow with their position."""
+
+from __future__ import annotations
+
+from windlass.engine.model.config_json.patterns import windowed_layers
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.families.family import Family
+
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    rules=ConfigRules(
+        layer_pattern=windowed_layers,
+        max_position_embeddings=131_072,
+        num_key_value_heads=8,
+        sliding_window=4096,
+    ),
+)
+
+MINISTRAL3 = Family(
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    rules=ConfigRules(
+        layer_pattern=windowed_layers,
+        max_position_embeddings=262_144,
+        num_hidden_layers=34,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        query_temperature=True,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+)

@@ -1,0 +1,22 @@
+"""Phi 3 and 4 (mini): fused projections, and a longrope that older files call yarn."""
+
+from __future__ import annotations
+
+from windlass.engine.model.config_json.patterns import windowed_layers
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.spec import CheckpointLayout
+
+PHI3 = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    rules=ConfigRules(
+        layer_pattern=windowed_layers,
+        max_position_embeddings=4096,
+        hidden_size=3072,
+        rms_norm_eps=1e-5,
+        original_max_position_embeddings=4096,
+        longrope_names=("su", "yarn"),
+    ),
+    checkpoint=CheckpointLayout(fused_qkv=True, fused_gate_up=True),
+)

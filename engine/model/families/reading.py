@@ -1,0 +1,170 @@
+"""From a config.json to the ModelSpec of its family, refusing what is not understood.
+
+Responsible for finding the family and for what the description of every family is put together from. It knows no single
+family, opens no file and imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.known_keys import refuse_other_mathematics, unread_keys
+from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
+from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized
+from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
+from windlass.engine.model.families.family import Family, Flag
+from windlass.engine.model.families.registry import FAMILIES
+from windlass.engine.model.spec import AttentionSpec, KVGroupSpec, LayerSpec, ModelSpec
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.groups import RotaryGroup
+
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
+    """The spec of the model that config.json describes; raises LoadError with one line that says what is not supported."""
+    family = _family_of_architecture(config)
+    if config.get("model_type", family.model_type) != family.model_type:
+        raise LoadError(
+            f"config.json names architecture {family.architecture} and model_type {config['model_type']!r}, which do not "
+            f"belong together: {family.architecture} is {family.model_type!r}"
+        )
+    quantized = describe_quantized(config)
+    if quantized is not None:
+        raise LoadError(quantized)
+    refuse_other_mathematics(config)
+    layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
+    layers, kv_groups = _layers(config, family, layout)
+    hidden = read_size(config, "hidden_size")
+    return ModelSpec(
+        architecture=family.architecture,
+        vocab_size=read_size(config, "vocab_size"),
+        hidden_size=hidden,
+        layers=layers,
+        rotary_groups=layout.groups,
+        kv_groups=kv_groups,
+        trained_len=layout.groups[0].base.trained_len,
+        norm_eps=read_number(config, "rms_norm_eps") or family.rules.rms_norm_eps,
+        norm_offset=family.norm_offset,
+        embedding_scale=float(hidden) ** 0.5 if family.scaled_embeddings else 1.0,
+        tied_embeddings=read_flag(config, "tie_word_embeddings", family.rules.tie_word_embeddings),
+        logit_soft_cap=read_number(config, "final_logit_softcapping") if family.soft_caps else None,
+        eos_token_ids=_eos(config, generation_config or {}, family),
+        temperature=layout.temperature,
+        checkpoint=family.checkpoint,
+        notices=unread_keys(config),
+    )
+
+
+def read_rotary_groups(config: Config) -> tuple[RotaryGroup, ...]:
+    """The rotary groups alone, of a config.json that need name no more than its `model_type`. Raises LoadError."""
+    return read_layout(config).groups
+
+
+def read_layout(config: Config) -> RotaryLayout:
+    """The same with the pattern of layers. Raises LoadError."""
+    return read_rotary_layout(config, _family_of_model_type(config).rules)
+
+
+def _family_of_architecture(config: Config) -> Family:
+    named = config.get("architectures")
+    found = named[0] if isinstance(named, list) and named else named
+    if found is None:
+        raise LoadError(
+            "config.json names no architecture and is not supported without: it needs a line such as "
+            '"architectures": ["LlamaForCausalLM"]'
+        )
+    architecture = str(found)
+    family = next((family for family in FAMILIES if family.architecture == architecture), None)
+    if family is None:
+        kind = describe_architecture(architecture, config)
+        what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
+        raise LoadError(
+            f"architecture {architecture!r} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
+            f"{', '.join(sorted(family.architecture for family in FAMILIES))}"
+        )
+    return family
+
+
+def _family_of_model_type(config: Config) -> Family:
+    model_type = config.get("model_type")
+    family = next((family for family in FAMILIES if family.model_type == model_type), None)
+    if family is None:
+        raise LoadError(
+            f"config.json: model_type {shown(model_type)} is not supported: known are "
+            f"{', '.join(family.model_type for family in FAMILIES)}"
+        )
+    return family
+
+
+def _layers(
+    config: Config, family: Family, layout: RotaryLayout
+) -> tuple[tuple[LayerSpec, ...], tuple[KVGroupSpec, ...]]:
+    hidden, heads = read_size(config, "hidden_size"), read_size(config, "num_attention_heads")
+    read_size(config, "num_hidden_layers")  # required, where the rotation has a default
+    kv_heads = read_size(config, "num_key_value_heads", family.rules.num_key_value_heads or heads)
+    dim = layout.groups[0].base.head_dim
+    if heads % kv_heads:
+        raise LoadError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if config.get("head_dim") is None and dim == hidden // heads and hidden % heads:
+        raise LoadError(
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}: set head_dim"
+        )
+    scaled_by: float = dim
+    if family.query_pre_attn_scalar is not None:
+        scaled_by = read_number(config, "query_pre_attn_scalar") or family.query_pre_attn_scalar
+    intermediate, activation = read_size(config, "intermediate_size"), _activation(config, family)
+    windows = list(dict.fromkeys(layer.window for layer in layout.layers))
+    layers = tuple(
+        LayerSpec(
+            attention=AttentionSpec(
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=dim,
+                scale=scaled_by**-0.5,
+                rotary_group=group,
+                kv_group=windows.index(layer.window),
+                window=layer.window,
+                soft_cap=read_number(config, "attn_logit_softcapping") if family.soft_caps else None,
+                qkv_bias=_is_set(config, family.qkv_bias),
+                out_bias=_is_set(config, family.out_bias),
+                qk_norm=family.qk_norm,
+            ),
+            intermediate_size=intermediate,
+            activation=activation,
+            mlp_bias=_is_set(config, family.mlp_bias),
+            norms=family.norms,
+        )
+        for layer, group in zip(layout.layers, layout.layer_groups, strict=True)
+    )
+    kv_groups = tuple(
+        KVGroupSpec(tuple(i for i, layer in enumerate(layout.layers) if layer.window == window), kv_heads, dim, window)
+        for window in windows
+    )
+    return layers, kv_groups
+
+
+def _is_set(config: Config, switch: bool | Flag) -> bool:
+    return read_flag(config, switch.key, switch.default) if isinstance(switch, Flag) else switch
+
+
+def _activation(config: Config, family: Family) -> Literal["silu", "gelu_tanh"]:
+    name = config.get(family.activation_key) or family.activation
+    activation = _ACTIVATIONS.get(name) if isinstance(name, str) else None
+    if activation is None:
+        raise LoadError(f"config.json: activation {name!r} is not supported: use one of {', '.join(_ACTIVATIONS)}")
+    return activation
+
+
+def _eos(config: Config, generation_config: Config, family: Family) -> tuple[int, ...]:
+    value = generation_config.get("eos_token_id", config.get("eos_token_id"))
+    ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
+    if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
+        raise LoadError(f"config.json or generation_config.json: eos_token_id must be token ids, got {value!r}")
+    return tuple(ids) or family.rules.eos_token_id

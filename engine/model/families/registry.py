@@ -1,0 +1,33 @@
+"""Every supported family. To add one: a file that describes it, and a line here.
+
+Defaults follow the configuration classes of transformers 5.23, since checkpoints leave them out. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from windlass.engine.model.families.ernie4_5 import ERNIE4_5
+from windlass.engine.model.families.gemma3 import GEMMA3
+from windlass.engine.model.families.glm import GLM, GLM4
+from windlass.engine.model.families.helium import HELIUM
+from windlass.engine.model.families.hunyuan import HUNYUAN
+from windlass.engine.model.families.llama import LLAMA
+from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
+from windlass.engine.model.families.phi3 import PHI3
+from windlass.engine.model.families.qwen import QWEN2, QWEN3
+from windlass.engine.model.families.smollm3 import SMOLLM3
+
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    MINISTRAL3,
+    QWEN2,
+    QWEN3,
+    GEMMA3,
+    SMOLLM3,
+    HELIUM,
+    ERNIE4_5,
+    GLM,
+    GLM4,
+    PHI3,
+    HUNYUAN,
+)

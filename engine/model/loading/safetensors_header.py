@@ -1,0 +1,71 @@
+"""The header of a safetensors file: which tensors it holds and where, read without their data.
+
+The one reader of the format: 8 bytes of length, a JSON object, then the data. It needs nothing but the standard library, so
+that the API process, which has neither torch nor numpy, can look before an engine is started; it checks what its callers
+rely on. Whoever reads the data has the `safetensors` library check the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.engine.errors import LoadError
+
+_MAX_HEADER = 100_000_000  # bytes, the format's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """A tensor in a file. dtype: the format's name, such as "BF16". begin, end: bytes from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """Every tensor of a file by name, and what its writer noted beside them."""
+
+    tensors: Mapping[str, TensorHeader]
+    metadata: Mapping[str, str]
+
+
+def read_header(file: Path) -> SafetensorsHeader:
+    """The header of a file. LoadError for one that is damaged or cut off, without reading its data."""
+    try:
+        return _header(file)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        reason = f"{error}" if type(error) is ValueError else "its header is damaged"
+    raise LoadError(f"cannot read {file}: {reason}: download or copy the file again") from None
+
+
+def _header(file: Path) -> SafetensorsHeader:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        if start.startswith(b"version "):
+            raise ValueError("it is a pointer of Git LFS, not the file itself (run git lfs pull)")
+        if len(start) < 8:
+            raise ValueError("it is empty or cut off")
+        (length,) = struct.unpack("<Q", start)
+        if length > _MAX_HEADER:
+            raise ValueError("its header is too large for a safetensors file")
+        content = json.loads(opened.read(length))
+    metadata = content.pop("__metadata__", None) or {}
+    data = 8 + length
+    found = {
+        name: TensorHeader(item["dtype"], tuple(item["shape"]), *(data + int(end) for end in item["data_offsets"]))
+        for name, item in content.items()
+    }
+    wanted = max((tensor.end for tensor in found.values()), default=data)
+    if wanted != size:
+        raise ValueError(f"it has {size} bytes where its header tells of {wanted}")
+    return SafetensorsHeader(found, metadata)
