@@ -28,7 +28,7 @@ _Rows = PackedRows | PanelRows
 
 _HEAD = "lm_head.weight"
 _RANDOM_BYTES = 4 << 20  # drawn at a time for a weight in panels: they are still in a cache when they are packed
-# Buffers some exporters save. They follow from the config; learned frequencies are read by `rotary.learned`.
+# Buffers some exporters save. They follow from the config; learned frequencies are read by `learned_frequencies`.
 _DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.attention\.(masked_bias|bias)$")
 
 

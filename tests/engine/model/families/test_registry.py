@@ -1,0 +1,35 @@
+"""Every family is listed once, and its defaults are those of transformers' own configuration class."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from transformers import AutoConfig
+
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.registry import FAMILIES
+
+
+def test_every_family_is_listed_once() -> None:
+    for names in ([family.architecture for family in FAMILIES], [family.model_type for family in FAMILIES]):
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_defaults_are_those_of_the_configuration_class(family: Family) -> None:
+    theirs, rules = AutoConfig.for_model(family.model_type), family.rules
+    assert getattr(transformers, family.architecture).config_class is type(theirs)
+    for name in (
+        "max_position_embeddings",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+    ):
+        assert getattr(rules, name) == getattr(theirs, name), name
+    assert (rules.num_key_value_heads or rules.num_attention_heads) == theirs.num_key_value_heads
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert (rules.head_dim or rules.hidden_size // rules.num_attention_heads) == head_dim
+    assert family.activation == (getattr(theirs, family.activation_key))
+    assert family.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
