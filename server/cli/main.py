@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer_injector import Depends, InjectingTyper
 
 from windlass import __version__
 from windlass.clients.loadtest.cli.app import add_commands
-from windlass.clients.terminal.options import expands_options, version_option
 from windlass.clients.terminal.run import run_app
+from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
 from windlass.server.cli.options import (
     EngineOptions,
@@ -26,17 +27,20 @@ from windlass.server.cli.options import (
 from windlass.server.cli.rope.commands import app as rope
 from windlass.server.http.options import ConnectionOptions
 
-app = typer.Typer(
+app = InjectingTyper(
     name="windlass",
     help="An inference server for language models with rotary attention.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure speed.", no_args_is_help=True)
+bench = InjectingTyper(help="Measure speed.", no_args_is_help=True)
 add_commands(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
+
+
+Engine = Annotated[EngineOptions, Depends(EngineOptions)]
 
 
 @app.callback()
@@ -45,11 +49,10 @@ def program(version: Annotated[bool, version_option(f"windlass {__version__}")] 
 
 
 @app.command()
-@expands_options
 def serve(
-    engine: EngineOptions,
-    server: ServerOptions,
-    connections: ConnectionOptions,
+    engine: Engine,
+    server: Annotated[ServerOptions, Depends(ServerOptions)],
+    connections: Annotated[ConnectionOptions, Depends(ConnectionOptions)],
     model: ModelArgument = None,
     log_level: LogLevel = "info",
 ) -> int:
@@ -60,9 +63,8 @@ def serve(
 
 
 @app.command()
-@expands_options
 def generate(
-    engine: EngineOptions,
+    engine: Engine,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: ModelOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest continuation.")] = 128,
@@ -105,9 +107,8 @@ def generate(
 
 
 @bench.command("engine")
-@expands_options
 def bench_engine(
-    engine: EngineOptions,
+    engine: Engine,
     model: ModelArgument = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Requests at once.")] = 8,
     input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens per prompt.")] = 512,

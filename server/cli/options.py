@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_args
 
@@ -110,11 +110,11 @@ class EngineOptions:
                "a profile."),
     ] = None  # fmt: skip
     rope_profile: Annotated[
-        list[str],
+        list[str] | None,
         option("--rope-profile", panel=_engine, metavar="NAME=JSON",
                help="A scaling that requests may use by its name; repeatable. The variable may hold an object of "
                'several: \'{"long": {"rope_type": "yarn", "factor": 4}}\'.'),
-    ] = field(default_factory=list)  # fmt: skip
+    ] = None  # fmt: skip
     rope_update: Annotated[
         str | None,
         option("--rope-update", panel=_engine, help="When frequencies that depend on length change, for requests that "
@@ -178,7 +178,7 @@ class EngineOptions:
 
     def profiles(self) -> dict[str, RopeScaling]:
         """The declared profiles; raises LoadError or RequestError that names the one at fault."""
-        return parse_profiles(self.rope_profile)
+        return parse_profiles(self.rope_profile or [])
 
     def parse_rope_update(self) -> RopeUpdate | None:
         """Raises LoadError for an unknown policy."""
@@ -235,18 +235,18 @@ class ServerOptions:
         option("--served-model-name", panel=_server, help="The model's id in the API. Default: its directory's name."),
     ] = None
     api_key: Annotated[
-        list[str],
+        list[str] | None,
         option("--api-key", panel=_server, help="A key that clients must send; repeat it, or separate several by "
                "commas. Command lines are visible to other users: prefer the variable or --api-key-file."),
-    ] = field(default_factory=list)  # fmt: skip
+    ] = None  # fmt: skip
     api_key_file: Annotated[
         Path | None, option("--api-key-file", panel=_server, help="A file with one key a line; # starts a comment.")
     ] = None
     cors_origin: Annotated[
-        list[str],
+        list[str] | None,
         option("--cors-origin", panel=_server, help="Origin whose pages may call the API, such as "
                "https://example.org; repeatable or comma separated. Default: none."),
-    ] = field(default_factory=list)  # fmt: skip
+    ] = None  # fmt: skip
     default_max_tokens: Annotated[
         int, option("--default-max-tokens", panel=_server, help="Longest answer of a chat that sets no max_tokens.")
     ] = 1024
@@ -354,6 +354,6 @@ def _size(name: str, value: str) -> int:
         raise LoadError(f"{name}: {error}") from error
 
 
-def split(values: list[str]) -> list[str]:
+def split(values: list[str] | None) -> list[str]:
     """Repeated options and comma-separated lists alike."""
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+    return [part.strip() for value in values or [] for part in value.split(",") if part.strip()]

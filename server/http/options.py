@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_network
 from typing import Annotated
 
@@ -28,11 +28,11 @@ class ConnectionOptions:
                "further ones get 429."),
     ] = 512  # fmt: skip
     forwarded_allow_ips: Annotated[
-        list[str],
+        list[str] | None,
         option("--forwarded-allow-ips", panel=_connections, help="Proxies to trust, as addresses or networks, * for all; "
                "repeatable or comma separated: their X-Forwarded-For is believed, and they may hold any number of "
                "connections. Default: 127.0.0.1."),
-    ] = field(default_factory=list)  # fmt: skip
+    ] = None  # fmt: skip
     header_timeout: Annotated[
         float,
         option("--header-timeout", panel=_connections, help="Seconds a client has for the line and headers of a request."),

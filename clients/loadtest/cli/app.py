@@ -6,25 +6,25 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-import typer
+from typer_injector import InjectingTyper
 
 from windlass.clients._version import __version__
 from windlass.clients.loadtest.cli.results import SidesCommand, compare, report
 from windlass.clients.loadtest.cli.serve import bench_serve
-from windlass.clients.terminal.options import version_option
 from windlass.clients.terminal.run import run_app
+from windlass.clients.terminal.version import version_option
 
 _PROGRAM = "windlass-bench"
 
 
-def add_commands(app: typer.Typer) -> None:
+def add_commands(app: InjectingTyper) -> None:
     """Give an app the commands serve, report and compare."""
     app.command("serve")(bench_serve)
     app.command("report")(report)
     app.command("compare", cls=SidesCommand)(compare)
 
 
-app = typer.Typer(
+app = InjectingTyper(
     name=_PROGRAM,
     help="Load tests of servers that speak OpenAI's API.",
     no_args_is_help=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,8 +44,9 @@ class TargetOptions:
         _option("--api-key", _server, "Its key.", envvar=["WINDLASS_API_KEY", "OPENAI_API_KEY"], show_envvar=True),
     ] = None
     header: Annotated[
-        list[str], _option("--header", _server, "A further header of each request; repeatable.", metavar="NAME:VALUE")
-    ] = field(default_factory=list)
+        list[str] | None,
+        _option("--header", _server, "A further header of each request; repeatable.", metavar="NAME:VALUE"),
+    ] = None
     endpoint: Annotated[str, _option("--endpoint", _server, "completions or chat.")] = "completions"
 
     def to_target(self) -> Target:
@@ -53,7 +54,7 @@ class TargetOptions:
         from windlass.clients.loadtest.target import Target
 
         headers = {}
-        for text in self.header:
+        for text in self.header or []:
             name, colon, value = text.partition(":")
             if not colon or not name.strip():
                 raise CommandError(f"--header {text!r}: write NAME:VALUE")
@@ -175,10 +176,10 @@ class WorkloadOptions:
         bool, _option("--ladder", _workload, "Prompts of 1,024 tokens, twice that, and so on to the server's limit.")
     ] = False
     rope_scaling: Annotated[
-        list[str],
+        list[str] | None,
         _option("--rope-scaling", _workload, "A rotary scaling that requests draw from: JSON, a profile's name or null, "
                 "with a weight as in 3@null; repeatable.", metavar="[WEIGHT@]SCALING"),
-    ] = field(default_factory=list)  # fmt: skip
+    ] = None  # fmt: skip
     disconnect_share: Annotated[
         float, _option("--disconnect-share", _workload, "Share of clients that go away in the middle, 0 to 1.")
     ] = 0.0
@@ -223,7 +224,7 @@ class WorkloadOptions:
             turns=self.turns,
             think_s=self.think_time,
             ladder=self.ladder,
-            scalings=[WeightedScaling.parse(text) for text in self.rope_scaling],
+            scalings=[WeightedScaling.parse(text) for text in self.rope_scaling or []],
             trace=trace,
             disconnect_share=self.disconnect_share,
             disconnect_after=self.disconnect_after,
@@ -248,10 +249,10 @@ class SloOptions:
     """What is good enough, and the search for the highest rate that is."""
 
     slo: Annotated[
-        list[str],
+        list[str] | None,
         _option("--slo", _target, "The most a request may take, such as ttft:500 (ttft, tpot, itl, e2el; repeatable).",
                 metavar="NAME:MS"),
-    ] = field(default_factory=list)  # fmt: skip
+    ] = None  # fmt: skip
     sweep: Annotated[
         bool,
         _option("--sweep", _target, "Find the highest rate that meets the SLOs: runs at rates that double from "
@@ -271,7 +272,7 @@ class SloOptions:
     def limits(self) -> dict[str, float]:
         """Milliseconds by measure. Raises CommandError."""
         found = {}
-        for text in self.slo:
+        for text in self.slo or []:
             name, _, value = text.replace("=", ":").partition(":")
             try:
                 found[name.strip().lower()] = float(value)
@@ -324,7 +325,7 @@ def make_plan(
         schedule = arrivals.to_schedule(count, trace)
     concurrency = 1 if schedule is None and arrivals.concurrency is None else arrivals.concurrency
     shown = asdict(arrivals) | asdict(workload) | {"model": target.model, "endpoint": target.endpoint}
-    shown |= {"num_prompts": count, "concurrency": concurrency}
+    shown |= {"num_prompts": count, "concurrency": concurrency, "rope_scaling": workload.rope_scaling or []}
     return LoadPlan(
         target=target.to_target(),
         workload=workload.to_spec(target.chat, trace),

@@ -8,7 +8,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer_injector import Depends
 
 from windlass.clients.loadtest.cli.options import (
     ArrivalOptions,
@@ -21,7 +23,6 @@ from windlass.clients.loadtest.cli.options import (
 )
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.options import expands_options
 from windlass.clients.terminal.outputs import check_outputs
 
 if TYPE_CHECKING:
@@ -31,13 +32,12 @@ if TYPE_CHECKING:
     from windlass.clients.loadtest.sweep import SweepResult
 
 
-@expands_options
 def bench_serve(
-    target: TargetOptions,
-    arrivals: ArrivalOptions,
-    workload: WorkloadOptions,
-    slo: SloOptions,
-    output: OutputOptions,
+    target: Annotated[TargetOptions, Depends(TargetOptions)],
+    arrivals: Annotated[ArrivalOptions, Depends(ArrivalOptions)],
+    workload: Annotated[WorkloadOptions, Depends(WorkloadOptions)],
+    slo: Annotated[SloOptions, Depends(SloOptions)],
+    output: Annotated[OutputOptions, Depends(OutputOptions)],
 ) -> int:
     """Put load on a running server, any that speaks OpenAI's API, and measure what its clients see."""
     from windlass.clients.loadtest.errors import LoadTestError
