@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from harness.rates import readable
 
-from windlass.kernels import AttentionCall, KVPages, cpu, dispatch
+from windlass.kernels import AttentionCall, KVPages, bind, cpu
 from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.torch import batched, reference
 
@@ -73,6 +73,7 @@ def size_of(pages: KVPages) -> int:
 def decode(lengths: list[int], repeats: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
     vector = readable(OUTGROWS_CACHES)
     found = []
+    backend = bind("cpu")
     for length in lengths:
         q, lens = torch.randn(1, HEADS, DIM), torch.tensor([length])
         contestants: dict[str, Callable[[], object]] = {"read": lambda: vector.sum()}
@@ -86,7 +87,7 @@ def decode(lengths: list[int], repeats: int, clock: Callable[[], float]) -> list
             call = AttentionCall.of_single_tokens(table, lens, torch.ones(1), DIM**-0.5)
 
             def attend(supply=itertools.cycle(copies), q=q, call=call) -> object:  # type: ignore[no-untyped-def]  # noqa: B008
-                return dispatch.paged_attention(q, next(supply), call)
+                return backend.paged_attention(q, next(supply), call)
 
             contestants[name] = attend
         seconds = take_turns(contestants, repeats, clock)

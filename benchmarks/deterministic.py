@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print(f"{kernels.explain()}, {options.threads} threads, torch {torch.__version__}")
+    print(f"{kernels.bind('cpu').explain()}, {options.threads} threads, torch {torch.__version__}")
     results: dict[str, Any] = {}
     for weights in options.weights.split(","):
         with tempfile.TemporaryDirectory() as folder:

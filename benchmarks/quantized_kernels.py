@@ -21,8 +21,8 @@ import torch
 from harness.rates import readable
 from torch import Tensor
 
-from windlass.engine.model.loading.weight_memory import WeightMemory
 from windlass.kernels import PackedWeight, cpu
+from windlass.kernels.weight_memory import WeightMemory
 
 LAYERS = {
     "qkv 3072x2048": (3072, 2048),

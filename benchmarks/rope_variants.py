@@ -200,7 +200,8 @@ class WindlassKernel:
     def __init__(self, shape: tuple[int, int], heads: int) -> None:
         self.length, self.heads, dim = shape[0], heads, shape[1] // heads
         base = RotaryBase(rope_theta=BASE, head_dim=dim, rotary_dim=dim, trained_len=self.length)
-        self.rotary = RotaryTables(1, [base], "cpu")
+        self.backend = kernels.bind("cpu")
+        self.rotary = RotaryTables(1, [base], self.backend)
         row = self.rotary.acquire([resolve(RopeScaling(), base, self.length)])
         self.rotary_ids = torch.full((self.length,), row, dtype=torch.int64)
         self.positions = torch.arange(self.length)
@@ -221,12 +222,12 @@ class WindlassKernel:
 
     def queries(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         q, none = x.view(self.length, self.heads, -1), self.no_heads
-        kernels.rotate_and_append(q, none, none[:, :, :0], *tables, self.q_scale, self.no_pages, self.no_slots)
+        self.backend.rotate_and_append(q, none, none[:, :, :0], *tables, self.q_scale, self.no_pages, self.no_slots)
         return x
 
     def keys(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         k = x.view(self.length, self.heads, -1)
-        kernels.rotate_and_append(self.no_heads, k, self.no_values, *tables, self.q_scale, self.pages, self.slots)
+        self.backend.rotate_and_append(self.no_heads, k, self.no_values, *tables, self.q_scale, self.pages, self.slots)
         return self.pages.key
 
     def read_keys(self, pages: Tensor) -> Tensor:

@@ -120,7 +120,8 @@ def main() -> None:
     engines = {name: engine(options.model, tokens, options) for name, tokens in (("off", 0), ("on", options.tokens))}
     info = engines["on"].info
     print(
-        f"{kernels.explain()}, {options.threads} threads, {info.num_parameters / 1e6:.0f} M parameters, {info.weight_dtype}"
+        f"{kernels.bind('cpu').explain()}, {options.threads} threads, "
+        f"{info.num_parameters / 1e6:.0f} M parameters, {info.weight_dtype}"
     )
     results = {
         f"{'repetitive' if repetitive else 'not repetitive'}, {streams} streams": measure(

@@ -8,12 +8,11 @@ import torch
 
 from windlass.engine.model.spec import KVGroupSpec
 from windlass.engine.scheduling.plan import BlockCopy
-from windlass.kernels import KVPages, plane_shapes
-from windlass.kernels.huge_pages import advise_huge_pages
+from windlass.kernels import Backend, KVPages, plane_shapes
 
 
 class KVStorage:
-    """Pages of every KV group on one device.
+    """Pages of every KV group, in memory of one backend.
 
     groups and num_blocks run in parallel. dtype int8 adds scales beside the codes.
     Memory is reserved, not touched, so unused pages cost nothing on a CPU.
@@ -25,15 +24,15 @@ class KVStorage:
         num_blocks: Sequence[int],
         block_size: int,
         dtype: torch.dtype,
-        device: torch.device,
+        backend: Backend,
     ) -> None:
         self._pages: dict[int, KVPages] = {}
         self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
         for group, blocks in zip(groups, num_blocks, strict=True):
-            planes = []
-            for shape, kind in plane_shapes(blocks, block_size, group.num_kv_heads, group.head_dim, dtype):
-                planes.append(torch.empty((len(group.layers), *shape), dtype=kind, device=device))
-                advise_huge_pages(planes[-1])
+            planes = [
+                backend.pages((len(group.layers), *shape), kind)
+                for shape, kind in plane_shapes(blocks, block_size, group.num_kv_heads, group.head_dim, dtype)
+            ]
             self._groups.append(tuple(planes))
             for i, layer in enumerate(group.layers):
                 self._pages[layer] = KVPages(*(plane[i] for plane in planes))

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import torch
 
-from windlass import kernels
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.api.validation import validate_request
@@ -55,7 +54,7 @@ class EngineCore:
         self._rope_update = config.rotary.update
         plan = _plan(config, model)
         cache = _allocate(config, model, plan)
-        tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, [g.base for g in self._groups], decoder.device)
+        tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, [g.base for g in self._groups], decoder.backend)
         sampler = Sampler(spec.vocab_size, decoder.device)
         self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size)
         layouts = [
@@ -154,7 +153,7 @@ def _allocate(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> KVSt
     decoder = model.decoder
     groups, blocks = decoder.spec.kv_groups, plan.num_blocks
     try:
-        return KVStorage(groups, blocks, config.cache.block_size, model.cache_dtype, decoder.device)
+        return KVStorage(groups, blocks, config.cache.block_size, model.cache_dtype, decoder.backend)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -169,7 +168,8 @@ def _name(dtype: torch.dtype) -> str:
 def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds: float) -> ModelInfo:
     decoder, spec = model.decoder, model.decoder.spec
     cached = _name(model.cache_dtype)
-    kernel_notice = () if decoder.device.type != "cpu" or kernels.reads_narrow_weights() else (kernels.explain(),)
+    backend = decoder.backend
+    kernel_notice = (backend.explain(),) if backend.is_second_choice else ()
     return ModelInfo(
         path=config.model,
         architecture=spec.architecture,

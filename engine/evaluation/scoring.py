@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from windlass import kernels
 from windlass.engine.api.config import ComputeConfig, EngineConfig
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import RequestError
@@ -27,7 +26,7 @@ from windlass.engine.model.loading.weights import Progress
 from windlass.engine.rotary.groups import apply_scaling
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, make_plan
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec
-from windlass.engine.rotary.tables import RotaryTables, turn_angles
+from windlass.engine.rotary.tables import RotaryTables, rerotation_angles
 
 _BLOCK = 16
 
@@ -130,12 +129,12 @@ class _Sequence:
         self._decoder, self._ids, self._chunk = decoder, ids.to(decoder.device), chunk
         self._blocks = -(-len(ids) // _BLOCK)
         self._cache_dtype = cache_dtype
-        self._tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.device)
+        self._tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
         self._cache = self._make_cache(self._blocks)
 
     def _make_cache(self, blocks: int) -> KVStorage:
         groups = self._decoder.spec.kv_groups
-        return KVStorage(groups, [blocks] * len(groups), _BLOCK, self._cache_dtype, self._decoder.device)
+        return KVStorage(groups, [blocks] * len(groups), _BLOCK, self._cache_dtype, self._decoder.backend)
 
     def recompute(self, stages: Iterator[tuple[int, int, Specs]], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """One pass over everything up to the last wanted row of each stage, of which that stage's rows count.
@@ -170,16 +169,19 @@ class _Sequence:
 
     def _turn(self, begin: int, stop: int, origin: Specs, target: Specs, *, restore: bool) -> None:
         """Copy the keys of rows begin .. stop from the kept half to the live one (or back), turned to `target`."""
-        device = self._decoder.device
-        positions = torch.arange(begin, stop, device=device)
+        backend = self._decoder.backend
+        positions = torch.arange(begin, stop, device=backend.device)
         kept = positions + self._blocks * _BLOCK
         sources, targets = (kept, positions) if restore else (positions, kept)
-        turns = [turn_angles(old.inv_freq, new.inv_freq, positions) for old, new in zip(origin, target, strict=True)]
-        plain = turn_angles((), (), positions)  # no pair turns: a copy
+        angles = [
+            rerotation_angles(backend, old.inv_freq, new.inv_freq, positions)
+            for old, new in zip(origin, target, strict=True)
+        ]
+        plain = rerotation_angles(backend, (), (), positions)  # no pair rotates: a copy
         for index, layer in enumerate(self._decoder.spec.layers):
             group = layer.attention.rotary_group
-            cos, sin = plain if group is None else turns[group]
-            kernels.move_cached_keys(self._cache.pages(index), sources, targets, cos, sin)
+            cos, sin = plain if group is None else angles[group]
+            backend.rerotate_cached_keys(self._cache.pages(index), sources, targets, cos, sin)
 
     def _forward(self, begin: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
         """Run rows begin .. end under `specs`, the rows before them being cached."""

@@ -49,7 +49,7 @@ class _Memory:
 
 
 class DecodeBatches:
-    """num_groups: KV groups. CPU only. A batch is overwritten by the next one of as many rows."""
+    """num_groups: KV groups. For backends that read host memory. A batch is overwritten by the next one of as many rows."""
 
     def __init__(self, num_groups: int, block_size: int, block_rows: BlockRows, rotary: RotaryTables) -> None:
         self._groups, self._block_size = num_groups, block_size

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass import kernels
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.scaling import RotarySpec
-from windlass.engine.rotary.tables import turn_angles
+from windlass.engine.rotary.tables import rerotation_angles
 from windlass.engine.scheduling.plan import KeyMove
+from windlass.kernels import Backend
 
 _SLICE = 4096  # tokens turned at once, which bounds the memory of their angles
 
@@ -22,13 +22,13 @@ _SLICE = 4096  # tokens turned at once, which bounds the memory of their angles
 class KeyMover:
     """Key moves on the pages of one model."""
 
-    def __init__(self, spec: ModelSpec, cache: KVStorage, block_size: int, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, cache: KVStorage, block_size: int, backend: Backend) -> None:
         self._layers = [
             [(layer, spec.layers[layer].attention.rotary_group) for layer in group.layers] for group in spec.kv_groups
         ]
         self._cache = cache
         self._block_size = block_size
-        self._device = device
+        self._backend = backend
 
     def apply(self, move: KeyMove) -> None:
         """Turn the keys of one move by one rotation each; keys whose frequencies do not change are copied bit by bit."""
@@ -52,7 +52,7 @@ class KeyMover:
             if group not in angles:
                 angles[group] = self._angles(move, group, positions)
             pages = self._cache.pages(layer)
-            kernels.move_cached_keys(pages, source_slots, target_slots, *angles[group], values=move.values)
+            self._backend.rerotate_cached_keys(pages, source_slots, target_slots, *angles[group], values=move.values)
 
     def _angles(self, move: KeyMove, group: int | None, positions: Tensor) -> tuple[Tensor, Tensor]:
         old: tuple[float, ...] = ()
@@ -62,7 +62,7 @@ class KeyMover:
             old, new = source.inv_freq, move.to_specs[group].inv_freq
         if old == new:
             old = new = ()  # no pair turns: a plain copy
-        return turn_angles(old, new, positions)
+        return rerotation_angles(self._backend, old, new, positions)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+        return torch.from_numpy(array.astype(np.int64)).to(self._backend.device)

@@ -1,4 +1,4 @@
-"""Decode steps by repetition: the compiled calls of an earlier step of as many rows, made again on the same memory.
+"""Decode steps by repetition: the calls of an earlier step of as many rows, made again on the same memory.
 
 Responsible for the memory those steps share and for when a recording may stand for a step. A step is dozens to hundreds
 of kernels; Python around them would cost a tenth of a step even of a quantized 1B model, and more of a smaller one's.
@@ -18,7 +18,7 @@ from torch import Tensor
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
-from windlass.kernels import PackedWeight, cpu
+from windlass.kernels import PackedWeight, Recorder, Recording
 
 _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
 
@@ -37,7 +37,7 @@ class _Plan:
 
     batch: ForwardBatch
     x: Tensor | None
-    recording: cpu.Recording | None = None
+    recording: Recording | None = None
     confirmed: bool = False
     obstacle: str | None = None
     hidden: Tensor | None = None
@@ -49,11 +49,10 @@ class DecodeReplay:
 
     def __init__(self, decoder: Decoder, cache: KVStorage) -> None:
         self._decoder, self._cache = decoder, cache
-        self._plans: OrderedDict[tuple[int, int, bool], _Plan | None] = OrderedDict()
-        self._arena = cpu.Arena(_ARENA_BYTES)  # of all plans: steps come one after the other
-        self.obstacle = cpu.unavailable_reason()
-        if decoder.device.type != "cpu":
-            self.obstacle = f"the model is on {decoder.device}"
+        self._plans: OrderedDict[tuple[int, int], _Plan | None] = OrderedDict()  # by rows and width of the block tables
+        self.obstacle = decoder.backend.recording_refusal
+        # Of all plans: steps come one after the other.
+        self._recorder = None if self.obstacle is not None else decoder.backend.recorder(_ARENA_BYTES)
         self.max_rows = sys.maxsize if self.obstacle is None else 0
         spec = decoder.spec
         self._embeds_in_kernels = spec.temperature is None and not isinstance(decoder.embedding, PackedWeight)
@@ -66,10 +65,10 @@ class DecodeReplay:
         `max_rows`.
         """
         rows = batch.input_ids.shape[0]
-        if rows > self.max_rows or rows != batch.seq_lens.shape[0]:
+        if self._recorder is None or rows > self.max_rows or rows != batch.seq_lens.shape[0]:
             return None
         width = max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
-        key = (rows, width, self._decoder.deterministic)
+        key = rows, width
         if key not in self._plans:
             self._plans[key] = None
             while len(self._plans) > _MAX_PLANS:
@@ -88,14 +87,14 @@ class DecodeReplay:
                 self.num_repeated += 1
                 return plan.hidden, plan.logits
             _fill(plan, batch, x)  # the call that failed raises again below, with a message
-        found = self._record(plan)
+        found = self._record(self._recorder, plan)
         if plan.obstacle is not None:  # fewer rows may still do: they need less memory, and kernels that suit few
             self.max_rows, self.obstacle = rows - 1, plan.obstacle
             del self._plans[key]
         return found
 
-    def _record(self, plan: _Plan) -> tuple[Tensor, Tensor]:
-        with cpu.record(self._arena) as recording:
+    def _record(self, recorder: Recorder, plan: _Plan) -> tuple[Tensor, Tensor]:
+        with recorder.record() as recording:
             x = self._decoder.embed(plan.batch)[0] if plan.x is None else plan.x
             hidden = self._decoder.run_layers(x, plan.batch, self._cache)
             logits = self._decoder.logits(hidden)

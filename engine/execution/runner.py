@@ -39,13 +39,13 @@ class Runner:
         self, decoder: Decoder, cache: KVStorage, tables: RotaryTables, sampler: Sampler, block_size: int
     ) -> None:
         self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
-        self._mover = KeyMover(decoder.spec, cache, block_size, decoder.device)
+        self._mover = KeyMover(decoder.spec, cache, block_size, decoder.backend)
         self._block_size = block_size
         self.replay = DecodeReplay(decoder, cache)
         groups = len(decoder.spec.kv_groups)
         self._rows = BlockRows(groups, block_size)
         self._decoding = None
-        if decoder.device.type == "cpu":
+        if decoder.backend.reads_host_memory:
             self._decoding = DecodeBatches(groups, block_size, self._rows, tables)
         self.positions_computed = 0
 

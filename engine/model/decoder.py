@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from windlass import kernels
-from windlass.engine.api.config import Quantization
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.model.loading.weight_memory import WeightMemory
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.kernels import AttentionCall, PackedWeight, PanelWeight
-
-Weight = Tensor | PackedWeight | PanelWeight
+from windlass.kernels import AttentionCall, Backend, PackedWeight, Quantization, Weight
 
 
 @dataclass(slots=True)
@@ -49,70 +43,39 @@ class _SharedInputs:
 
 
 class Decoder:
-    """Embedding, layers, final norm and head of one model, in one compute dtype on one device.
+    """Embedding, layers, final norm and head of one model, on the backend that it is given.
 
     Matrices may be stored narrower than they are computed with (weight_dtype); biases are stored in the compute dtype.
-    Those of 16 bits that are only multiplied by lie in panels where that is quickest.
     With a quantization the layers' matrices have its width and the head has 8 bits. An embedding of its own is only
     gathered from, a row per token, and stays as it is; one tied to the head is the head's 8-bit rows.
     """
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        weight_dtype: torch.dtype | None = None,
-        *,
-        quantization: Quantization = "none",
-        deterministic: bool = False,
-    ) -> None:
-        """Allocate uninitialised weights; `weights.load_weights` or `weights.randomize_weights` fills them.
-
-        deterministic: the bits of a row of `forward` and `logits` depend on its own sequence only.
-        """
-        self.spec, self.dtype, self.device = spec, dtype, device
-        self.weight_dtype = weight_dtype or dtype
-        self.quantization: Quantization | None = None if quantization == "none" else quantization
-        self.deterministic = deterministic
-        self._memory = WeightMemory(device)
-        self._panels = kernels.lays_out_panels(dtype, self.weight_dtype, device, deterministic=deterministic)
+    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
+        """Allocate uninitialised weights; `weights.load_weights` or `weights.randomize_weights` fills them."""
+        self.spec, self.backend = spec, backend
+        self.dtype, self.device, self.weight_dtype = backend.dtype, backend.device, backend.weight_dtype
+        self.quantization: Quantization | None = None if backend.quantization == "none" else backend.quantization
         hidden = spec.hidden_size
         self.head: Weight
         self.embedding: Tensor | PackedWeight
         if spec.tied_embeddings:
-            self.head = self.embedding = self._packed_head() or self._empty(spec.vocab_size, hidden)
+            self.head = self.embedding = backend.table_and_head(spec.vocab_size, hidden)
         else:
-            self.head = self._packed_head() or self._plain_matrix(spec.vocab_size, hidden)
-            self.embedding = self._empty(spec.vocab_size, hidden)
+            self.head = backend.head(spec.vocab_size, hidden)
+            self.embedding = backend.table(spec.vocab_size, hidden)
         self.final_norm = self._norm(hidden)
         self.layers = [self._allocate(layer) for layer in spec.layers]
         kinds = [(a.kv_group, a.scale, a.window, a.soft_cap) for a in (layer.attention for layer in spec.layers)]
         self._attention_kinds = list(dict.fromkeys(kinds))
         self._kind_of_layer = [self._attention_kinds.index(kind) for kind in kinds]
         self._rotated_pairs = [group.base.rotary_dim // 2 for group in spec.rotary_groups]
-        self._unit_norm = torch.ones(spec.layers[0].attention.head_dim, dtype=torch.float32, device=device)
+        self._unit_norm = torch.ones(spec.layers[0].attention.head_dim, dtype=torch.float32, device=self.device)
 
-    def _empty(self, *shape: int) -> Tensor:
-        return self._memory.empty(shape, self.weight_dtype if len(shape) > 1 else self.dtype)
-
-    def _matrix(self, rows: int, columns: int) -> Weight:
-        if self.quantization is None:
-            return self._plain_matrix(rows, columns)
-        return PackedWeight.empty(rows, columns, 8 if self.quantization == "int8" else 4, self._memory.empty)
-
-    def _packed_head(self) -> PackedWeight | None:
-        if self.quantization is None:
-            return None
-        return PackedWeight.empty(self.spec.vocab_size, self.spec.hidden_size, 8, self._memory.empty)
-
-    def _plain_matrix(self, rows: int, columns: int) -> Weight:
-        if self._panels:
-            return PanelWeight.empty(rows, columns, self.weight_dtype, self._memory.empty)
-        return self._empty(rows, columns)
+    def _bias(self, size: int) -> Tensor:
+        return self.backend.empty((size,), self.dtype)
 
     def _norm(self, size: int) -> Tensor:
-        return self._memory.empty((size,), torch.float32)
+        return self.backend.empty((size,), torch.float32)
 
     def _allocate(self, layer: LayerSpec) -> LayerWeights:
         attention, hidden = layer.attention, self.spec.hidden_size
@@ -121,15 +84,15 @@ class Decoder:
         sandwich = layer.norms == "sandwich"
         return LayerWeights(
             input_norm=self._norm(hidden),
-            qkv=self._matrix(qkv_size, hidden),
-            out=self._matrix(hidden, q_size),
+            qkv=self.backend.matrix(qkv_size, hidden),
+            out=self.backend.matrix(hidden, q_size),
             mlp_norm=self._norm(hidden),
-            gate_up=self._matrix(2 * layer.intermediate_size, hidden),
-            down=self._matrix(hidden, layer.intermediate_size),
-            qkv_bias=self._empty(qkv_size) if attention.qkv_bias else None,
-            out_bias=self._empty(hidden) if attention.out_bias else None,
-            gate_up_bias=self._empty(2 * layer.intermediate_size) if layer.mlp_bias else None,
-            down_bias=self._empty(hidden) if layer.mlp_bias else None,
+            gate_up=self.backend.matrix(2 * layer.intermediate_size, hidden),
+            down=self.backend.matrix(hidden, layer.intermediate_size),
+            qkv_bias=self._bias(qkv_size) if attention.qkv_bias else None,
+            out_bias=self._bias(hidden) if attention.out_bias else None,
+            gate_up_bias=self._bias(2 * layer.intermediate_size) if layer.mlp_bias else None,
+            down_bias=self._bias(hidden) if layer.mlp_bias else None,
             q_norm=self._norm(attention.head_dim) if attention.qk_norm else None,
             k_norm=self._norm(attention.head_dim) if attention.qk_norm else None,
             post_attention_norm=self._norm(hidden) if sandwich else None,
@@ -143,31 +106,29 @@ class Decoder:
 
     def embed(self, batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
         """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied."""
-        x = self._embed(batch.input_ids)  # [T, hidden]
+        x = self.backend.embed(self.embedding, batch.input_ids, self.spec.embedding_scale)
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature
-            growth = 1 + beta * self._log1p(batch.positions // length)  # [T]
+            growth = 1 + beta * self.backend.log1p(batch.positions // length)  # [T]
             batch = replace(batch, score_scale=batch.score_scale * growth)
         return x, batch
 
     def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """The rest of `forward`. x: [T, hidden] as `embed` gave it; it is overwritten."""
-        eps = self.spec.norm_eps
+        backend, eps = self.backend, self.spec.norm_eps
         shared = self._shared_inputs(batch)
-        normed = self._rms_norm(x, self.layers[0].input_norm, eps)
+        normed = backend.rms_norm(x, self.layers[0].input_norm, eps)
         following = [w.input_norm for w in self.layers[1:]] + [self.final_norm]
         for index, (layer, w) in enumerate(zip(self.spec.layers, self.layers, strict=True)):
             y = self._attention(normed, layer, w, batch, shared, cache, index)
             if w.post_attention_norm is not None:
-                y = self._rms_norm(y, w.post_attention_norm, eps)
-            normed = self._add_norm(x, y, w.mlp_norm, eps)
-            y = self._linear(normed, w.gate_up, w.gate_up_bias)
-            y = self._linear(
-                kernels.gated_activation(y, layer.activation, deterministic=self.deterministic), w.down, w.down_bias
-            )
+                y = backend.rms_norm(y, w.post_attention_norm, eps)
+            normed = backend.add_rms_norm(x, y, w.mlp_norm, eps)
+            y = backend.linear(normed, w.gate_up, w.gate_up_bias)
+            y = backend.linear(backend.gated_activation(y, layer.activation), w.down, w.down_bias)
             if w.post_mlp_norm is not None:
-                y = self._rms_norm(y, w.post_mlp_norm, eps)
-            normed = self._add_norm(x, y, following[index], eps)
+                y = backend.rms_norm(y, w.post_mlp_norm, eps)
+            normed = backend.add_rms_norm(x, y, following[index], eps)
         return normed
 
     def _shared_inputs(self, batch: ForwardBatch) -> _SharedInputs:
@@ -186,14 +147,6 @@ class Decoder:
         ]
         return _SharedInputs(groups, list(batch.slots.unbind(0)), [calls[kind] for kind in self._kind_of_layer])
 
-    def _embed(self, ids: Tensor) -> Tensor:
-        table, scale = self.embedding, self.spec.embedding_scale
-        if isinstance(table, Tensor):
-            return kernels.embed_rows(table, ids, self.dtype, scale)
-        x = table.dequantize(ids).to(self.dtype)
-        # The scale is rounded to the compute dtype first, as the reference implementation does.
-        return x if scale == 1 else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
-
     def _attention(
         self,
         x: Tensor,
@@ -204,9 +157,9 @@ class Decoder:
         cache: KVStorage,
         index: int,
     ) -> Tensor:
-        spec = layer.attention
+        spec, backend = layer.attention, self.backend
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        qkv = self._linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
+        qkv = backend.linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)  # [T, H, D] views
         after = spec.qk_norm == "after"
         if after:
@@ -215,43 +168,26 @@ class Decoder:
             q, k = (q * grown).to(x.dtype), (k * grown).to(x.dtype)
         if w.q_norm is not None and w.k_norm is not None:
             # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
-            q = self._rms_norm(q, self._unit_norm if after else w.q_norm, self.spec.norm_eps)
-            k = self._rms_norm(k, self._unit_norm if after else w.k_norm, self.spec.norm_eps)
+            q = backend.rms_norm(q, self._unit_norm if after else w.q_norm, self.spec.norm_eps)
+            k = backend.rms_norm(k, self._unit_norm if after else w.k_norm, self.spec.norm_eps)
         pages = cache.pages(index)
         cos, sin, q_scale = shared.rotations[spec.rotary_group or 0]
         if spec.rotary_group is None:  # it takes none of the cosines
             cos, sin = cos[:, :0], sin[:, :0]
         if after:
             q_scale = torch.ones_like(q_scale)
-        kernels.rotate_and_append(q, k, v, cos, sin, q_scale, pages, shared.slots[spec.kv_group])
+        backend.rotate_and_append(q, k, v, cos, sin, q_scale, pages, shared.slots[spec.kv_group])
         if after and w.q_norm is not None and w.k_norm is not None:
             q.mul_(w.q_norm * w.k_norm)
-        call = shared.attention[index]
-        attended = kernels.paged_attention(q, pages, call, deterministic=self.deterministic)  # [T, Hq, D]
-        return self._linear(attended.view(attended.shape[0], -1), w.out, w.out_bias)
+        attended = backend.paged_attention(q, pages, shared.attention[index])  # [T, Hq, D]
+        return backend.linear(attended.view(attended.shape[0], -1), w.out, w.out_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]."""
-        logits = self._linear(hidden, self.head).float()
+        logits = self.backend.linear(hidden, self.head).float()
         if self.spec.logit_soft_cap is not None:
-            logits = kernels.soft_cap(logits, self.spec.logit_soft_cap, deterministic=self.deterministic)
+            logits = self.backend.soft_cap(logits, self.spec.logit_soft_cap)
         return logits
-
-    def _log1p(self, counts: Tensor) -> Tensor:
-        """ln(1 + n) of int64 counts, float32. Torch's own differs between a vector's body and its tail."""
-        if not self.deterministic:
-            return counts.float().log1p()
-        return torch.tensor([math.log1p(n) for n in counts.tolist()], dtype=torch.float32, device=counts.device)
-
-    def _linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return kernels.linear(x, weight, bias, deterministic=self.deterministic)
-
-    def _rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return kernels.rms_norm(x, weight, eps, deterministic=self.deterministic)
-
-    def _add_norm(self, x: Tensor, y: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Add y to x in place and return the norm of the sum."""
-        return kernels.add_rms_norm(x, y, weight, eps, deterministic=self.deterministic)
 
     def num_parameters(self) -> int:
         return sum(t.numel() for t in self.tensors())

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from windlass import kernels
 from windlass.engine.rotary.scaling import RotaryBase, RotarySpec
+from windlass.kernels import Backend
 
 
 class TokenRotations(NamedTuple):
@@ -34,13 +34,13 @@ class RotaryTables:
     the widest are padded with frequency 0 (cosine 1, sine 0: no rotation).
     """
 
-    def __init__(self, num_rows: int, bases: Sequence[RotaryBase], device: torch.device | str) -> None:
+    def __init__(self, num_rows: int, bases: Sequence[RotaryBase], backend: Backend) -> None:
         if num_rows < 1 or not bases:
             raise ValueError("a rotary table needs at least one row and one group")
         self.num_rows = num_rows
         self._half_dims = [base.rotary_dim // 2 for base in bases]
         groups, half = len(bases), max(self._half_dims)
-        self._device = torch.device(device)
+        self._backend, self._device = backend, backend.device
         self.inv_freq = torch.zeros(groups, num_rows, half, dtype=torch.float64, device=self._device)  # [G, R, D/2]
         self._q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
         self._row_of: dict[tuple[str, ...], int] = {}
@@ -85,12 +85,13 @@ class RotaryTables:
         reduced in float64, so the float32 results are right to rounding at any position; a token's bits do not depend
         on the tokens beside it.
         """
-        cos, sin = kernels.rotary_angles(self.inv_freq, rotary_ids, positions)
+        cos, sin = self._backend.rotary_angles(self.inv_freq, rotary_ids, positions)
         return TokenRotations(cos, sin, self._q_scale.index_select(1, rotary_ids))
 
     def write_cos_sin(self, rotary_ids: Tensor, positions: Tensor, out: TokenRotations) -> None:
-        """`cos_sin` into memory that is there already, contiguous as `cos_sin` returns it; on a CPU only."""
-        kernels.rotary_angles(self.inv_freq, rotary_ids, positions, out=(out.cos, out.sin))
+        """`cos_sin` into memory that is there already, contiguous as `cos_sin` returns it, where the backend reads
+        host memory."""
+        self._backend.rotary_angles(self.inv_freq, rotary_ids, positions, out=(out.cos, out.sin))
         rows = rotary_ids.numpy()  # none is out of range, else the angles had raised; "clip" spares a copy
         self._q_scale.numpy().take(rows, axis=1, out=out.q_scale.numpy(), mode="clip")
 
@@ -108,11 +109,13 @@ class RotaryTables:
         return row
 
 
-def turn_angles(old: Sequence[float], new: Sequence[float], positions: Tensor) -> tuple[Tensor, Tensor]:
+def rerotation_angles(
+    backend: Backend, old: Sequence[float], new: Sequence[float], positions: Tensor
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines, float32 [T, d/2], of the rotations that take keys from frequencies `old` to `new` in place.
 
     old, new: d/2 radians per token. positions: [T] int64. The angle is formed and reduced in float64.
     """
     step = torch.tensor(new, dtype=torch.float64) - torch.tensor(old, dtype=torch.float64)
-    cos, sin = kernels.rotary_angles(step.to(positions.device).view(1, 1, -1), torch.zeros_like(positions), positions)
+    cos, sin = backend.rotary_angles(step.to(positions.device).view(1, 1, -1), torch.zeros_like(positions), positions)
     return cos[0], sin[0]

@@ -1,27 +1,26 @@
-"""C++ SIMD kernels for CPUs: few-row linear, attention, rotation and moves of keys, norm and gated activations.
+"""C++ SIMD kernels for CPUs: few-row linear, attention, rotation and re-rotation of keys, norm and gated activations.
 
 `library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops`, `packed`, `panels`,
-`rotary` and `sampling` are the operations on tensors. They only ever run here or raise: choosing between backends is
-`windlass.kernels.dispatch`'s business.
+`rotary` and `sampling` are the operations on tensors. They only ever run here or raise: which of them runs is the business
+of `backend`.
 """
 
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.cpu.attention import attention_refusal, paged_attention_decode, paged_attention_prefill
-from windlass.kernels.cpu.library import Library, load, runnable, unavailable_reason
-from windlass.kernels.cpu.linear import linear_refusal, linear_small, linear_widened, prefers
+from windlass.kernels.cpu.library import KernelsUnavailableError, Library, load, runnable, unavailable_reason
+from windlass.kernels.cpu.linear import linear_refusal, linear_small
 from windlass.kernels.cpu.ops import (
     embed_rows,
     gated_activation,
     rms_norm,
-    silu_and_mul,
     soft_cap,
 )
 from windlass.kernels.cpu.packed import linear_packed, pack_rows
-from windlass.kernels.cpu.panels import few_enough, linear_panels, linear_panels_widened, pack_panels
+from windlass.kernels.cpu.panels import linear_panels, linear_panels_widened, pack_panels
 from windlass.kernels.cpu.recording import Recording, record
 from windlass.kernels.cpu.rotary import (
-    move_cached_keys,
-    move_refusal,
+    rerotate_cached_keys,
+    rerotate_refusal,
     rotary_angles,
     rotate_and_append,
     rotate_refusal,
@@ -31,35 +30,32 @@ from windlass.kernels.cpu.sampling import Draw, draw_tokens, drawing_memory, tok
 __all__ = [
     "Arena",
     "Draw",
+    "KernelsUnavailableError",
     "Library",
     "Recording",
     "attention_refusal",
     "draw_tokens",
     "drawing_memory",
     "embed_rows",
-    "few_enough",
     "gated_activation",
     "linear_packed",
     "linear_panels",
     "linear_panels_widened",
     "linear_refusal",
     "linear_small",
-    "linear_widened",
     "load",
-    "move_cached_keys",
-    "move_refusal",
     "pack_panels",
     "pack_rows",
     "paged_attention_decode",
     "paged_attention_prefill",
-    "prefers",
     "record",
+    "rerotate_cached_keys",
+    "rerotate_refusal",
     "rms_norm",
     "rotary_angles",
     "rotate_and_append",
     "rotate_refusal",
     "runnable",
-    "silu_and_mul",
     "soft_cap",
     "token_logprobs",
     "unavailable_reason",

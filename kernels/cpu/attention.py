@@ -13,24 +13,27 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.cpu.checks import check, page_sizes, pages_refusal, scales_refusal, vector_ok
-from windlass.kernels.cpu.library import PAGE_CODES, TYPE_CODES, Library, load, unavailable_reason
+from windlass.kernels.cpu.library import PAGE_CODES, TYPE_CODES, Library, load
 from windlass.kernels.layouts.pages import KVPages
+
+
+def call_refusal(call: AttentionCall) -> str | None:
+    """What such a call asks for that the functions below do not do, or None."""
+    if not call.causal or call.chunk is not None:
+        return "queries see keys behind them, or only those of their chunk"
+    return "several versions of a query" if call.has_versions else None
 
 
 def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | None:
     """Why the functions below cannot take these operands, or None when they can."""
     key_pages, value_pages, key_scales = pages.key, pages.value, pages.key_scale
     reason = (
-        unavailable_reason()
+        call_refusal(call)
         or pages_refusal(key_pages, value_pages)
         or scales_refusal(key_pages, key_scales, pages.value_scale)
     )
     if reason is not None:
         return reason
-    if not call.causal or call.chunk is not None:
-        return "queries see keys behind them, or only those of their chunk"
-    if call.has_versions:
-        return "several versions of a query"
     if q.dtype not in TYPE_CODES or q.dim() != 3 or (q.shape[2] > 1 and q.stride(2) != 1) or not q.is_cpu:
         return f"q is {q.dtype} {tuple(q.shape)} on {q.device}, not a float tensor [T, Hq, D] with adjacent elements"
     sizes = page_sizes(key_pages, value_pages, key_scales)
@@ -48,9 +51,8 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
     loads of its keys. A row's bits depend on its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError,
     and IndexError for a visible block that the table or the pages lack.
     """
-    if library is None:
-        reason = attention_refusal(q, pages, call)
-        check(reason is None, f"paged_attention_decode: {reason}")
+    reason = attention_refusal(q, pages, call)
+    check(reason is None, f"paged_attention_decode: {reason}")
     key_pages, value_pages, key_scales, value_scales = pages.key, pages.value, pages.key_scale, pages.value_scale
     tables, seq_lens, sinks = call.block_tables, call.seq_lens, call.sink_logits
     batch, heads, dim = q.shape
@@ -123,9 +125,8 @@ def paged_attention_prefill(
     pages lack.
     """
     name = "paged_attention_prefill"
-    if library is None:
-        reason = attention_refusal(q, pages, call)
-        check(reason is None, f"{name}: {reason}")
+    reason = attention_refusal(q, pages, call)
+    check(reason is None, f"{name}: {reason}")
     key_pages, value_pages, key_scales, value_scales = pages.key, pages.value, pages.key_scale, pages.value_scale
     tables, query_start, seq_lens, sinks = call.block_tables, call.query_start, call.seq_lens, call.sink_logits
     tokens, heads, dim = q.shape

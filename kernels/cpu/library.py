@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -106,8 +105,6 @@ SIGNATURES: dict[str, list[type]] = {
 }
 
 Function = Callable[..., int]
-
-recording_thread = threading.local()  # its `library` is set while this thread records
 
 
 class KernelsUnavailableError(RuntimeError):
@@ -206,11 +203,8 @@ def unavailable_reason() -> str | None:
 def load() -> Library:
     """The library for the best instruction set of this processor, or the one WINDLASS_CPU_ISA names.
 
-    Raises KernelsUnavailableError. A thread that records its calls (see `recording`) gets the recorder's.
+    Raises KernelsUnavailableError.
     """
-    recorder: Library | None = getattr(recording_thread, "library", None)
-    if recorder is not None:
-        return recorder
     library, reason = _attempt()
     if library is None:
         raise KernelsUnavailableError(reason)

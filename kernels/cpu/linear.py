@@ -1,6 +1,6 @@
-"""Linear layers on the CPU: few rows by a kernel that reads the weight once, many rows by widening and torch's GEMM.
+"""Linear layers of few rows on the CPU, by a kernel that reads the weight once.
 
-Knows shapes, types and measured crossovers; knows nothing of models.
+Knows shapes, types and a measured crossover; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -8,20 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load, unavailable_reason
+from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 
 # Measured on AVX2 with two threads on whole prefill chunks of a 1B Llama: ours leads up to 192 rows, from 256 on torch's
 # product is as quick, at 512 quicker.
-_MAX_SMALL_ROWS = 192
-_ACTIVATION_TYPES = (torch.float32, torch.bfloat16)
-_PANEL_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
+MOST_ROWS = 192
+ACTIVATION_TYPES = (torch.float32, torch.bfloat16)
 
 
 def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str | None:
     """Why `linear_small` cannot take these operands, or None when it can."""
-    reason = unavailable_reason()
-    if reason is not None:
-        return reason
     if (
         # What a model's own calls look like, accepted with few looks: a step makes dozens of them.
         bias is None
@@ -29,7 +25,7 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
         and weight.is_contiguous()
         and x.dim() == 2 == weight.dim()
         and x.shape[1] == weight.shape[1]
-        and x.dtype in _ACTIVATION_TYPES
+        and x.dtype in ACTIVATION_TYPES
         and weight.dtype in TYPE_CODES
         and x.is_cpu
         and weight.is_cpu
@@ -37,7 +33,7 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
         return None
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         return f"shapes {tuple(x.shape)} and {tuple(weight.shape)} are not [M, K] and [N, K]"
-    if x.dtype not in _ACTIVATION_TYPES:
+    if x.dtype not in ACTIVATION_TYPES:
         return f"activations are {x.dtype}, not float32 or bfloat16"
     if weight.dtype not in TYPE_CODES:
         return f"weights are {weight.dtype}, not float32, bfloat16 or float16"
@@ -52,18 +48,13 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
     return None
 
 
-def prefers(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `linear_small` takes these operands and is expected to be the quickest way."""
-    return x.shape[0] <= _MAX_SMALL_ROWS and linear_refusal(x, weight, bias) is None
-
-
 def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, library: Library | None = None) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
     x: [M, K] float32 or bfloat16, any row stride. weight: [N, K] float32, bfloat16 or float16, any row stride. bias: [N]
     of any of these. Any M is right; it is quick for few rows. Returns [M, N] in x's dtype. Raises ValueError.
     """
-    if library is None and (reason := linear_refusal(x, weight, bias)) is not None:
+    if (reason := linear_refusal(x, weight, bias)) is not None:
         raise ValueError(f"linear_small: {reason}")
     rows, inner = x.shape
     columns = weight.shape[0]
@@ -89,23 +80,3 @@ def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, libra
         if code:
             raise MemoryError("linear_small: no memory for the packed activations")
     return out
-
-
-def linear_widened(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias for many rows and a narrow weight: panels of it are widened to float32 for torch's GEMM.
-
-    x: [M, K] float32 or narrower. weight: [N, K] in any float type. The product is float32; returns [M, N] in x's dtype.
-    Extra memory: one panel of 8 MiB (at least 64 rows of the weight), and x and the result in float32 when x is narrower.
-    """
-    columns, inner = weight.shape
-    wide = x.float()
-    out = torch.empty((x.shape[0], columns), dtype=torch.float32, device=x.device)
-    step = min(columns, max(64, _PANEL_BYTES // (4 * max(inner, 1))))
-    panel = torch.empty((step, inner), dtype=torch.float32, device=x.device)
-    for begin in range(0, columns, max(step, 1)):
-        end = min(begin + step, columns)
-        part = panel[: end - begin].copy_(weight[begin:end])
-        torch.mm(wide, part.t(), out=out[:, begin:end])
-    if bias is not None:
-        out += bias
-    return out if x.dtype == torch.float32 else out.to(x.dtype)

@@ -84,11 +84,6 @@ def gated_activation(gate_up: Tensor, activation: str, *, library: Library | Non
     return out
 
 
-def silu_and_mul(gate_up: Tensor, *, library: Library | None = None) -> Tensor:
-    """silu(gate) * up of [T, 2F] holding (gate, up). Returns [T, F]. Raises ValueError."""
-    return gated_activation(gate_up, "silu", library=library)
-
-
 def soft_cap(x: Tensor, cap: float, *, library: Library | None = None) -> Tensor:
     """cap * tanh(x / cap) of [T, N] float32, any row stride. Returns [T, N], contiguous. Raises ValueError."""
     check(

@@ -12,7 +12,7 @@ from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 
 # Measured on Zen 4 with two threads, AVX-512 and AVX2, 64 to 2,048 rows: `linear_panels` leads by an eighth throughout. But
 # every thread copies the rows for itself, so with many threads and long chunks torch's product is the safer way.
-_MOST_ROWS = 512
+MOST_ROWS = 512
 _WIDENED_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
 
 
@@ -81,11 +81,6 @@ def linear_panels_widened(
     if bias is not None:
         out += bias
     return out if x.dtype == torch.float32 else out.to(x.dtype)
-
-
-def few_enough(x: Tensor) -> bool:
-    """Whether `linear_panels` is expected to be the quickest way for as many rows."""
-    return x.shape[0] <= _MOST_ROWS
 
 
 def pack_panels(target: PanelRows, source: Tensor, *, library: Library | None = None) -> None:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from windlass.kernels import backend
 from windlass.kernels.cpu.arena import Arena, ArenaTensors
-from windlass.kernels.cpu.library import SIGNATURES, Function, Library, load, recording_thread
+from windlass.kernels.cpu.library import SIGNATURES, Function, Library
 
 # Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
 _REPEATABLE = (
@@ -56,8 +57,8 @@ _OFTEN_HARMLESS = frozenset({"aten::to.dtype", "aten::reshape", "aten::contiguou
 
 
 @dataclass(slots=True)
-class Recording:
-    """The calls in order, and the memory they need. obstacle: why they cannot be repeated, None if they can."""
+class Recording(backend.Recording):
+    """The calls in order, and the memory they need. library: whose functions are called."""
 
     library: Library
     arena: Arena
@@ -67,15 +68,15 @@ class Recording:
     _packed: tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]] | None = None  # calls, their arguments
 
     def repeat(self) -> bool:
-        """Make the calls again; False as soon as one reports an error. Raises ValueError where there is an obstacle."""
         if self._packed is None:
             if self.obstacle is not None:
                 raise ValueError(f"a recording cannot be repeated: {self.obstacle}")
             self._packed = self._pack()
         return not self.library.repeat_calls(ctypes.addressof(self._packed[0]), len(self.calls))
 
-    def same_values(self, other: Recording) -> bool:
-        """Whether the other recording made the same calls, addresses aside."""
+    def same_values(self, other: backend.Recording) -> bool:
+        if not isinstance(other, Recording):
+            return False
         return [self._values(*call) for call in self.calls] == [other._values(*call) for call in other.calls]
 
     def _pack(self) -> tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]]:
@@ -98,24 +99,21 @@ class Recording:
 
 
 @contextmanager
-def record(arena: Arena) -> Iterator[Recording]:
-    """Record what this thread calls, which runs as ever. Raises KernelsUnavailableError.
+def record(library: Library, arena: Arena) -> Iterator[tuple[Recording, Library]]:
+    """Record what is called meanwhile of the library that comes with the recording; it calls `library`'s functions.
 
-    Tensors that are there before have to outlive the recording where they are. Those made meanwhile hold what was written
-    to them until something else is recorded in the same arena, or repeated there.
+    See `backend.Recorder.record`. Tensors are made in the arena whatever makes them.
     """
-    recording = Recording(load(), arena)
+    recording = Recording(library, arena)
     tensors = ArenaTensors(arena)
-    recording_thread.library = _recorder(recording.library, recording)
     try:
         with _Watch(recording, tensors):
-            yield recording
+            yield recording, _recording_library(library, recording)
     finally:
-        recording_thread.library = None
         recording.num_bytes = tensors.peak
 
 
-def _recorder(library: Library, recording: Recording) -> Library:
+def _recording_library(library: Library, recording: Recording) -> Library:
     functions = {f.name: getattr(library, f.name) for f in fields(library) if f.name in SIGNATURES}
     return replace(library, **{name: _recorded(name, call, recording) for name, call in functions.items()})  # type: ignore[arg-type]
 

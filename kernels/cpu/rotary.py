@@ -1,4 +1,4 @@
-"""Rotary position embedding on the CPU, through the compiled kernels: angles, rotation with append, moves of cached keys.
+"""Rotary position embedding on the CPU, through the compiled kernels: angles, rotation with append, re-rotation of cached keys.
 
 Checks what would make the C code read or write astray, and raises with what is wrong. Knows nothing of requests or models.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check, page_sizes, pages_refusal, scales_refusal, table_ok, vector_ok
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load, unavailable_reason
+from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 
 _CACHE_SIZE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # Linux
 _USUAL_CACHE_BYTES = 32 << 20
@@ -29,7 +29,7 @@ def rotate_refusal(
     value_scales: Tensor | None = None,
 ) -> str | None:
     """Why `rotate_and_append` cannot take these operands, or None when it can."""
-    reason = move_refusal(key_pages, value_pages, key_scales, value_scales)
+    reason = rerotate_refusal(key_pages, value_pages, key_scales, value_scales)
     if reason is not None:
         return reason
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -85,9 +85,8 @@ def rotate_and_append(
     slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing.
     Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
     """
-    if library is None:
-        reason = rotate_refusal(q, k, v, key_pages, value_pages, key_scales, value_scales)
-        check(reason is None, f"rotate_and_append: {reason}")
+    reason = rotate_refusal(q, k, v, key_pages, value_pages, key_scales, value_scales)
+    check(reason is None, f"rotate_and_append: {reason}")
     tokens, q_heads, dim = q.shape
     half = cos.shape[-1]
     check(2 * half <= dim, f"rotate_and_append: {2 * half} rotary dims in heads of {dim}")
@@ -122,18 +121,14 @@ def rotate_and_append(
         raise IndexError("rotate_and_append: a slot lies past the pages")
 
 
-def move_refusal(
+def rerotate_refusal(
     key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None = None, value_scales: Tensor | None = None
 ) -> str | None:
-    """Why `move_cached_keys` cannot take these pages, or None when it can."""
-    return (
-        unavailable_reason()
-        or pages_refusal(key_pages, value_pages)
-        or scales_refusal(key_pages, key_scales, value_scales)
-    )
+    """Why `rerotate_cached_keys` cannot take these pages, or None when it can."""
+    return pages_refusal(key_pages, value_pages) or scales_refusal(key_pages, key_scales, value_scales)
 
 
-def move_cached_keys(
+def rerotate_cached_keys(
     key_pages: Tensor,
     value_pages: Tensor,
     sources: Tensor,
@@ -146,28 +141,27 @@ def move_cached_keys(
     value_scales: Tensor | None = None,
     library: Library | None = None,
 ) -> None:
-    """Turn cached keys by one rotation each, from source to target slots, and take their values along if asked.
+    """Rotate cached keys by one more rotation each, from source to target slots, and take their values along if asked.
 
     key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous. sources,
-    targets: [N] int64 slots; an entry may name one slot twice, to turn in place, but no slot may be the source of one
+    targets: [N] int64 slots; an entry may name one slot twice, to rotate in place, but no slot may be the source of one
     entry and the target of another. cos, sin: [N, d/2] float32, d <= D. Arithmetic is float32; dims past d and values
     are copied bit by bit. int8 pages, in the order of `int8_layout`, come with key_scales and value_scales [num_blocks, Hkv,
-    P] float32; a turned key is rounded once, as a whole; without pairs it is copied. Raises ValueError, and IndexError for a
+    P] float32; a rotated key is rounded once, as a whole; without pairs it is copied. Raises ValueError, and IndexError for a
     slot outside the pages (nothing is written then).
     """
-    if library is None:
-        reason = move_refusal(key_pages, value_pages, key_scales, value_scales)
-        check(reason is None, f"move_cached_keys: {reason}")
+    reason = rerotate_refusal(key_pages, value_pages, key_scales, value_scales)
+    check(reason is None, f"rerotate_cached_keys: {reason}")
     count, half = sources.shape[0], cos.shape[-1]
     num_blocks, block_size, kv_heads, dim, value_dim = page_sizes(key_pages, value_pages, key_scales)
-    check(2 * half <= dim, f"move_cached_keys: {2 * half} rotary dims in heads of {dim}")
+    check(2 * half <= dim, f"rerotate_cached_keys: {2 * half} rotary dims in heads of {dim}")
     check(
         table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
-        f"move_cached_keys: cos and sin must be float32 [{count}, d/2] with adjacent elements",
+        f"rerotate_cached_keys: cos and sin must be float32 [{count}, d/2] with adjacent elements",
     )
     check(
         vector_ok(sources, torch.int64, count) and vector_ok(targets, torch.int64, count),
-        f"move_cached_keys: sources and targets must be int64, contiguous [{count}]",
+        f"rerotate_cached_keys: sources and targets must be int64, contiguous [{count}]",
     )
     library = library or load()
     # fmt: off
@@ -183,9 +177,9 @@ def move_cached_keys(
     else:
         code = library.move_cached_keys(*addresses, TYPE_CODES[key_pages.dtype], *entries)
     if code == 1:
-        raise MemoryError("move_cached_keys: no memory for a head")
+        raise MemoryError("rerotate_cached_keys: no memory for a head")
     if code:
-        raise IndexError("move_cached_keys: a slot lies outside the pages")
+        raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
 
 
 def rotary_angles(

@@ -1,7 +1,7 @@
 """Weights of 8 or 4 bits, packed once at load: the type, its layout, and how rows get into it and out again.
 
-Knows the layout that the compiled kernels read and plain torch can produce; which backend packs or multiplies is the
-business of `dispatch`. The layout: panels of 16 rows; in a panel, for each four elements of K (a quad), the quads of its 16
+Knows the layout that the compiled kernels read and plain torch can produce; which backend packs or multiplies is not
+its business. The layout: panels of 16 rows; in a panel, for each four elements of K (a quad), the quads of its 16
 rows side by side. 8 bits: an int8 each and a float32 scale per row, values in -127 .. 127. 4 bits: values -8 .. 7 kept plus
 8, a byte holds the element of quad 2j in its lower half and that of quad 2j + 1 in its upper half; a bfloat16 scale for
 every 32 elements of K. Rows are padded to whole panels and K to whole quads (8 bits) or groups (4 bits).

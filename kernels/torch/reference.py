@@ -82,15 +82,15 @@ def rotate_and_append(
     _store_values(pages, slots, v)
 
 
-def move_cached_keys(
+def rerotate_cached_keys(
     pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
 ) -> None:
-    """Turn cached keys by one rotation each, from source slots to target slots, and take their values along if asked.
+    """Rotate cached keys by one more rotation each, from source slots to target slots, and take their values along if asked.
 
-    sources, targets: [N] int64 slots; an entry may name one slot twice, to turn a key in place, but no slot may be the
+    sources, targets: [N] int64 slots; an entry may name one slot twice, to rotate a key in place, but no slot may be the
     source of one entry and the target of another. cos, sin: [N, d/2] float32 of the angle at the target minus that at
     the source. Rotation runs in float32, so a key is rounded to the cache's dtype once.
-    Values, and keys that no pair turns, are copied bit by bit.
+    Values, and keys that no pair rotates, are copied bit by bit.
     """
     if pages.key_scale is None or pages.value_scale is None:
         keys, flat = _by_slot(pages.key), _by_slot(pages.value)

@@ -25,7 +25,7 @@ def _rows(x: Tensor) -> list[Tensor]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See `dispatch.linear`. On a CPU the product is float32, a narrower weight widened in panels of 8 MiB."""
+    """See `Backend.linear`. On a CPU the product is float32, a narrower weight widened in panels of 8 MiB."""
     columns, inner = weight.shape
     compute = torch.float32 if x.is_cpu else x.dtype
     rows = _rows(x.to(compute))

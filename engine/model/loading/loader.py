@@ -49,20 +49,20 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     plan = plan_load(
         config,
         str(device),
-        reads_narrow=kernels.reads_narrow_weights(),
+        reads_narrow=kernels.reads_narrow_weights(device),
         free=free_memory(device),
         max_columns=MAX_COLUMNS,
     )
     spec, stored = plan.model.spec, _TORCH_DTYPES[plan.weight_dtype]
     try:
-        decoder = Decoder(
-            spec,
-            _TORCH_DTYPES[plan.compute_dtype],
+        backend = kernels.bind(
             device,
+            _TORCH_DTYPES[plan.compute_dtype],
             stored,
             quantization=config.compute.quantization,
             deterministic=config.compute.deterministic,
         )
+        decoder = Decoder(spec, backend)
         if config.loading.format == "dummy":
             notices = weight_cache.without_effect(config, "--load-format dummy")
             randomize_weights(decoder, config.loading.seed, progress)

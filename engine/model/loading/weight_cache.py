@@ -29,11 +29,11 @@ import windlass
 from windlass import kernels
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
-from windlass.engine.model.decoder import Decoder, LayerWeights, Weight
+from windlass.engine.model.decoder import Decoder, LayerWeights
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.safetensors_file import read_layout, read_tensors, write_tensors
 from windlass.engine.model.loading.weights import Progress
-from windlass.kernels import PackedWeight, PanelWeight
+from windlass.kernels import PackedWeight, PanelWeight, Weight
 
 BESIDE = "beside"
 FOLDER = (

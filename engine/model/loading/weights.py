@@ -14,13 +14,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from windlass import kernels
 from windlass.engine.errors import LoadError
-from windlass.engine.model.decoder import Decoder, Weight
+from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.safetensors_file import Part, Place, read_tensors
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.kernels import PackedRows, PackedWeight, PanelRows, PanelWeight
+from windlass.kernels import Backend, PackedRows, PackedWeight, PanelRows, PanelWeight, Weight
 from windlass.kernels.layouts.packed import PANEL
 
 Progress = Callable[[str, int, int], None]
@@ -62,12 +61,12 @@ class _Target:
     offset: float = 0.0
     rows: Tensor | None = None
 
-    def fill(self, tensor: Tensor, first: int = 0) -> None:
+    def fill(self, backend: Backend, tensor: Tensor, first: int = 0) -> None:
         """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where `rows` sorts them."""
         ordered = tensor if self.rows is None else tensor[self.rows]
         view = _rows_of(self.view, first, len(tensor))
         if not isinstance(view, Tensor):
-            kernels.pack(view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
+            backend.pack(view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
             return
         if ordered is not self.view:  # else the reader has put it there already
             view.copy_(ordered)
@@ -218,7 +217,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
                 f"{directory}: tensor {name!r} holds numbers beyond {limit:.3g}, the largest of {decoder.weight_dtype}: "
                 "use --dtype bfloat16 or float32"
             )
-        target.fill(tensor, part.first)
+        target.fill(decoder.backend, tensor, part.first)
         if part.last:
             remaining.discard(name)
         if progress:
@@ -228,7 +227,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         raise LoadError(
             f"{directory}: {len(remaining)} tensors are missing, for example {first}: the checkpoint is incomplete"
         )
-    if tied_copy is not None and not _equals(tied_copy, decoder.embedding):
+    if tied_copy is not None and not _equals(decoder.backend, tied_copy, decoder.embedding):
         raise LoadError(
             f"{directory}: lm_head.weight differs from the embedding although the model ties them: set "
             '"tie_word_embeddings": false in config.json to use it, or remove the tensor'
@@ -249,12 +248,12 @@ def _peak(tensor: Tensor) -> float:
     return max(-low.item(), high.item())
 
 
-def _equals(tensor: Tensor, weight: Tensor | PackedWeight) -> bool:
+def _equals(backend: Backend, tensor: Tensor, weight: Tensor | PackedWeight) -> bool:
     """Whether filling the weight from this tensor would leave it as it is."""
     if not isinstance(weight, PackedWeight):
         return torch.equal(tensor.to(weight), weight)
     again = PackedWeight.empty(weight.rows, weight.columns, weight.bits)
-    _Target(_whole(again)).fill(tensor)
+    _Target(_whole(again)).fill(backend, tensor)
     return torch.equal(again.data, weight.data) and torch.equal(again.scales, weight.scales)
 
 
@@ -274,7 +273,7 @@ def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = N
         if isinstance(tensor, PackedWeight):
             _randomize_packed(tensor, generator)
         elif isinstance(tensor, PanelWeight):
-            _randomize_panels(tensor, generator)
+            _randomize_panels(decoder.backend, tensor, generator)
         elif tensor.dim() == 1:
             tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator, device=tensor.device))
         else:
@@ -289,13 +288,13 @@ def _randomize_rows(rows: Tensor, generator: torch.Generator) -> None:
     rows.uniform_(-bound, bound, generator=generator)
 
 
-def _randomize_panels(weight: PanelWeight, generator: torch.Generator) -> None:
+def _randomize_panels(backend: Backend, weight: PanelWeight, generator: torch.Generator) -> None:
     """The same numbers that the weight would get as rows."""
     step = max(1, _RANDOM_BYTES // (PANEL * max(weight.columns, 1) * weight.dtype.itemsize)) * PANEL
     for first in range(0, weight.rows, step):
         rows = torch.empty((min(step, weight.rows - first), weight.columns), dtype=weight.dtype)
         _randomize_rows(rows, generator)
-        kernels.pack(weight.narrow(first, len(rows)), rows)
+        backend.pack(weight.narrow(first, len(rows)), rows)
 
 
 def _randomize_packed(weight: PackedWeight, generator: torch.Generator) -> None:

@@ -22,6 +22,7 @@ from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import BlockCopy
+from windlass.kernels import bind
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 
@@ -57,7 +58,7 @@ def test_memory_counts_codes_and_scales(tmp_path: Path) -> None:
 
 def test_block_copies_take_the_scales_along() -> None:
     group = load_model(engine_config(DEMO, device="cpu")).decoder.spec.kv_groups[0]
-    storage = KVStorage([group], [4], 16, torch.int8, torch.device("cpu"))
+    storage = KVStorage([group], [4], 16, torch.int8, bind("cpu"))
     for layer in group.layers:
         pages = storage.pages(layer)
         assert pages.key_scale is not None

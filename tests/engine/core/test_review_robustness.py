@@ -91,7 +91,7 @@ def test_an_early_deadline_survives_among_many_ended_requests(model: Path) -> No
     assert [(output.request_id, output.finish_reason) for output in core.step()] == [("late", "timeout")]
 
 
-@pytest.mark.skipif(not kernels.reads_narrow_weights(), reason="weights are always widened here")
+@pytest.mark.skipif(not kernels.reads_narrow_weights("cpu"), reason="weights are always widened here")
 @pytest.mark.parametrize(("stored", "named"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", None)])
 def test_matrices_are_kept_as_the_files_store_them(model: Path, stored: str, named: str | None) -> None:
     tensors = {name: t.to(getattr(torch, stored)) for name, t in load_file(model / "model.safetensors").items()}

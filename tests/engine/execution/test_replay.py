@@ -93,7 +93,7 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
             super().__init__(capacity)
             arenas.append(self)
 
-    monkeypatch.setattr(cpu, "Arena", Watched)
+    monkeypatch.setattr("windlass.kernels.cpu.backend.Arena", Watched)
     core = make_core(tmp_path, max_model_len=256)
     (arena,) = arenas
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import cpu, dispatch
+from windlass.kernels import bind, cpu
 from windlass.kernels.cpu.library import TYPE_CODES, Library
+from windlass.kernels.torch.linear import linear_widened
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -152,33 +153,42 @@ def test_refusals_say_why() -> None:
         reason = cpu.linear_refusal(wrong_x, wrong_weight, bias)
         assert reason is not None
         assert word in reason
-        assert bias is not None or not cpu.prefers(wrong_x, wrong_weight)
         with pytest.raises(ValueError, match=word):
             cpu.linear_small(wrong_x, wrong_weight, bias)
-    assert cpu.prefers(x, weight)
-    assert not cpu.prefers(torch.randn(4096, 8), weight)
+
+
+@pytest.mark.parametrize(("rows", "times"), [(2, 1), (192, 1), (193, 0), (4096, 0)])
+def test_few_rows_are_multiplied_by_the_kernel(rows: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels("generic")
+    calls, small = [], cpu.linear_small
+    monkeypatch.setattr("windlass.kernels.cpu.linear.linear_small", lambda *a, **k: calls.append(a) or small(*a, **k))
+    x, weight = torch.randn(rows, 8), torch.randn(3, 8)
+    assert_linear(x, weight, None, bind("cpu").linear(x, weight))
+    assert len(calls) == times
 
 
 @pytest.mark.parametrize(("x_type", "weight_type"), itertools.product(TYPES, TYPES))
 def test_widened(x_type: torch.dtype, weight_type: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.kernels.cpu.linear._PANEL_BYTES", 4 * 96 * 70)  # several panels, the last one partial
+    monkeypatch.setattr(
+        "windlass.kernels.torch.linear._PANEL_BYTES", 4 * 96 * 70
+    )  # several panels, the last one partial
     x, weight = torch.randn(40, 96).to(x_type), torch.randn(200, 96).to(weight_type)
     bias = torch.randn(200)
-    got = cpu.linear_widened(x, weight, bias)
+    got = linear_widened(x, weight, bias)
     assert got.dtype == x_type
     want = exact(x, weight, bias)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}[x_type]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=2e-4)
-    assert cpu.linear_widened(x[:0], weight).shape == (0, 200)
+    assert linear_widened(x[:0], weight).shape == (0, 200)
 
 
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("rows", [1, 11, 12, 300])
 def test_bfloat16_rows_meet_bfloat16_weights(rows: int, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever product the processor's units choose, sums are float32 and rounded once."""
-    monkeypatch.setattr("windlass.kernels.dispatch._multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: native)
     x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(200, 96).bfloat16()
-    assert_linear(x, weight, None, dispatch.linear(x, weight))
+    assert_linear(x, weight, None, bind("cpu", torch.bfloat16).linear(x, weight))
 
 
 def test_type_codes_cover_the_types_tested() -> None:

@@ -160,7 +160,7 @@ def test_gated_activations(form: Library, type_: torch.dtype) -> None:
     for rows, dim in ((1, 1), (3, 7), (5, 64), (1, 9001)):
         gate_up = torch.cat((torch.randn(rows, dim) * 6, torch.randn(rows, dim + 3)), dim=1).to(type_)[:, : 2 * dim]
         gate, up = gate_up.double().chunk(2, dim=-1)
-        assert_near(cpu.silu_and_mul(gate_up, library=form), F.silu(gate) * up)
+        assert_near(cpu.gated_activation(gate_up, "silu", library=form), F.silu(gate) * up)
         want = F.gelu(gate, approximate="tanh") * up
         assert_near(cpu.gated_activation(gate_up, "gelu_tanh", library=form), want, 4e-6)
 
@@ -168,7 +168,7 @@ def test_gated_activations(form: Library, type_: torch.dtype) -> None:
 def test_activations_at_the_ends_of_the_range(form: Library) -> None:
     gate = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0, 89.0, -89.0, 1e4, -1e4, torch.inf, 3e38, torch.nan])
     gate_up = torch.cat((gate, torch.ones_like(gate)))[None]
-    got = cpu.silu_and_mul(gate_up, library=form)[0]
+    got = cpu.gated_activation(gate_up, "silu", library=form)[0]
     torch.testing.assert_close(got.double(), F.silu(gate.double()), rtol=1e-6, atol=1e-30, equal_nan=True)
     got = cpu.gated_activation(gate_up, "gelu_tanh", library=form)[0]
     want = F.gelu(gate.double(), approximate="tanh")
@@ -177,7 +177,7 @@ def test_activations_at_the_ends_of_the_range(form: Library) -> None:
 
 def test_silu_is_close_over_the_whole_range(form: Library) -> None:
     gate = torch.linspace(-87.0, 88.0, 40001)
-    got = cpu.silu_and_mul(torch.cat((gate, torch.ones_like(gate)))[None], library=form)[0]
+    got = cpu.gated_activation(torch.cat((gate, torch.ones_like(gate)))[None], "silu", library=form)[0]
     torch.testing.assert_close(got.double(), F.silu(gate.double()), rtol=1e-6, atol=0)
 
 
@@ -187,7 +187,7 @@ def test_nothing_past_the_rows_is_read_or_written(form: Library) -> None:
         weight = at_the_end_of_memory(torch.ones(38))
         residual = at_the_end_of_memory(torch.zeros(3, 38).to(type_))
         assert torch.isfinite(cpu.rms_norm(x, weight, 1e-5, residual, library=form)).all()
-        assert torch.isfinite(cpu.silu_and_mul(x, library=form)).all()
+        assert torch.isfinite(cpu.gated_activation(x, "silu", library=form)).all()
 
 
 def test_wrong_operands_are_refused() -> None:
@@ -207,13 +207,13 @@ def test_wrong_operands_are_refused() -> None:
 
 def run_with(isa: str) -> str:
     program = (
-        "from windlass.kernels import cpu\n"
+        "from windlass.kernels import bind, cpu\n"
         "reason = cpu.unavailable_reason()\n"
         "print(reason if reason else cpu.load().isa)\n"
         "import torch\n"
-        "print(cpu.prefers(torch.ones(1, 4), torch.ones(2, 4)))\n"
+        "print(bind('cpu').explain())\n"
         "try:\n    print(cpu.linear_small(torch.ones(1, 4), torch.ones(2, 4)).tolist())\n"
-        "except ValueError as error:\n    print(error)\n"
+        "except cpu.KernelsUnavailableError as error:\n    print(error)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -228,9 +228,9 @@ def run_with(isa: str) -> str:
 
 def test_the_environment_forces_a_lower_instruction_set_or_none() -> None:
     kernels("generic")
-    assert run_with("generic").splitlines() == ["generic", "True", "[[4.0, 4.0]]"]
+    assert run_with("generic").splitlines() == ["generic", "compiled CPU kernels (generic)", "[[4.0, 4.0]]"]
     assert run_with("off").splitlines()[1:] == [
-        "False",
-        "linear_small: WINDLASS_CPU_ISA=off turns the compiled CPU kernels off",
+        "plain torch kernels: WINDLASS_CPU_ISA=off turns the compiled CPU kernels off",
+        "WINDLASS_CPU_ISA=off turns the compiled CPU kernels off",
     ]
     assert "WINDLASS_CPU_ISA=mmx is not one of generic" in run_with("mmx")

@@ -12,7 +12,7 @@ from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import KVPages, cpu, move_cached_keys
+from windlass.kernels import KVPages, bind, cpu
 from windlass.kernels.cpu import library, rotary
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference, rowwise
@@ -100,7 +100,7 @@ def copy_of(pages: KVPages) -> KVPages:
 
 
 def move(form: Library, pages: KVPages, sources, targets, cos, sin) -> None:  # type: ignore[no-untyped-def]
-    cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form)
+    cpu.rerotate_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form)
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ def test_moves(name, seed, kv_heads, dims, half, moved, in_place, type_):  # typ
     assert torch.equal(bits(pages.value.view(48, kv_heads, value_dim)[others]), bits(values[others]))
 
     plain = copy_of(before)
-    reference.move_cached_keys(plain, sources, targets, cos, sin)
+    reference.rerotate_cached_keys(plain, sources, targets, cos, sin)
     torch.testing.assert_close(pages.key, plain.key, rtol=ROUNDING[type_] * 2, atol=2e-6)
     assert torch.equal(pages.value, plain.value)
 
@@ -193,7 +193,7 @@ def test_many_moves_over_threads(form: Library) -> None:
     torch.set_num_threads(2)
     move(form, pages, sources, targets, angle.cos(), angle.sin())
     torch.set_num_threads(before)
-    reference.move_cached_keys(plain, sources, targets, angle.cos(), angle.sin())
+    reference.rerotate_cached_keys(plain, sources, targets, angle.cos(), angle.sin())
     torch.testing.assert_close(pages.key, plain.key, rtol=2**-7, atol=1e-6)
     assert torch.equal(pages.value, plain.value)
 
@@ -216,7 +216,7 @@ def test_the_plain_form_refuses_slots_too(monkeypatch: pytest.MonkeyPatch, sourc
     before = copy_of(pages)
     half = torch.ones(2, 8)
     with pytest.raises(IndexError, match="outside"):
-        move_cached_keys(pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
+        bind("cpu").rerotate_cached_keys(pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
     assert torch.equal(pages.key, before.key)
     assert torch.equal(pages.value, before.value)
 
@@ -226,7 +226,7 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
         key, value = (at_the_end_of_memory(torch.randn(2, 4, 1, 19).to(type_)) for _ in range(2))
         cos, sin = (at_the_end_of_memory(torch.rand(8, 7)) for _ in range(2))
         index = at_the_end_of_memory(torch.arange(8))
-        cpu.move_cached_keys(key, value, index, index, cos, sin, library=form)
+        cpu.rerotate_cached_keys(key, value, index, index, cos, sin, library=form)
         inv_freq = at_the_end_of_memory(torch.rand(1, 8, 19, dtype=torch.float64))
         assert torch.isfinite(cpu.rotary_angles(inv_freq, index, index, library=form)[0]).all()
 
@@ -237,25 +237,25 @@ def test_values_stay_where_they_are_unless_asked_along() -> None:
         before = copy_of(pages)
         sources, targets, angle = torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
         if form == "cpu":
-            cpu.move_cached_keys(pages.key, pages.value, sources, targets, angle.cos(), angle.sin(), values=False)
+            cpu.rerotate_cached_keys(pages.key, pages.value, sources, targets, angle.cos(), angle.sin(), values=False)
         else:
-            reference.move_cached_keys(pages, sources, targets, angle.cos(), angle.sin(), values=False)
+            reference.rerotate_cached_keys(pages, sources, targets, angle.cos(), angle.sin(), values=False)
         assert torch.equal(bits(pages.value), bits(before.value))
         assert not torch.equal(pages.key.view(-1, 2, 16)[targets], before.key.view(-1, 2, 16)[targets])
 
 
-def test_move_refusals_say_why() -> None:
+def test_rerotate_refusals_say_why() -> None:
     kernels("generic")
     pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
-    assert "int8" in (cpu.move_refusal(pages.key.to(torch.int8), pages.value.to(torch.int8)) or "")
+    assert "int8" in (cpu.rerotate_refusal(pages.key.to(torch.int8), pages.value.to(torch.int8)) or "")
     with pytest.raises(ValueError, match="18 rotary dims"):
-        cpu.move_cached_keys(pages.key, pages.value, index, index, torch.ones(2, 9), torch.ones(2, 9))
+        cpu.rerotate_cached_keys(pages.key, pages.value, index, index, torch.ones(2, 9), torch.ones(2, 9))
     with pytest.raises(ValueError, match="cos and sin"):
-        cpu.move_cached_keys(pages.key, pages.value, index, index, half, half[:1])
+        cpu.rerotate_cached_keys(pages.key, pages.value, index, index, half, half[:1])
     with pytest.raises(ValueError, match="int64"):
-        cpu.move_cached_keys(pages.key, pages.value, index, index.int(), half, half)
+        cpu.rerotate_cached_keys(pages.key, pages.value, index, index.int(), half, half)
     with pytest.raises(ValueError, match="contiguous"):
-        cpu.move_cached_keys(pages.key[:, ::2], pages.value[:, ::2], index, index, half, half)
+        cpu.rerotate_cached_keys(pages.key[:, ::2], pages.value[:, ::2], index, index, half, half)
 
 
 # -- large appends go past the caches ------------------------------------------------------------------------------

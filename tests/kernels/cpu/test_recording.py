@@ -8,9 +8,9 @@ import pytest
 import torch
 from helpers.cpu_kernels import PACKED_FORMS, kernels
 
-from windlass.kernels import AttentionCall, KVPages, PackedWeight, cpu, pack
+from windlass.kernels import AttentionCall, KVPages, PackedWeight, bind, cpu
 from windlass.kernels.cpu import library
-from windlass.kernels.cpu.library import Library
+from windlass.kernels.cpu.backend import CompiledBackend
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 HIDDEN, INNER, VOCABULARY = HEADS * DIM, 160, 200
@@ -22,24 +22,38 @@ def arena() -> cpu.Arena:
     return cpu.Arena(1 << 20)
 
 
+def compiled() -> CompiledBackend:
+    backend = bind("cpu")
+    assert isinstance(backend, CompiledBackend)
+    return backend
+
+
+@pytest.fixture
+def backend() -> CompiledBackend:
+    kernels("generic")
+    return compiled()
+
+
 @pytest.fixture(params=PACKED_FORMS)
-def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """The kernels that this process takes for its best."""
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompiledBackend:
+    """The backend of the kernels that this process takes for its best."""
     found = kernels(request.param)
     monkeypatch.setattr(library, "_attempt", lambda: (found, None))
-    return found
+    return compiled()
 
 
 class Layers:
     """The calls of a decode step, [T, HIDDEN] to logits [T, VOCABULARY], every layer with weights and pages of its own."""
 
-    def __init__(self, layers: int, rows: int, packed: bool) -> None:
+    def __init__(self, backend: CompiledBackend, layers: int, rows: int, packed: bool) -> None:
+        self.backend = backend
+
         def matrix(out: int, inner: int) -> torch.Tensor | PackedWeight:
             values = torch.randn(out, inner) / inner**0.5
             if not packed:
                 return values
             weight = PackedWeight.empty(out, inner, 8)
-            pack(weight.narrow(0, out), values)
+            backend.pack(weight.narrow(0, out), values)
             return weight
 
         qkv = (HEADS + 2 * KV_HEADS) * DIM
@@ -66,23 +80,21 @@ class Layers:
 
     def __call__(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The last layer's output and the logits."""
-        x = cpu.embed_rows(self.table, self.ids)
-        normed = cpu.rms_norm(x, self.norms[0, 0], 1e-5)
+        backend = self.backend
+        x = backend.embed(self.table, self.ids)
+        normed = backend.rms_norm(x, self.norms[0, 0], 1e-5)
         for (qkv, out, up, down), norm, pages in zip(self.matrices, self.norms, self.pages, strict=True):
-            y = self.linear(self.attend(self.linear(normed, qkv), pages), out)
-            normed = cpu.rms_norm(y, norm[0], 1e-5, x)
-            y = self.linear(cpu.gated_activation(self.linear(normed, up), "silu"), down)
-            normed = cpu.rms_norm(y, norm[1], 1e-5, x)
-        return normed, self.linear(normed, self.head)
+            y = backend.linear(self.attend(backend.linear(normed, qkv), KVPages(*pages)), out)
+            normed = backend.add_rms_norm(x, y, norm[0], 1e-5)
+            y = backend.linear(backend.gated_activation(backend.linear(normed, up), "silu"), down)
+            normed = backend.add_rms_norm(x, y, norm[1], 1e-5)
+        return normed, backend.linear(normed, self.head)
 
-    def attend(self, qkv: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, pages: KVPages) -> torch.Tensor:
         heads = qkv.view(-1, HEADS + 2 * KV_HEADS, DIM)
         q, k, v = heads.split_with_sizes((HEADS, KV_HEADS, KV_HEADS), 1)
-        cpu.rotate_and_append(q, k, v, *self.angles, self.ones, *pages, self.slots)
-        return cpu.paged_attention_decode(q, KVPages(*pages), self.attention).view(-1, HIDDEN)
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor | PackedWeight) -> torch.Tensor:
-        return cpu.linear_packed(x, weight) if isinstance(weight, PackedWeight) else cpu.linear_small(x, weight)
+        self.backend.rotate_and_append(q, k, v, *self.angles, self.ones, pages, self.slots)
+        return self.backend.paged_attention(q, pages, self.attention).view(-1, HIDDEN)
 
 
 def clones(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
@@ -95,9 +107,11 @@ def poison(arena: cpu.Arena) -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["floats", "packed"])
 @pytest.mark.parametrize("rows", [1, 2, 8, 33])
-def test_repetitions_have_the_bits_of_the_calls(rows: int, packed: bool, chosen: Library, arena: cpu.Arena) -> None:
-    work = Layers(3, rows, packed)
-    with torch.inference_mode(), cpu.record(arena) as recording:
+def test_repetitions_have_the_bits_of_the_calls(
+    rows: int, packed: bool, chosen: CompiledBackend, arena: cpu.Arena
+) -> None:
+    work = Layers(chosen, 3, rows, packed)
+    with torch.inference_mode(), chosen.record(arena) as recording:
         found = work()
     assert recording.obstacle is None and len(recording.calls) == 1 + 1 + 3 * 9 + 1
     assert all(map(torch.equal, clones(found), work()))
@@ -112,11 +126,11 @@ def test_repetitions_have_the_bits_of_the_calls(rows: int, packed: bool, chosen:
         pages = wanted_pages
 
 
-def test_layers_share_memory(arena: cpu.Arena) -> None:
+def test_layers_share_memory(backend: CompiledBackend, arena: cpu.Arena) -> None:
     held = {}
     for layers in (3, 7, 40):  # the first ones may still pack more tightly
-        work = Layers(layers, 8, packed=False)
-        with cpu.record(arena) as recording:
+        work = Layers(backend, layers, 8, packed=False)
+        with backend.record(arena) as recording:
             work()
         assert recording.obstacle is None
         held[layers] = recording.num_bytes
@@ -125,11 +139,11 @@ def test_layers_share_memory(arena: cpu.Arena) -> None:
     assert held[40] < made_by_a_layer
 
 
-def test_recordings_take_turns_in_an_arena(arena: cpu.Arena) -> None:
-    few, many = Layers(2, 2, packed=False), Layers(2, 8, packed=False)
+def test_recordings_take_turns_in_an_arena(backend: CompiledBackend, arena: cpu.Arena) -> None:
+    few, many = Layers(backend, 2, 2, packed=False), Layers(backend, 2, 8, packed=False)
     recordings = []
     for work in (few, many):
-        with cpu.record(arena) as recording:
+        with backend.record(arena) as recording:
             found = work()
         recordings.append((work, recording, found))
     for work, recording, found in (*recordings, *recordings[::-1]):
@@ -139,20 +153,20 @@ def test_recordings_take_turns_in_an_arena(arena: cpu.Arena) -> None:
         assert all(map(torch.equal, kept, work()))
 
 
-def test_a_tensor_that_is_still_named_is_not_handed_out_again(arena: cpu.Arena) -> None:
+def test_a_tensor_that_is_still_named_is_not_handed_out_again(backend: CompiledBackend, arena: cpu.Arena) -> None:
     x, weight = torch.randn(5, 32), torch.randn(32, 32)
     products, views = [], []
 
     def work() -> None:
         y = x
         for i in range(12):
-            y = cpu.linear_small(y, weight)
+            y = backend.linear(y, weight)
             if i % 3 == 0:
                 products.append(y)
             elif i % 3 == 1:
                 views.append(y[2:4])
 
-    with cpu.record(arena) as recording:
+    with backend.record(arena) as recording:
         work()
     kept = [*products, *views]
     want = clones(tuple(kept))
@@ -161,28 +175,32 @@ def test_a_tensor_that_is_still_named_is_not_handed_out_again(arena: cpu.Arena) 
     assert recording.num_bytes == 9 * x.nbytes  # those and one that nothing keeps
 
 
-def test_what_computes_outside_the_kernels_is_run_every_time(arena: cpu.Arena) -> None:
+def test_what_computes_outside_the_kernels_is_run_every_time(backend: CompiledBackend, arena: cpu.Arena) -> None:
     x, weight = torch.randn(2, 8), torch.randn(4, 8)
-    with cpu.record(arena) as recording:
-        y = cpu.linear_small(x, weight)
+    with backend.record(arena) as recording:
+        y = backend.linear(x, weight)
     assert recording.obstacle is None and len(recording.calls) == 1
     x.copy_(torch.randn(2, 8))
-    assert recording.repeat() and torch.equal(y, cpu.linear_small(x, weight))
-    with cpu.record(cpu.Arena(4096)) as other:
-        cpu.linear_small(torch.randn(2, 8), weight)
+    assert recording.repeat() and torch.equal(y, backend.linear(x, weight))
+    with backend.record(cpu.Arena(4096)) as other:
+        backend.linear(torch.randn(2, 8), weight)
     assert recording.same_values(other)  # addresses aside
-    with cpu.record(arena) as wider:
-        cpu.linear_small(torch.randn(3, 8), weight)
+    with backend.record(arena) as wider:
+        backend.linear(torch.randn(3, 8), weight)
     assert not recording.same_values(wider)
-    with cpu.record(arena) as torch_work:
-        cpu.linear_small(x + 1, weight)
+    with backend.record(arena) as torch_work:
+        backend.linear(x + 1, weight)
     assert "add" in str(torch_work.obstacle)
-    with cpu.record(arena) as angles:
-        cpu.rotary_angles(torch.ones(1, 1, 2, dtype=torch.float64), torch.tensor([0]), torch.tensor([5]))
+    with backend.record(arena) as angles:
+        backend.rotary_angles(torch.ones(1, 1, 2, dtype=torch.float64), torch.tensor([0]), torch.tensor([5]))
     assert "rotary_angles" in str(angles.obstacle)
     with pytest.raises(ValueError, match="cannot be repeated"):
         angles.repeat()
-    assert cpu.load() is cpu.load() and isinstance(cpu.load(), cpu.Library)
+    with backend.record(arena) as afterwards:
+        pass
+    assert not afterwards.calls  # and what is called now is not recorded any more
+    backend.linear(x, weight)
+    assert not afterwards.calls and len(angles.calls) == 1
 
 
 OUTSIDE: dict[str, Callable[[], torch.Tensor]] = {
@@ -194,23 +212,23 @@ OUTSIDE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("make", OUTSIDE.values(), ids=OUTSIDE.keys())
-def test_what_is_not_in_the_arena_is_an_obstacle(make: Callable[[], torch.Tensor]) -> None:
-    with cpu.record(cpu.Arena(4096)) as recording:
+def test_what_is_not_in_the_arena_is_an_obstacle(make: Callable[[], torch.Tensor], backend: CompiledBackend) -> None:
+    with backend.record(cpu.Arena(4096)) as recording:
         made = make()
     like = make()
     assert (made.shape, made.dtype, made.device, made.layout) == (like.shape, like.dtype, like.device, like.layout)
     assert "no place" in str(recording.obstacle) and recording.num_bytes == 0
 
 
-def test_what_has_no_elements_needs_no_place() -> None:
+def test_what_has_no_elements_needs_no_place(backend: CompiledBackend) -> None:
     x, weight = torch.randn(0, 8), torch.randn(4, 8)
-    with cpu.record(cpu.Arena(0)) as recording:
-        found = cpu.linear_small(x, weight)
+    with backend.record(cpu.Arena(0)) as recording:
+        found = backend.linear(x, weight)
     assert found.shape == (0, 4) and recording.obstacle is None and recording.num_bytes == 0
 
 
-def test_tensors_have_the_type_that_was_asked_for(arena: cpu.Arena) -> None:
-    with cpu.record(arena) as recording:
+def test_tensors_have_the_type_that_was_asked_for(backend: CompiledBackend, arena: cpu.Arena) -> None:
+    with backend.record(arena) as recording:
         made = [torch.empty((2, 3), dtype=dtype) for dtype in (torch.float16, torch.int64, torch.int8, None)]
         made.append(torch.empty(()))
     assert [(x.dtype, tuple(x.shape)) for x in made] == [
@@ -223,16 +241,22 @@ def test_tensors_have_the_type_that_was_asked_for(arena: cpu.Arena) -> None:
     assert recording.obstacle is None and recording.num_bytes == 5 * 64
 
 
-def test_every_argument_comes_back(arena: cpu.Arena) -> None:
+def test_every_argument_comes_back(backend: CompiledBackend, arena: cpu.Arena) -> None:
     """Calls with floats between integers, addresses that are none, and several of a kind."""
     x, weight, residual = torch.randn(3, 8), torch.rand(8), torch.randn(3, 8)
 
     def work() -> list[torch.Tensor]:
-        a = cpu.rms_norm(x, weight, 0.25)
-        b = cpu.rms_norm(a, weight, 1e-5, residual)
-        return [a, b, cpu.soft_cap(b, 0.3), cpu.gated_activation(b, "gelu_tanh"), cpu.gated_activation(a, "silu")]
+        a = backend.rms_norm(x, weight, 0.25)
+        b = backend.add_rms_norm(residual, a, weight, 1e-5)
+        return [
+            a,
+            b,
+            backend.soft_cap(b, 0.3),
+            backend.gated_activation(b, "gelu_tanh"),
+            backend.gated_activation(a, "silu"),
+        ]
 
-    with cpu.record(arena) as recording:
+    with backend.record(arena) as recording:
         recorded = work()
     x.copy_(torch.randn(3, 8))
     start = residual.copy_(torch.randn(3, 8)).clone()
@@ -242,13 +266,13 @@ def test_every_argument_comes_back(arena: cpu.Arena) -> None:
     assert all(map(torch.equal, recorded, work())) and torch.equal(residual, after)
 
 
-def test_a_call_that_fails_ends_the_repetition(arena: cpu.Arena) -> None:
+def test_a_call_that_fails_ends_the_repetition(backend: CompiledBackend, arena: cpu.Arena) -> None:
     x, pages, slots = torch.randn(1, 1, 4), torch.zeros(1, 2, 1, 4), torch.tensor([1])
     table, ones, values = torch.ones(1, 2), torch.ones(1), torch.zeros(1, 2, 1, 4)
     row = torch.randn(1, 4)
-    with cpu.record(arena) as recording:
-        cpu.rotate_and_append(x, x, x, table, table, ones, pages, values, slots)
-        y = cpu.soft_cap(row, 1.0)
+    with backend.record(arena) as recording:
+        backend.rotate_and_append(x, x, x, table, table, ones, KVPages(pages, values), slots)
+        y = backend.soft_cap(row, 1.0)
     y.zero_()
     slots[0] = 2  # past the pages
     assert not recording.repeat() and not y.any()
@@ -256,8 +280,8 @@ def test_a_call_that_fails_ends_the_repetition(arena: cpu.Arena) -> None:
     assert recording.repeat() and y.any()
 
 
-def test_recording_ends_with_an_error(arena: cpu.Arena) -> None:
-    before = cpu.load()
-    with pytest.raises(ZeroDivisionError), cpu.record(arena):
+def test_recording_ends_with_an_error(backend: CompiledBackend, arena: cpu.Arena) -> None:
+    with pytest.raises(ZeroDivisionError), backend.record(arena) as recording:
         _ = 1 // 0
-    assert cpu.load() is before
+    backend.soft_cap(torch.zeros(1, 4), 1.0)
+    assert not recording.calls

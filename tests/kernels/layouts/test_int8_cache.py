@@ -11,7 +11,7 @@ from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, kerne
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import AttentionCall, KVPages, cpu, dispatch
+from windlass.kernels import AttentionCall, KVPages, bind, cpu
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts import int8 as int8_layout
@@ -191,9 +191,9 @@ def test_moves(name, seed, kv_heads, dims, half, moved, in_place):  # type: igno
     angle = torch.randn(len(sources), half, dtype=torch.float64) * 100
     cos, sin = angle.cos().float(), angle.sin().float()
     if form is None:
-        reference.move_cached_keys(pages, sources, targets, cos, sin)
+        reference.rerotate_cached_keys(pages, sources, targets, cos, sin)
     else:
-        cpu.move_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form, **pages.scales)
     old, new = wide(before, dim)[0], wide(pages, dim)[0]
     first, second = old[sources][..., :half], old[sources][..., half : 2 * half]
     c, s = angle.cos()[:, None], angle.sin()[:, None]
@@ -216,10 +216,10 @@ def test_values_stay_where_they_are_unless_asked_along(name: str) -> None:
     before, sources, targets, angle = copy_of(pages), torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
     operands = sources, targets, angle.cos(), angle.sin()
     if name == "plain torch":
-        reference.move_cached_keys(pages, *operands, values=False)
+        reference.rerotate_cached_keys(pages, *operands, values=False)
     else:
         form = kernels(name)
-        cpu.move_cached_keys(pages.key, pages.value, *operands, values=False, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(pages.key, pages.value, *operands, values=False, library=form, **pages.scales)
     assert torch.equal(pages.value, before.value)
     assert torch.equal(pages.value_scale, before.value_scale)
     assert not torch.equal(pages.key, before.key)
@@ -234,7 +234,7 @@ def test_huge_positions_and_back(form: Library) -> None:
     slots, aside = torch.arange(16), torch.arange(20, 36)
     for source, target, sign in ((slots, aside, 1), (aside, slots, -1)):
         cos, sin = angle.cos().float(), (sign * angle).sin().float()
-        cpu.move_cached_keys(pages.key, pages.value, source, target, cos, sin, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(pages.key, pages.value, source, target, cos, sin, library=form, **pages.scales)
     after = wide(pages, 64)[0]
     step = math.sqrt(2) * before[slots].abs().amax(dim=-1, keepdim=True) / 127
     assert ((after - before)[slots].abs() <= 1.5 * step).all()
@@ -352,14 +352,14 @@ def test_threads_do_not_change_the_bits_of_decoding(name: str) -> None:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_dispatch_of_mixed_batches(compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_batches_on_every_backend(compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = (kernels("generic"), None) if compiled else (None, "turned off by this test")
     monkeypatch.setattr(library, "_attempt", lambda: found)
     pages = int8_pages(2, 16, 16, blocks=30, size=16)
     table = torch.randperm(30).view(3, 10).int()
     q, temperature = torch.randn(61, 4, 16), torch.rand(61) + 0.5
     call = AttentionCall(table, torch.tensor([0, 40, 41, 61]), torch.tensor([90, 140, 20]), temperature, 0.25)
-    got = dispatch.paged_attention(q, pages, call, deterministic=deterministic)
+    got = bind("cpu", deterministic=deterministic).paged_attention(q, pages, call)
     keys, values = (part.float().view(30, 16, 2, 16) for part in wide(pages, 16))
     want = reference.paged_attention(q, KVPages(keys, values), call)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=5e-6)
@@ -373,7 +373,7 @@ def test_nothing_past_the_operands_is_read_or_written(form: Library) -> None:
         x = at_the_end_of_memory(torch.randn(32, 1, dim))
         cos, sin = (at_the_end_of_memory(torch.rand(32, dim // 2)) for _ in range(2))
         append(form, pages, x, x.clone(), at_the_end_of_memory(x), cos, sin, torch.ones(32), index)
-        cpu.move_cached_keys(pages.key, pages.value, index, index, cos, sin, library=form, **pages.scales)
+        cpu.rerotate_cached_keys(pages.key, pages.value, index, index, cos, sin, library=form, **pages.scales)
         table = at_the_end_of_memory(torch.arange(2, dtype=torch.int32)[None])
         single = AttentionCall.of_single_tokens(table, torch.tensor([32]), torch.ones(1), 1.0)
         rows = AttentionCall(table, torch.tensor([0, 32]), torch.tensor([32]), torch.ones(32), 1.0)
@@ -395,7 +395,7 @@ def test_slots_outside_touch_nothing(form: Library) -> None:
     for source, target in ((48, 0), (0, 48), (-1, 0), (0, -1)):
         operands = (pages.key, pages.value, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
         with pytest.raises(IndexError, match="outside"):
-            cpu.move_cached_keys(*operands, library=form, **pages.scales)
+            cpu.rerotate_cached_keys(*operands, library=form, **pages.scales)
     append(form, pages, x.clone(), x, x, half, half, torch.ones(2), torch.tensor([-1, -5]))  # padding
     for got, had in zip(vars_of(pages), vars_of(before), strict=True):
         assert torch.equal(got, had)
@@ -412,15 +412,15 @@ def test_scales_that_do_not_fit_are_refused() -> None:
     assert cpu.attention_refusal(q, KVPages(key, value, scale, scale), call) is None
     for bad in (None, scale.double(), scale[:, :, :1], scale[:2], scale.transpose(0, 1).contiguous().transpose(0, 1)):
         assert "scales" in (cpu.attention_refusal(q, KVPages(key, value, scale, bad), call) or "")
-        assert "scales" in (cpu.move_refusal(key, value, bad, scale) or "")
+        assert "scales" in (cpu.rerotate_refusal(key, value, bad, scale) or "")
     floats = torch.zeros(3, 16, 2, 16)
-    assert "floats have none" in (cpu.move_refusal(floats, floats, scale, scale) or "")
+    assert "floats have none" in (cpu.rerotate_refusal(floats, floats, scale, scale) or "")
 
 
 def test_codes_that_are_not_laid_out_are_refused() -> None:
     kernels("generic")
     pages, other = int8_pages(2, 16, 16), int8_pages(2, 20, 16, blocks=2)
-    assert cpu.move_refusal(pages.key, pages.value, **pages.scales) is None
+    assert cpu.rerotate_refusal(pages.key, pages.value, **pages.scales) is None
     rows = torch.zeros(3, 16, 2, 16, dtype=torch.int8)
     for key, value, words in (
         (rows, rows, "int8_layout"),
@@ -428,7 +428,7 @@ def test_codes_that_are_not_laid_out_are_refused() -> None:
         (pages.key.transpose(4, 5).contiguous(), pages.value, "same tokens"),
         (pages.key.transpose(0, 1), pages.value.transpose(0, 1), "contiguous"),
     ):
-        assert words in (cpu.move_refusal(key, value, **pages.scales) or "")
+        assert words in (cpu.rerotate_refusal(key, value, **pages.scales) or "")
     k, v = torch.zeros(1, 2, 14), torch.zeros(1, 2, 16)  # 14 dims would take the same quads
     assert cpu.rotate_refusal(k, k, v, pages.key, pages.value, **pages.scales) is None
     for wrong in (torch.zeros(1, 2, 12), torch.zeros(1, 1, 16)):

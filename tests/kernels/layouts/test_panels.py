@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import cpu, dispatch
+from windlass.kernels import PackedWeight, bind, cpu
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts.panels import DTYPES, PanelWeight
 
@@ -196,29 +196,41 @@ def test_widened_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("rows", [1, 12, 512, 513, 600])
-def test_dispatch(rows: int) -> None:
+def test_backends_multiply_by_panels(rows: int) -> None:
     kernels("generic")
     x, weight = torch.randn(rows, 96), torch.randn(200, 96).bfloat16()
     laid_out = panels(weight)
-    assert_linear(x, weight, None, dispatch.linear(x, laid_out))
-    alone = dispatch.linear(x[:1], laid_out, deterministic=True)
-    assert torch.equal(dispatch.linear(x, laid_out, deterministic=True)[:1], alone)
+    assert_linear(x, weight, None, bind("cpu", weight_dtype=torch.bfloat16).linear(x, laid_out))
+    deterministic = bind("cpu", weight_dtype=torch.bfloat16, deterministic=True)
+    alone = deterministic.linear(x[:1], laid_out)
+    assert torch.equal(deterministic.linear(x, laid_out)[:1], alone)
 
 
 def test_panels_are_for_16_bits_on_cpus_without_products_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("generic")
-    cpu_device, wide, narrow = torch.device("cpu"), torch.float32, torch.bfloat16
-    monkeypatch.setattr("windlass.kernels.dispatch._multiplies_bfloat16", lambda: True)
-    assert dispatch.lays_out_panels(wide, narrow, cpu_device)
-    assert dispatch.lays_out_panels(torch.float16, torch.float16, cpu_device)
-    assert not dispatch.lays_out_panels(narrow, narrow, cpu_device)
-    assert dispatch.lays_out_panels(narrow, narrow, cpu_device, deterministic=True)
-    assert not dispatch.lays_out_panels(wide, wide, cpu_device)
-    assert not dispatch.lays_out_panels(wide, narrow, torch.device("cuda"))
-    monkeypatch.setattr("windlass.kernels.dispatch._multiplies_bfloat16", lambda: False)
-    assert dispatch.lays_out_panels(narrow, narrow, cpu_device)
-    monkeypatch.setattr("windlass.kernels.cpu.unavailable_reason", lambda: "off")
-    assert not dispatch.lays_out_panels(wide, narrow, cpu_device)
+    wide, narrow = torch.float32, torch.bfloat16
+
+    def lays_out_panels(dtype: torch.dtype, weight_dtype: torch.dtype, device: str = "cpu", **options: bool) -> bool:
+        backend = bind(device, dtype, weight_dtype, **options)
+        matrices = [backend.matrix(17, 5), backend.head(17, 5)]
+        assert isinstance(backend.table(17, 5), torch.Tensor) and isinstance(
+            backend.table_and_head(17, 5), torch.Tensor
+        )
+        assert len({type(matrix) for matrix in matrices}) == 1
+        assert all(matrix.dtype == weight_dtype for matrix in matrices if not isinstance(matrix, PackedWeight))
+        return isinstance(matrices[0], PanelWeight)
+
+    monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: True)
+    assert lays_out_panels(wide, narrow)
+    assert lays_out_panels(torch.float16, torch.float16)
+    assert not lays_out_panels(narrow, narrow)
+    assert lays_out_panels(narrow, narrow, deterministic=True)
+    assert not lays_out_panels(wide, wide)
+    assert not lays_out_panels(wide, narrow, "meta")
+    monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: False)
+    assert lays_out_panels(narrow, narrow)
+    monkeypatch.setattr("windlass.kernels.cpu.library.unavailable_reason", lambda: "off")
+    assert not lays_out_panels(wide, narrow)
 
 
 def test_misuse_is_refused() -> None:

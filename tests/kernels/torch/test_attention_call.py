@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass import kernels
-from windlass.kernels import AttentionCall, KVPages, cpu
+from windlass.kernels import AttentionCall, KVPages, bind, cpu
 from windlass.kernels.torch import batched, reference, rowwise
 
 BLOCK, DIM, VALUE_DIM = 4, 6, 5
@@ -184,7 +183,7 @@ def test_what_a_form_does_not_do_it_refuses() -> None:
 )
 def test_whoever_asks_for_attention_gets_it_whatever_the_fields(options: dict[str, Any]) -> None:
     case = Case([(9, 3), (14, 1), (0, 8)], **options)
-    found = kernels.paged_attention(*case.operands())
+    found = bind("cpu").paged_attention(*case.operands())
     torch.testing.assert_close(found.double(), case.expected(), rtol=1e-5, atol=5e-6)
 
 

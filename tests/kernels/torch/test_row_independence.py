@@ -9,8 +9,7 @@ import torch
 from helpers.cpu_kernels import FORMS
 from helpers.cpu_kernels import kernels as form_of
 
-from windlass import kernels
-from windlass.kernels import AttentionCall, KVPages
+from windlass.kernels import AttentionCall, Backend, KVPages, bind
 from windlass.kernels.cpu import library
 from windlass.kernels.torch import reference, rowwise
 
@@ -19,12 +18,17 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 @pytest.fixture(params=[*FORMS, "plain torch"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Makes one form of the compiled kernels, or none, the one that dispatch finds."""
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes one form of the compiled kernels, or none, the one that is found."""
     torch.manual_seed(3)
     found = (None, "turned off by this test") if request.param == "plain torch" else (form_of(request.param), None)
     monkeypatch.setattr(library, "_attempt", lambda: found)
     return str(request.param)
+
+
+@pytest.fixture
+def backend(form: str) -> Backend:
+    return bind("cpu", deterministic=True)
 
 
 def assert_rows_stand_alone(operation: Operation, x: torch.Tensor) -> torch.Tensor:
@@ -46,48 +50,50 @@ def assert_rows_stand_alone(operation: Operation, x: torch.Tensor) -> torch.Tens
         (torch.float16, torch.float16),
     ],
 )
-def test_linear(backend: str, x_type: torch.dtype, w_type: torch.dtype) -> None:
+def test_linear(form: str, x_type: torch.dtype, w_type: torch.dtype) -> None:
+    backend = bind("cpu", x_type, w_type, deterministic=True)
     for inner, columns in ((64, 96), (1031, 77), (5, 1)):
         weight, bias = torch.randn(columns, inner).to(w_type), torch.randn(columns).to(x_type)
         x = torch.randn(ROWS, inner).to(x_type)
-        got = assert_rows_stand_alone(lambda x, w=weight, b=bias: kernels.linear(x, w, b, deterministic=True), x)
+        got = assert_rows_stand_alone(lambda x, w=weight, b=bias: backend.linear(x, w, b), x)
         want = x.double() @ weight.double().T + bias.double()
         rounding = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[x_type]
         assert got.dtype == x_type
         assert ((got.double() - want).abs() <= rounding * (want.abs() + inner**0.5 * 4)).all()
-    assert kernels.linear(x[:0], weight, bias, deterministic=True).shape == (0, 1)
+    assert backend.linear(x[:0], weight, bias).shape == (0, 1)
 
 
 @pytest.mark.parametrize("type_", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [7, 64, 1023])
-def test_norm_activations_and_soft_cap(backend: str, type_: torch.dtype, dim: int) -> None:
+def test_norm_activations_and_soft_cap(form: str, type_: torch.dtype, dim: int) -> None:
+    backend = bind("cpu", type_, deterministic=True)
     x, weight = torch.randn(ROWS, 2 * dim).to(type_), torch.randn(2 * dim)
-    got = assert_rows_stand_alone(lambda x: kernels.rms_norm(x, weight, 1e-5, deterministic=True), x)
+    got = assert_rows_stand_alone(lambda x: backend.rms_norm(x, weight, 1e-5), x)
     torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))
     heads = x.view(ROWS, 2, dim)
-    whole = kernels.rms_norm(heads, weight[:dim], 1e-5, deterministic=True)
-    assert torch.equal(whole[5:6], kernels.rms_norm(heads[5:6], weight[:dim], 1e-5, deterministic=True))
+    whole = backend.rms_norm(heads, weight[:dim], 1e-5)
+    assert torch.equal(whole[5:6], backend.rms_norm(heads[5:6], weight[:dim], 1e-5))
     for name in ("silu", "gelu_tanh"):
-        got = assert_rows_stand_alone(lambda x, n=name: kernels.gated_activation(x, n, deterministic=True), x)
+        got = assert_rows_stand_alone(lambda x, n=name: backend.gated_activation(x, n), x)
         wide = reference.gated_activation(x.double(), name)
         torch.testing.assert_close(got, wide.to(type_))
     logits = x.float() * 30
-    got = assert_rows_stand_alone(lambda x: kernels.soft_cap(x, 25.0, deterministic=True), logits)
+    got = assert_rows_stand_alone(lambda x: backend.soft_cap(x, 25.0), logits)
     torch.testing.assert_close(got.double(), 25.0 * torch.tanh(logits.double() / 25.0), rtol=1e-6, atol=1e-6)
-    assert kernels.soft_cap(logits[:0], 25.0, deterministic=True).shape == (0, 2 * dim)
-    assert kernels.gated_activation(x[:0], "silu", deterministic=True).shape == (0, dim)
+    assert backend.soft_cap(logits[:0], 25.0).shape == (0, 2 * dim)
+    assert backend.gated_activation(x[:0], "silu").shape == (0, dim)
 
 
 @pytest.mark.parametrize("half", [1, 3, 8, 64])
-def test_rotary_angles_have_one_value_everywhere(backend: str, half: int) -> None:
+def test_rotary_angles_have_one_value_everywhere(backend: Backend, half: int) -> None:
     inv_freq = 1e4 ** -(torch.arange(half, dtype=torch.float64) / half).repeat(2, 5, 1)
     inv_freq[1] *= 0.37
     rows, positions = torch.randint(0, 5, (ROWS,)), torch.randint(0, 2**31, (ROWS,))
     inv_freq[:, 3] *= torch.rand(half, dtype=torch.float64)
-    both = torch.stack(kernels.rotary_angles(inv_freq, rows, positions))
+    both = torch.stack(backend.rotary_angles(inv_freq, rows, positions))
     for size in (1, 2, 16):
         pieces = zip(rows.split(size), positions.split(size), strict=True)
-        parts = [kernels.rotary_angles(inv_freq, *piece) for piece in pieces]
+        parts = [backend.rotary_angles(inv_freq, *piece) for piece in pieces]
         assert torch.equal(torch.cat([torch.stack(part) for part in parts], dim=2), both)
     # The plain form and the compiled ones round to the same numbers.
     assert torch.equal(torch.stack(rowwise.rotary_angles(inv_freq, rows, positions)), both)
@@ -95,9 +101,9 @@ def test_rotary_angles_have_one_value_everywhere(backend: str, half: int) -> Non
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (32, 2)])
 @pytest.mark.parametrize("window", [None, 1, 40, 300])
-def test_attention(backend: str, heads: int, kv_heads: int, window: int | None) -> None:
+def test_attention(backend: Backend, form: str, heads: int, kv_heads: int, window: int | None) -> None:
     """The queries of a prompt in one call, in chunks, one by one, and with other sequences in the step."""
-    length, dim, size = 600 if backend != "plain torch" else 330, 20, 16
+    length, dim, size = 600 if form != "plain torch" else 330, 20, 16
     begin = length - 70
     table = torch.randperm(-(-length // size) + 3).int()[None, :-2]
     pages = KVPages(*(torch.randn(table.shape[1] + 2, size, kv_heads, dim).to(torch.bfloat16) for _ in range(2)))
@@ -113,7 +119,7 @@ def test_attention(backend: str, heads: int, kv_heads: int, window: int | None) 
             window=window,
             soft_cap=soft_cap,
         )
-        return kernels.paged_attention(q[first:last], pages, call, deterministic=True)
+        return backend.paged_attention(q[first:last], pages, call)
 
     whole = attend(0, 70)
     for chunk in (1, 7, 33):
@@ -133,11 +139,11 @@ def test_attention(backend: str, heads: int, kv_heads: int, window: int | None) 
         dim**-0.5,
         window=window,
     )
-    mixed = kernels.paged_attention(torch.cat((q[:40], q[69:], q[10:30])), pages, call, deterministic=True)
+    mixed = backend.paged_attention(torch.cat((q[:40], q[69:], q[10:30])), pages, call)
     assert torch.equal(mixed, torch.cat((whole[:40], whole[69:], whole[10:30])))
 
 
-def test_short_prompts_from_the_first_token(backend: str) -> None:
+def test_short_prompts_from_the_first_token(backend: Backend) -> None:
     """Rows of lengths 1, 2, 3, …: packs whose rows do not all reach the first chunk's end; unused entries are -1."""
     pages = KVPages(*(torch.full((9, 16, 2, 16), torch.nan) for _ in range(2)))
     for part in (pages.key, pages.value):
@@ -149,7 +155,7 @@ def test_short_prompts_from_the_first_token(backend: str) -> None:
     def attend(first: int, last: int) -> torch.Tensor:
         start, lens = torch.tensor([0, last - first]), torch.tensor([last])
         call = AttentionCall(table, start, lens, ones[first:last], 0.25)
-        return kernels.paged_attention(q[first:last], pages, call, deterministic=True)
+        return backend.paged_attention(q[first:last], pages, call)
 
     whole = attend(0, 100)
     assert torch.isfinite(whole).all()

@@ -64,7 +64,7 @@ def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, posit
         norm_eps=1e-6,
         checkpoint=CheckpointLayout(interleaved=True, fused_qkv=fused),
     )
-    decoder = Decoder(spec, torch.float32, torch.device("cpu"))
+    decoder = Decoder(spec, kernels.bind("cpu"))
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, posit
     w = 1e4 ** (-np.arange(0, 8, 2) / 8)
     angles = w * position
     rotation = [torch.tensor(f(angles), dtype=torch.float32)[None, None] for f in (np.cos, np.sin)]
-    cache = KVStorage(spec.kv_groups, [1], 16, torch.float32, torch.device("cpu"))
+    cache = KVStorage(spec.kv_groups, [1], 16, torch.float32, decoder.backend)
     one = torch.tensor([1])
     batch = ForwardBatch(
         input_ids=torch.tensor([7]),
@@ -140,7 +140,7 @@ def test_a_layer_without_rotation_goes_through_the_same_call() -> None:
     pages = kernels.KVPages(torch.zeros(1, 16, 1, 8), torch.zeros(1, 16, 1, 8))
     before = q.clone()
     empty = torch.ones(3, 4)[:, :0]
-    kernels.rotate_and_append(q, k, v, empty, empty, torch.full((3,), 2.0), pages, torch.tensor([0, 1, 2]))
+    kernels.bind("cpu").rotate_and_append(q, k, v, empty, empty, torch.full((3,), 2.0), pages, torch.tensor([0, 1, 2]))
     assert torch.equal(q, before)
     assert torch.equal(pages.key[0, :3], k)
     assert torch.equal(pages.value[0, :3], v)

@@ -24,7 +24,7 @@ from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import check_memory, check_start, describe_model
 from windlass.engine.model.loading.sizes import weight_bytes
 from windlass.engine.model.spec import KVGroupSpec, ModelSpec
-from windlass.kernels import PackedWeight
+from windlass.kernels import PackedWeight, bind
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 GIB = 1 << 30
@@ -72,7 +72,7 @@ def test_every_supported_family_passes(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dim", [16, 18, 63, 128])
 def test_bytes_per_token_are_those_of_the_pages(dtype: str, dim: int) -> None:
     group = KVGroupSpec(layers=(0, 1, 2), num_kv_heads=5, head_dim=dim, window=None)
-    storage = KVStorage([group], [7], 32, getattr(torch, dtype), torch.device("cpu"))
+    storage = KVStorage([group], [7], 32, getattr(torch, dtype), bind("cpu"))
     pages = [storage.pages(layer) for layer in group.layers]
     planes = [plane for page in pages for plane in (page.key, page.value, page.key_scale, page.value_scale)]
     assert bytes_per_token(group, dtype) * 7 * 32 == sum(plane.nbytes for plane in planes if plane is not None)

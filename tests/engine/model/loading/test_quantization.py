@@ -99,7 +99,7 @@ def test_deterministic_bits_alone_batched_and_chunked(
     models: dict[str, Path], width: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not compiled:
-        monkeypatch.setattr("windlass.kernels.cpu.unavailable_reason", lambda: "none here")
+        monkeypatch.setattr("windlass.kernels.cpu.library.unavailable_reason", lambda: "none here")
     generator = torch.Generator().manual_seed(3)
     sent = [
         greedy(str(i), torch.randint(3, 128, (5 + 7 * i,), generator=generator).tolist(), 6)

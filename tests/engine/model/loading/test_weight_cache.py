@@ -27,6 +27,8 @@ from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.loader import LoadedModel, load_model
 from windlass.engine.model.loading.safetensors_file import write_tensors
 from windlass.engine.model.loading.weight_cache import FOLDER, WeightCache, decoder_tensors
+from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.torch.backend import TorchBackend
 
 FAMILIES = ("llama_bias", "gemma3", "glm")
 
@@ -78,7 +80,8 @@ def no_quantizing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         def pack(*_: object) -> None:
             raise AssertionError("weights were quantized although they are cached")
 
-        monkeypatch.setattr(kernels, "pack", pack)
+        for backend in (CompiledBackend, TorchBackend):
+            monkeypatch.setattr(backend, "pack", pack)
 
     return forbid
 
@@ -188,7 +191,7 @@ def test_a_file_serves_whatever_the_processor(model: Path, monkeypatch: pytest.M
     """Quantizing gives the same bytes without compiled kernels, so that a file can be carried to another machine."""
     load(model)
     with monkeypatch.context() as patch:
-        patch.setattr("windlass.kernels.cpu.unavailable_reason", lambda: "not here")
+        patch.setattr("windlass.kernels.cpu.library.unavailable_reason", lambda: "not here")
         assert was_read(load(model))
         (file,) = files(model)
         read = file.read_bytes()

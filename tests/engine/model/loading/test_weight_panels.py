@@ -11,9 +11,9 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-from windlass import kernels
 from windlass.engine.model.decoder import Decoder, LayerWeights
-from windlass.kernels import PanelWeight, cpu
+from windlass.kernels import Backend, PanelWeight, cpu
+from windlass.kernels.cpu.backend import CompiledBackend
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="panels need the compiled kernels")
 
@@ -35,7 +35,7 @@ def as_rows(decoder: Decoder) -> dict[str, torch.Tensor]:
 
 
 def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "lays_out_panels", lambda *_, **__: False)
+    monkeypatch.setattr(CompiledBackend, "_plain_matrix", Backend._plain_matrix)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -113,8 +113,8 @@ def test_steps_are_repeated(tmp_path: Path) -> None:
 
 def test_other_weights_stay_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = stored_as(make_model("llama", tmp_path), "bfloat16")
-    monkeypatch.setattr("windlass.kernels.dispatch._multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: True)
     for dtype in ("float32", "bfloat16"):
         assert not any(isinstance(w, PanelWeight) for w in make_core(directory, dtype=dtype).runner.decoder.tensors())
-    monkeypatch.setattr("windlass.kernels.dispatch._multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: False)
     assert any(isinstance(w, PanelWeight) for w in make_core(directory, dtype="bfloat16").runner.decoder.tensors())

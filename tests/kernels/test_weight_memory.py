@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from windlass.engine.model.loading import weight_memory
-from windlass.engine.model.loading.weight_memory import WeightMemory
-from windlass.kernels import PackedWeight
+from windlass.kernels import PackedWeight, weight_memory
+from windlass.kernels.weight_memory import WeightMemory
 
 
 @pytest.fixture

@@ -1,0 +1,237 @@
+"""What a device offers: every operation that the engine needs, bound once when a model is loaded.
+
+Responsible for the contract: shapes, types, what may be overwritten, and what comes back. A backend is bound for a device,
+a compute dtype, a way of storing weights and, if asked, for bits that depend on nobody else; what it cannot do in the
+quickest way was found out then, and it can tell. It knows tensors; it knows nothing of requests or models, and whoever
+calls it knows nothing of what lies behind it.
+
+Layout glossary: T tokens of one step, B sequences, H heads, D head dimension, P block size; a *slot* is
+`block * P + offset` in the flattened pages of one KV group.
+
+Under `deterministic` the bits of a row depend on that row's own sequence only: never on the rows beside it, on how its
+sequence was cut into chunks, or on where its blocks lie. Embedding, angles, rotation and draws always have the property.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.huge_pages import advise_huge_pages
+from windlass.kernels.layouts.packed import PackedRows, PackedWeight
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.weight_memory import WeightMemory
+
+Quantization: TypeAlias = Literal["none", "int8", "int4"]
+Weight: TypeAlias = Tensor | PackedWeight | PanelWeight
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """What a backend is bound for. dtype: activations. weight_dtype: matrices that are not quantized, biases aside."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32
+    quantization: Quantization = "none"
+    deterministic: bool = False
+
+
+class Recording(ABC):
+    """The calls of a piece of work, to be made again on the same memory. obstacle: why they cannot be, None if they can."""
+
+    obstacle: str | None
+
+    @abstractmethod
+    def repeat(self) -> bool:
+        """Make the calls again; False as soon as one reports an error. Raises ValueError where there is an obstacle."""
+
+    @abstractmethod
+    def same_values(self, other: Recording) -> bool:
+        """Whether the other recording made the same calls, addresses aside."""
+
+
+class Recorder(ABC):
+    """Records what its backend is asked to do, in one piece of memory that all of its recordings share."""
+
+    @abstractmethod
+    def record(self) -> AbstractContextManager[Recording]:
+        """Record what is done meanwhile, which is done as ever.
+
+        Tensors that are there before have to outlive the recording where they are. Those made meanwhile hold what was
+        written to them until this recorder records something else, or one of its recordings is repeated.
+        """
+
+
+class Backend(ABC):
+    """See the module. The weights it hands out are uninitialised, and live as long as somebody holds them."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        self.options = options
+        self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
+        self.quantization: Quantization = options.quantization
+        self.deterministic = options.deterministic
+        self._memory = WeightMemory(options.device)
+
+    @abstractmethod
+    def explain(self) -> str:
+        """One line on which kernels run, and why no quicker ones."""
+
+    @property
+    def is_second_choice(self) -> bool:
+        """Whether this kind of device has quicker kernels, which were refused: `explain` says why."""
+        return False
+
+    # Memory
+
+    @property
+    def reads_host_memory(self) -> bool:
+        """Whether operands may lie in memory that Python writes to through numpy, so that a step's can be filled in place."""
+        return self.device.type == "cpu"
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for a weight of any other kind than those below. Raises what torch raises when there is none."""
+        return self._memory.empty(shape, dtype)
+
+    def matrix(self, rows: int, columns: int) -> Weight:
+        """A weight that is only multiplied by, quantized if the backend is bound so."""
+        if self.quantization == "none":
+            return self._plain_matrix(rows, columns)
+        return PackedWeight.empty(rows, columns, 8 if self.quantization == "int8" else 4, self.empty)
+
+    def head(self, rows: int, columns: int) -> Weight:
+        """As `matrix`, of 8 bits under any quantization."""
+        return self._plain_matrix(rows, columns) if self.quantization == "none" else self._eight_bits(rows, columns)
+
+    def table(self, rows: int, columns: int) -> Tensor:
+        """A weight that rows are only gathered from; never quantized."""
+        return self.empty((rows, columns), self.weight_dtype)
+
+    def table_and_head(self, rows: int, columns: int) -> Tensor | PackedWeight:
+        """A weight that rows are gathered from and that is multiplied by; of 8 bits under any quantization."""
+        return self.table(rows, columns) if self.quantization == "none" else self._eight_bits(rows, columns)
+
+    def pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for cached keys and values. It is reserved, not touched: on a CPU, what is not used costs nothing."""
+        made = torch.empty(shape, dtype=dtype, device=self.device)
+        advise_huge_pages(made)
+        return made
+
+    def _plain_matrix(self, rows: int, columns: int) -> Weight:
+        return self.empty((rows, columns), self.weight_dtype)
+
+    def _eight_bits(self, rows: int, columns: int) -> PackedWeight:
+        return PackedWeight.empty(rows, columns, 8, self.empty)
+
+    @abstractmethod
+    def pack(self, target: PackedRows | PanelRows, source: Tensor) -> None:
+        """Put source [rows, columns], float32 or narrower on the CPU, into rows of a weight that `matrix` made.
+
+        Quantizing gives the same bytes everywhere.
+        """
+
+    # Products, norms, activations
+
+    @abstractmethod
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias. x: [T, K], weight: [N, K] in x's dtype or a narrower one, bias: [N]. Returns [T, N] in x's dtype.
+
+        Sums are float32 on a CPU whatever the storage. A packed weight meets x rounded to 8 bits; its sums are integers, so
+        a row's bits depend on that row alone, deterministic or not.
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim (1910.07467), in float32.
+
+        x: [T, D] or [T, H, D]. weight: [D] float32. Returns x's shape and dtype, contiguous.
+        """
+
+    @abstractmethod
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` in place, rounded to its dtype, and return the sum's `rms_norm`. Both [T, D], of one dtype."""
+
+    @abstractmethod
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up of [T, 2F] holding (gate, up). activation: "silu" or "gelu_tanh". Returns [T, F]."""
+
+    @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of [T, N] float32."""
+
+    @abstractmethod
+    def embed(self, table: Tensor | PackedWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+        """table[ids] in the compute dtype times the scale rounded to it. table: [N, D], ids: [T] int64.
+
+        Returns [T, D], memory of its own.
+        """
+
+    @abstractmethod
+    def log1p(self, counts: Tensor) -> Tensor:
+        """ln(1 + n) of int64 counts [T], float32."""
+
+    # Rotation and attention
+
+    @abstractmethod
+    def rotary_angles(
+        self, inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of inv_freq[:, rows] * positions, formed and reduced in float64.
+
+        inv_freq: [G, R, d/2] float64. rows, positions: [T] int64, positions exact to 2^53. Returns two float32 [G, T, d/2],
+        right to rounding at any position; an element's bits depend on its frequency and position only. out: two contiguous
+        ones in host memory to write into and return, where the backend reads that.
+        """
+
+    @abstractmethod
+    def rotate_and_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
+    ) -> None:
+        """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
+
+        q: [T, Hq, D], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged; the three share a
+        dtype. cos, sin: [T, d/2] float32, d <= D. q_scale: [T] float32. slots: [T] int64, distinct. int8 pages take what
+        `reference.quantize` makes of the result.
+        """
+
+    @abstractmethod
+    def rerotate_cached_keys(
+        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+    ) -> None:
+        """Rotate cached keys by one more rotation each, from source to target slots, and take their values along if asked.
+
+        sources, targets: [N] int64 slots; an entry may name one slot twice, to rotate in place, but no slot may be the
+        source of one entry and the target of another. cos, sin: [N, d/2] float32 of the angle at the target minus that at
+        the source. A key is rounded to the cache's dtype once; values, and keys that no pair rotates, are copied bit by bit.
+        Raises IndexError for a slot outside the pages (nothing is written then).
+        """
+
+    @abstractmethod
+    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        """Attention of each sequence's new tokens over its cached keys, in float32.
+
+        q: [T, Hq, D] rotated, or [V, T, Hq, D] with query versions. Returns [T, Hq, Dv] in q's dtype. Only keys and values
+        that some query sees are read. Raises ValueError where q and the call disagree, and, if deterministic, for a call
+        that no deterministic form does.
+        """
+
+    # Recording and repeating
+
+    @property
+    @abstractmethod
+    def recording_refusal(self) -> str | None:
+        """Why nothing can be recorded here, or None where it can."""
+
+    @abstractmethod
+    def recorder(self, capacity: int) -> Recorder:
+        """A recorder with so many bytes for what recorded work makes; pages of them that nothing ever used cost nothing.
+
+        Raises ValueError with `recording_refusal`.
+        """

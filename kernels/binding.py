@@ -1,0 +1,40 @@
+"""Chooses the backend for a device, once: the quickest that does not refuse, else plain torch.
+
+The one module that knows all backends. A new kind of device is a line here and a folder beside the others.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.kernels.backend import Backend, BackendOptions, Quantization
+from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+
+_OWN_KERNELS = {"cpu": CompiledBackend}  # by kind of device
+
+
+def bind(
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
+    *,
+    quantization: Quantization = "none",
+    deterministic: bool = False,
+) -> Backend:
+    """The backend for a model that computes in `dtype` on this device.
+
+    weight_dtype: of its matrices, `dtype` when None. quantization: what they become. deterministic: see `backend`.
+    """
+    options = BackendOptions(torch.device(device), dtype, weight_dtype or dtype, quantization, deterministic)
+    own = _OWN_KERNELS.get(options.device.type)
+    refusal = None if own is None else own.refusal(options)
+    if own is not None and refusal is None:
+        return own(options)
+    return (RowIndependentBackend if deterministic else TorchBackend)(options, refusal)
+
+
+def reads_narrow_weights(device: torch.device | str) -> bool:
+    """Whether `linear` multiplies float32 rows by bfloat16 or float16 weights there at the cost of reading them narrow."""
+    own = _OWN_KERNELS.get(torch.device(device).type)
+    return own is not None and own.refusal(BackendOptions(torch.device(device))) is None

@@ -1,0 +1,192 @@
+"""The backend of the compiled kernels.
+
+Responsible for which function takes an operation, decided when it is bound; what the kernels cannot do, or torch does
+quicker, goes to the backend of plain torch that it holds. Every call goes through the library that it holds, which is
+another one while it records.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
+from windlass.kernels.cpu import attention, library, linear, ops, packed, panels, recording, rotary
+from windlass.kernels.cpu.arena import Arena
+from windlass.kernels.layouts.packed import PackedRows, PackedWeight
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
+from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.torch import batched
+from windlass.kernels.torch import linear as torch_linear
+from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+
+# Rows of bfloat16 from which torch's product leads where the processor multiplies them natively (measured on Zen 4: as
+# quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
+_FEWEST_NATIVE_ROWS = 12
+
+
+class CompiledBackend(Backend):
+    """C++ SIMD kernels where they are the quickest way; row-independent throughout if bound so."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        """Raises KernelsUnavailableError where `refusal` says why."""
+        super().__init__(options)
+        self._library = library.load()
+        self._torch = RowIndependentBackend(options) if options.deterministic else TorchBackend(options)
+        native = options.dtype == options.weight_dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16()
+        # Products of bfloat16 rows by torch, where the processor has them, want the weight as it is.
+        self._lays_out_panels = options.weight_dtype in PANEL_DTYPES and (options.deterministic or not native)
+        if options.dtype not in linear.ACTIVATION_TYPES:
+            self._most_rows = -1
+        elif options.deterministic:
+            self._most_rows = sys.maxsize
+        else:
+            self._most_rows = _FEWEST_NATIVE_ROWS - 1 if native else linear.MOST_ROWS
+        self._most_panel_rows = sys.maxsize if options.deterministic else panels.MOST_ROWS
+
+    @staticmethod
+    def refusal(options: BackendOptions) -> str | None:
+        """Why these kernels cannot be bound so, or None where they can."""
+        if options.device.type != "cpu":
+            return f"the model is on {options.device}"
+        return library.unavailable_reason()
+
+    def explain(self) -> str:
+        return f"compiled CPU kernels ({self._library.isa})"
+
+    def _plain_matrix(self, rows: int, columns: int) -> Weight:
+        if self._lays_out_panels:
+            return PanelWeight.empty(rows, columns, self.weight_dtype, self.empty)
+        return super()._plain_matrix(rows, columns)
+
+    def pack(self, target: PackedRows | PanelRows, source: Tensor) -> None:
+        if isinstance(target, PanelRows):
+            panels.pack_panels(target, source, library=self._library)
+        else:
+            packed.pack_rows(target, source, library=self._library)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PanelWeight):
+            few = x.shape[0] <= self._most_panel_rows
+            product = panels.linear_panels if few else panels.linear_panels_widened
+            return product(x, weight, bias, library=self._library)
+        if isinstance(weight, PackedWeight):
+            return packed.linear_packed(x, weight, bias, library=self._library)
+        if x.shape[0] <= self._most_rows:
+            return linear.linear_small(x, weight, bias, library=self._library)
+        return self._torch.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.rms_norm(x, weight, eps, library=self._library)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.rms_norm(x, weight, eps, residual, library=self._library)
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        return ops.gated_activation(gate_up, activation, library=self._library)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return ops.soft_cap(x, cap, library=self._library)
+
+    def embed(self, table: Tensor | PackedWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+        if self.dtype != torch.float32 or isinstance(table, PackedWeight):
+            return self._torch.embed(table, ids, scale)
+        return ops.embed_rows(table, ids, scale, library=self._library)
+
+    def log1p(self, counts: Tensor) -> Tensor:
+        return self._torch.log1p(counts)
+
+    def rotary_angles(
+        self, inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return rotary.rotary_angles(inv_freq, rows, positions, out=out, library=self._library)
+
+    def rotate_and_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
+    ) -> None:
+        rotary.rotate_and_append(
+            q,
+            k,
+            v,
+            cos,
+            sin,
+            q_scale,
+            pages.key,
+            pages.value,
+            slots,
+            key_scales=pages.key_scale,
+            value_scales=pages.value_scale,
+            library=self._library,
+        )
+
+    def rerotate_cached_keys(
+        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+    ) -> None:
+        rotary.rerotate_cached_keys(
+            pages.key,
+            pages.value,
+            sources,
+            targets,
+            cos,
+            sin,
+            key_scales=pages.key_scale,
+            value_scales=pages.value_scale,
+            values=values,
+            library=self._library,
+        )
+
+    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        if attention.call_refusal(call):
+            return self._torch.paged_attention(q, pages, call)
+        if call.only_single_tokens:
+            return self._decode(q, pages, call)
+        if self.deterministic:
+            return batched.paged_attention(q, pages, call, decode=self._decode, prefill=self._prefill_as_decode)
+        out = attention.paged_attention_prefill(q, pages, call, fewest=2, library=self._library)
+        singles = call.single_tokens()
+        if singles is not None:
+            rows, own = singles
+            out[rows] = self._decode(q[rows], pages, own)
+        return out
+
+    def _decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        return attention.paged_attention_decode(q, pages, call, library=self._library)
+
+    def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        """Each query as the last token of a sequence of its own length: the bits that decoding gives."""
+        return self._decode(q, pages, call.token_by_token())
+
+    @property
+    def recording_refusal(self) -> str | None:
+        return None
+
+    def recorder(self, capacity: int) -> Recorder:
+        return _ArenaRecorder(self, Arena(capacity))
+
+    @contextmanager
+    def record(self, arena: Arena) -> Iterator[recording.Recording]:
+        """Record what this backend is asked to do; see `Recorder.record`."""
+        ordinary = self._library
+        with recording.record(ordinary, arena) as (recorded, self._library):
+            try:
+                yield recorded
+            finally:
+                self._library = ordinary
+
+
+class _ArenaRecorder(Recorder):
+    """Recordings of one backend in one arena."""
+
+    def __init__(self, backend: CompiledBackend, arena: Arena) -> None:
+        self._backend, self._arena = backend, arena
+
+    @contextmanager
+    def record(self) -> Iterator[recording.Recording]:
+        with self._backend.record(self._arena) as recorded:
+            yield recorded

@@ -1,0 +1,128 @@
+"""Backends of plain torch, on any device: the quick forms, and forms whose rows are computed one by one.
+
+Responsible for choosing, when they are bound, between the forms that this folder has.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
+from windlass.kernels.layouts.packed import PackedRows, PackedWeight
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.torch import batched, linear, quantized, reference, rowwise
+
+
+class TorchBackend(Backend):
+    """Batched torch calls. refusal: why the quicker backend of this kind of device cannot be used, None where there is none."""
+
+    def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
+        super().__init__(options)
+        self._refusal = refusal
+        widens = linear.widens(options.device, options.dtype, options.weight_dtype)
+        self._product = linear.linear_widened if widens else linear.linear
+
+    def explain(self) -> str:
+        return f"plain torch kernels: {self._refusal or f'there are no others for {self.device.type}'}"
+
+    @property
+    def is_second_choice(self) -> bool:
+        return self._refusal is not None
+
+    def pack(self, target: PackedRows | PanelRows, source: Tensor) -> None:
+        if isinstance(target, PanelRows):
+            raise TypeError("weights in panels are for the compiled kernels only")
+        quantized.pack(target, source)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, PackedWeight):
+            return quantized.linear(x, weight, bias)
+        if isinstance(weight, PanelWeight):
+            raise TypeError("weights in panels are for the compiled kernels only")
+        return self._product(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return reference.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        return reference.gated_activation(gate_up, activation)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return reference.soft_cap(x, cap)
+
+    def embed(self, table: Tensor | PackedWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+        rows = table.dequantize(ids) if isinstance(table, PackedWeight) else table.index_select(0, ids)
+        rows = rows.to(self.dtype)
+        # The scale is rounded to the compute dtype first, as the reference implementation does.
+        return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype, device=rows.device)
+
+    def log1p(self, counts: Tensor) -> Tensor:
+        return counts.float().log1p()
+
+    def rotary_angles(
+        self, inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        plain = rowwise.rotary_angles if self.device.type == "cpu" else reference.rotary_angles
+        found = plain(inv_freq, rows, positions)
+        if out is None:
+            return found
+        for target, source in zip(out, found, strict=True):
+            target.numpy()[...] = source.numpy()
+        return out
+
+    def rotate_and_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
+    ) -> None:
+        reference.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
+
+    def rerotate_cached_keys(
+        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+    ) -> None:
+        slots = torch.stack((sources, targets))
+        if slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < pages.num_slots:
+            raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+        reference.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
+
+    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        if batched.attention_refusal(call):
+            return reference.paged_attention(q, pages, call)
+        return batched.paged_attention(q, pages, call)
+
+    @property
+    def recording_refusal(self) -> str | None:
+        return self._refusal or f"the model is on {self.device}"
+
+    def recorder(self, capacity: int) -> Recorder:
+        raise ValueError(f"nothing is recorded: {self.recording_refusal}")
+
+
+class RowIndependentBackend(TorchBackend):
+    """Torch calls whose rows are independent (see `rowwise`): deterministic, and slow."""
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        return rowwise.linear(x, weight, bias) if isinstance(weight, Tensor) else super().linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rowwise.rms_norm(x, weight, eps)
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        return rowwise.gated_activation(gate_up, activation)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return rowwise.soft_cap(x, cap)
+
+    def log1p(self, counts: Tensor) -> Tensor:
+        # Torch's own differs between a vector's body and its tail.
+        return torch.tensor([math.log1p(n) for n in counts.tolist()], dtype=torch.float32, device=counts.device)
+
+    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        return rowwise.paged_attention(q, pages, call)
