@@ -1,4 +1,9 @@
-"""Errors the engine raises, each with a message that says what to change. Knows nothing of HTTP status codes."""
+"""Errors the engine raises, each with a message that says what to change. Knows nothing of HTTP status codes.
+
+A message, and a notice of a loaded model, names a field of `EngineConfig` by its path in backquotes, with a value where it
+speaks of one: "lower `cache.memory`", "use `compute.device=cpu`". Whoever has names of their own for the fields, as a
+command has options, finds them by that.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -16,12 +16,17 @@ _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__na
 
 
 def run_app(
-    app: typer.Typer, name: str, arguments: Sequence[str] | None, errors: tuple[type[Exception], ...] = ()
+    app: typer.Typer,
+    name: str,
+    arguments: Sequence[str] | None,
+    errors: tuple[type[Exception], ...] = (),
+    words: Callable[[str], str] = str,
 ) -> int:
     """Run one command and return the exit code; errors are one line on standard error.
 
     name: what the program is called in its help. arguments: None for those of the process. errors: classes whose
     messages are lines for the person who typed the command, beside CommandError; 2 is their exit code.
+    words: puts such a message into the program's own words.
     """
     mendable: tuple[type[Exception], ...] = (CommandError, *errors)
     try:
@@ -30,7 +35,7 @@ def run_app(
     except _ClickError as error:
         return _usage_error(error)
     except mendable as error:
-        return _fail(str(error))
+        return _fail(words(str(error)))
     except (KeyboardInterrupt, typer.Abort):
         return 130
 

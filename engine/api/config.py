@@ -38,7 +38,7 @@ class ComputeConfig:
     cores: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one(threads=self.threads)
+        _check_at_least_one("compute.threads", self.threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class CacheConfig:
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _at_least_one(kv_cache_memory=self.memory)
+        _check_at_least_one("cache.memory", self.memory)
         if self.block_size < 16 or self.block_size % 16:
-            raise LoadError(f"--block-size must be a multiple of 16, got {self.block_size}")
+            raise LoadError(f"`cache.block_size` must be a multiple of 16, got {self.block_size}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +88,11 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.num_tokens <= MAX_SPECULATIVE_TOKENS:
             raise LoadError(
-                f"--speculative-ngram must lie between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_tokens}"
+                f"`scheduling.speculation.num_tokens` must lie between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_tokens}"
             )
         if not 1 <= self.min_match <= self.max_match:
             raise LoadError(
-                "--speculative-ngram-min must be at least 1 and at most --speculative-ngram-max, got "
+                "`scheduling.speculation.min_match` must be at least 1 and at most `scheduling.speculation.max_match`, got "
                 f"{self.min_match} and {self.max_match}"
             )
 
@@ -113,13 +113,11 @@ class SchedulerConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
-        _at_least_one(
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            max_waiting=self.max_waiting,
-        )
+        _check_at_least_one("scheduling.max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_at_least_one("scheduling.max_num_seqs", self.max_num_seqs)
+        _check_at_least_one("scheduling.max_waiting", self.max_waiting)
         if self.target_step_seconds < 0:
-            raise LoadError(f"--target-step-seconds must not be negative, got {self.target_step_seconds}")
+            raise LoadError(f"`scheduling.target_step_seconds` must not be negative, got {self.target_step_seconds}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,13 +148,12 @@ class EngineConfig:
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
 
     def __post_init__(self) -> None:
-        _at_least_one(max_model_len=self.max_model_len)
+        _check_at_least_one("max_model_len", self.max_model_len)
 
 
-def _at_least_one(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise LoadError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+def _check_at_least_one(field: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise LoadError(f"`{field}` must be at least 1, got {value}")
 
 
 def parse_dtype(name: str) -> str:

@@ -41,8 +41,8 @@ def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
 def plan_cache(config: EngineConfig, spec: ModelSpec, dtype: str, budget: int, most: int | None = None) -> CachePlan:
     """Blocks within `budget` bytes, never more than can be used, and the longest sequence they carry.
 
-    A notice tells where the budget shortened it. most: bytes that --kv-cache-memory could be raised to, None if unknown.
-    Raises LoadError for an explicit --max-model-len that does not fit.
+    A notice tells where the budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown.
+    Raises LoadError for an explicit `max_model_len` that does not fit.
     """
     wanted = config.max_model_len or spec.trained_len
 
@@ -65,17 +65,17 @@ def plan_cache(config: EngineConfig, spec: ModelSpec, dtype: str, budget: int, m
         limit = sys.maxsize if most is None else max(budget, most)
         windows = any(group.window is not None for group in spec.kv_groups)
         ways = [
-            "raise --kv-cache-memory" if needed <= limit else "",
-            "lower --max-model-len or --max-num-seqs" if windows else "lower --max-model-len",
-            "use --kv-cache-dtype int8" if dtype != "int8" and size(per_sequence, "int8") <= limit else "",
+            "raise `cache.memory`" if needed <= limit else "",
+            "lower `max_model_len` or `scheduling.max_num_seqs`" if windows else "lower `max_model_len`",
+            "use `cache.dtype=int8`" if dtype != "int8" and size(per_sequence, "int8") <= limit else "",
         ]
         raise LoadError(
             f"a context of {wanted} tokens does not fit: it needs {gib(needed)} of KV cache, there are {gib(budget)}, "
             f"which hold {room} tokens: {' or '.join(filter(None, ways))}"
         )
     notice = (
-        f"context shortened from {wanted} to {room} tokens to fit the KV cache: raise --kv-cache-memory or lower "
-        "--max-model-len"
+        f"context shortened from {wanted} to {room} tokens to fit the KV cache: raise `cache.memory` or lower "
+        "`max_model_len`"
     )
     return CachePlan(num_blocks, room, size(low), (notice,))
 

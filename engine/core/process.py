@@ -147,7 +147,7 @@ def _load(core: str, config: EngineConfig, connection: Connection) -> Core | Non
     except Exception as error:
         text = _first_line(error)
         if isinstance(error, MemoryError) or "memory" in text.lower():
-            message = f"not enough memory to load {config.model} ({text}); free some, or lower --kv-cache-memory"
+            message = f"not enough memory to load {config.model} ({text}); free some, or lower `cache.memory`"
         else:
             if not isinstance(error, (OSError, ImportError)):
                 _logger.exception("loading failed unexpectedly")

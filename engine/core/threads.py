@@ -42,10 +42,10 @@ def prepare_this_process(cores: Iterable[int] | None = None) -> None:
 def split_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The cores this process may use, for the engine and for the server: the server takes the last. Raises LoadError."""
     if not hasattr(os, "sched_getaffinity"):
-        raise LoadError("--pin-cores: this system cannot pin processes to cores: leave it out")
+        raise LoadError("`compute.cores`: this system cannot pin processes to cores: leave it out")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise LoadError("--pin-cores needs two cores or more, there is one: leave it out")
+        raise LoadError("`compute.cores` needs two cores or more, there is one: leave it out")
     return tuple(cores[:-1]), tuple(cores[-1:])
 
 
@@ -54,4 +54,4 @@ def pin(cores: Iterable[int]) -> None:
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
-        raise LoadError(f"--pin-cores: cannot use the cores {list(cores)}: {error.strerror}") from error
+        raise LoadError(f"`compute.cores`: cannot use the cores {list(cores)}: {error.strerror}") from error

@@ -28,15 +28,14 @@ def run_engine_benchmark(
     None when output_len < 2, since the first token belongs to the prefill. Raises LoadError for lengths that do not fit.
     """
     if min(batch_size, input_len) < 1 or output_len < 0:
-        raise LoadError("--batch-size and --input-len must be at least 1 and --output-len at least 0")
-    if batch_size > config.scheduling.max_num_seqs:
-        raise LoadError(
-            f"--batch-size {batch_size} needs --max-num-seqs {batch_size} or more, it is {config.scheduling.max_num_seqs}"
-        )
+        raise LoadError("`batch_size` and `input_len` must be at least 1 and `output_len` at least 0")
+    most = config.scheduling.max_num_seqs
+    if batch_size > most:
+        raise LoadError(f"`batch_size={batch_size}` needs `scheduling.max_num_seqs={batch_size}` or more, it is {most}")
     core = EngineCore(config, progress)
     context = core.info.max_model_len
     if input_len + max(output_len, 1) > context:
-        raise LoadError(f"--input-len {input_len} and --output-len {output_len} exceed the context of {context} tokens")
+        raise LoadError(f"`input_len={input_len}` and `output_len={output_len}` exceed the context of {context} tokens")
     rng = random.Random(config.loading.seed)
 
     def start(name: str, count: int, length: int, max_tokens: int) -> list[str]:
@@ -77,7 +76,7 @@ def run_engine_benchmark(
             decode_seconds += time.perf_counter() - begin
             if sum(bool(output.token_ids) for output in outputs) != batch_size:
                 raise LoadError(
-                    "the batch does not fit the KV cache at once: raise --kv-cache-memory or lower --batch-size"
+                    "the batch does not fit the KV cache at once: raise `cache.memory` or lower `batch_size`"
                 )
             decode_steps += 1
             decode_tokens += sum(len(output.token_ids) for output in outputs)  # several each under speculation

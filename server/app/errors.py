@@ -9,6 +9,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError, RequestError
+from windlass.server.options.engine_names import in_options
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -89,7 +90,7 @@ def from_exception(error: BaseException, *, retry_after: int = 1) -> ApiError | 
         return ApiError(504, str(error) or "the request's deadline passed", code="deadline_exceeded")
     if isinstance(error, EngineDeadError):
         return unavailable(
-            str(error) or "the engine is not running", code="engine_unavailable", retry_after=retry_after
+            in_options(str(error)) or "the engine is not running", code="engine_unavailable", retry_after=retry_after
         )
     return None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from windlass import __version__
 from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import ModelInfo
+from windlass.server.options.engine_names import in_options
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -84,7 +85,7 @@ def summary(
         lines.append(f"  profiles  {', '.join(profiles)}")
     if options:
         lines.append(f"  options   {', '.join(options)}")
-    lines += [f"  note: {notice}" for notice in info.notices]
+    lines += [f"  note: {in_options(notice)}" for notice in info.notices]
     return lines
 
 

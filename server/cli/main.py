@@ -26,6 +26,7 @@ from windlass.server.cli.options import (
 )
 from windlass.server.cli.rope.commands import app as rope
 from windlass.server.http.options import ConnectionOptions
+from windlass.server.options.engine_names import in_options, to_flat
 
 app = InjectingTyper(
     name="windlass",
@@ -118,7 +119,6 @@ def bench_engine(
     """Run the engine alone, without HTTP, and report tokens per second."""
     from windlass.engine.core.threads import prepare_this_process
     from windlass.server.cli.display import LoadingDisplay
-    from windlass.server.options.engine_names import to_flat
     from windlass.server.startup.hub import resolve_model
     from windlass.server.startup.launch import check_model
 
@@ -158,7 +158,7 @@ def version() -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; errors are one line on standard error."""
-    return run_app(app, "windlass", arguments, errors=(EngineError,))
+    return run_app(app, "windlass", arguments, errors=(EngineError,), words=in_options)
 
 
 def main() -> None:

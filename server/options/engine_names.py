@@ -6,6 +6,7 @@ configurations that tests and benchmarks write.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -22,6 +23,9 @@ _RENAMED = {
     "scheduling.speculation.min_match": "speculative_ngram_min",
     "scheduling.speculation.max_match": "speculative_ngram_max",
 }
+# What `run_engine_benchmark` takes beside a configuration.
+_BENCHMARK = {"batch_size": "--batch-size", "input_len": "--input-len", "output_len": "--output-len"}
+_NAMED = re.compile(r"`([a-z_.]+)(?:=([^`]*))?`")  # see `windlass.engine.errors`
 _OTHER_OPTIONS = {"cores": "--pin-cores", "target_step_seconds": "--target-step-ms"}
 
 
@@ -33,6 +37,19 @@ def flat_names() -> dict[str, str]:
 def option_names() -> dict[str, str]:
     """The option that sets a field, by the field's path."""
     return {path: _OTHER_OPTIONS.get(name, "--" + name.replace("_", "-")) for path, name in flat_names().items()}
+
+
+def in_options(text: str) -> str:
+    """What the engine says, in the words of the command: `cache.memory` becomes --kv-cache-memory."""
+
+    def spelt(named: re.Match[str]) -> str:
+        option = names.get(named[1])
+        if option is None:
+            return named[0]
+        return option if named[2] is None else f"{option} {named[2]}"
+
+    names = option_names() | _BENCHMARK
+    return _NAMED.sub(spelt, text)
 
 
 def to_flat(config: EngineConfig) -> dict[str, Any]:

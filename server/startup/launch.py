@@ -28,6 +28,7 @@ from windlass.server.generation.rotary import check_profiles
 from windlass.server.http.descriptors import raise_limit
 from windlass.server.http.options import ConnectionOptions
 from windlass.server.http.settings import ConnectionSettings
+from windlass.server.options.engine_names import in_options
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.hub import resolve_model
 from windlass.server.startup.memory import keep_startup_objects, return_large_pieces
@@ -52,9 +53,7 @@ def serve(
     person who started it, when it cannot start.
     """
     level = check_log_level(log_level)
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    _log_to_stderr(level)
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
@@ -80,6 +79,19 @@ def serve(
                 return asyncio.run(_run(app, client, http, _url(listener), settings, not_default(engine, server)))
         finally:
             client.kill()
+
+
+class _LogLines(logging.Formatter):
+    """Log lines in the words of the command, whoever wrote them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return in_options(super().format(record))
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def check_model(engine: EngineOptions, path: Path) -> None:
@@ -217,7 +229,7 @@ async def _follow(
     for line in summary(info, settings.served_model_name, url, tuple(settings.rope_profiles), shown_options):
         say(line)
     await client.wait_state("failed")
-    say(f"error: {client.failure}")
+    say(f"error: {in_options(client.failure)}")
     return 1
 
 

@@ -66,7 +66,7 @@ def describe_quantized(config: Mapping[str, Any], tensors: Iterable[str] = ()) -
         return None
     return (
         f"this checkpoint is quantized ({method}), and quantized checkpoints are not read: take the unquantized one of "
-        "the same model and start it with --quantization int8 (or int4), which quantizes it while it loads"
+        "the same model and start it with `compute.quantization=int8` (or int4), which quantizes it while it loads"
     )
 
 

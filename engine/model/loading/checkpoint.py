@@ -40,7 +40,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     foreign = describe_foreign(directory)
     if foreign is not None:
         raise LoadError(foreign)
-    advice = "use --load-format dummy for random weights"
+    advice = "use `loading.format=dummy` for random weights"
     others = sorted(file.name for file in directory.glob("*.safetensors"))
     if others:
         advice = f"{others[0]} is not named like one; several files need their {_INDEX}"

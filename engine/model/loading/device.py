@@ -18,9 +18,11 @@ def expect_device(name: str) -> str | None:
     if name == "auto":
         return None if _torch_has_cuda() else "cpu"
     if not re.fullmatch(r"cuda(:\d+)?", name):
-        raise LoadError(f"--device {name} is not known: use auto, cpu, cuda, or cuda:1 for the second GPU")
+        raise LoadError(f"`compute.device={name}` is not known: use auto, cpu, cuda, or cuda:1 for the second GPU")
     if not _torch_has_cuda():
-        raise LoadError(f"--device {name}: the installed torch has no CUDA: use --device cpu, or install a CUDA build")
+        raise LoadError(
+            f"`compute.device={name}`: the installed torch has no CUDA: use `compute.device=cpu`, or install a CUDA build"
+        )
     return "cuda"
 
 

@@ -68,7 +68,7 @@ def _describe_file(path: Path) -> str | None:
     if path.suffix.lower() == ".gguf":
         return (
             f"{path} is a GGUF file, the format of llama.cpp, which is not read: give the original Hugging Face model "
-            "(config.json and *.safetensors); --quantization int8 or int4 makes its weights as small"
+            "(config.json and *.safetensors); `compute.quantization=int8` or int4 makes its weights as small"
         )
     if path.suffix == ".safetensors":
         return f"{path} is a file of a model: give its directory, {path.parent}, with config.json and tokenizer.json"

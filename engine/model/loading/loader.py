@@ -64,7 +64,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         )
         decoder = Decoder(spec, backend)
         if config.loading.format == "dummy":
-            notices = weight_cache.without_effect(config, "--load-format dummy")
+            notices = weight_cache.without_effect(config, "`loading.format=dummy`")
             randomize_weights(decoder, config.loading.seed, progress)
             digest = f"dummy {config.loading.seed}".encode()
         else:
@@ -74,9 +74,9 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         if not is_out_of_memory(error):
             raise
         size = gib(weight_bytes(spec, stored.itemsize, config.compute.quantization))
-        less = ", --quantization int8 or int4" if device.type == "cpu" else ""
+        less = ", `compute.quantization=int8` or int4" if device.type == "cpu" else ""
         raise LoadError(
-            f"the weights need {size} of memory, more than {device} gives: use --dtype bfloat16{less} or a smaller model"
+            f"the weights need {size} of memory, more than {device} gives: use `compute.dtype=bfloat16`{less} or a smaller model"
         ) from None
     cached = _TORCH_DTYPES[plan.cache_dtype]
     return LoadedModel(decoder, cached, digest, spec.notices + notices, plan.model.own_groups)
@@ -86,7 +86,7 @@ def fill(decoder: Decoder, directory: Path, config: EngineConfig, progress: Prog
     """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices."""
     if config.loading.weight_cache is None or decoder.quantization is None:
         load_weights(decoder, directory, progress)
-        return weight_cache.without_effect(config, "--quantization none")
+        return weight_cache.without_effect(config, "`compute.quantization=none`")
     cache = weight_cache.WeightCache(config.loading.weight_cache, directory, decoder)
     if not cache.load(decoder, progress):
         load_weights(decoder, directory, progress)
@@ -103,7 +103,7 @@ def choose_device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise LoadError(f"--device {name}: {reason}: use cpu, or cuda with a CUDA build of torch") from None
+        raise LoadError(f"`compute.device={name}`: {reason}: use cpu, or cuda with a CUDA build of torch") from None
     return device
 
 

@@ -25,7 +25,7 @@ from windlass.engine.model.loading.sizes import weight_bytes
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 
-_SCALING_OPTION = "--rope-scaling"  # what an operator calls EngineConfig.rope_scaling
+_SCALING = "`rotary.scaling`"  # the field at fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ModelDescription:
     """A model as its files describe it.
 
     spec: under the server's scaling; own_groups: the rotary groups before it. headers: of every tensor in the files, none
-    under --load-format dummy.
+    under `loading.format=dummy`.
     """
 
     config: dict[str, Any]
@@ -95,7 +95,7 @@ def describe_model(config: EngineConfig) -> ModelDescription:
         raise LoadError(f"{directory}: {fault}")
     own_groups = with_learned_frequencies(spec.rotary_groups, directory)
     try:
-        groups = apply_scaling(own_groups, config.rotary.scaling, param=_SCALING_OPTION)
+        groups = apply_scaling(own_groups, config.rotary.scaling, param=_SCALING)
     except RequestError as error:
         raise LoadError(error.message) from None
     return ModelDescription(hf_config, replace(spec, rotary_groups=groups), own_groups, headers)
@@ -153,19 +153,22 @@ def check_quantization(config: EngineConfig, device: str) -> None:
     """LoadError where weights cannot be quantized. device: "cpu", "cuda:1", …"""
     if config.compute.quantization == "none":
         return
-    option = f"--quantization {config.compute.quantization}"
+    option = f"`compute.quantization={config.compute.quantization}`"
     if config.compute.quantization not in ("int8", "int4"):
         raise LoadError(f"{option} is not known: use none, int8 or int4")
     if device != "cpu":
-        raise LoadError(f"{option} works on a CPU only so far: use --device cpu, or --quantization none on {device}")
+        raise LoadError(
+            f"{option} works on a CPU only so far: use `compute.device=cpu`, or `compute.quantization=none` on {device}"
+        )
 
 
 def check_width(config: EngineConfig, spec: ModelSpec, max_columns: int) -> None:
     """LoadError for matrices that are wider than the sums of quantized products allow."""
     widest = max(max(spec.hidden_size, layer.intermediate_size) for layer in spec.layers)
-    if config.compute.quantization != "none" and widest > max_columns:
+    quantization = config.compute.quantization
+    if quantization != "none" and widest > max_columns:
         raise LoadError(
-            f"--quantization {config.compute.quantization} takes at most {max_columns} inputs a layer, this model has {widest}: "
+            f"`compute.quantization={quantization}` takes at most {max_columns} inputs a layer, this model has {widest}: "
             "use none"
         )
 
@@ -194,10 +197,10 @@ def check_memory(config: EngineConfig, spec: ModelSpec, dtype: str, stored: str,
 
 def no_room(there: str, num_bytes: int, cached: str) -> str:
     """What to say of a KV cache that there is no memory for. there: the memory there is, in words."""
-    less = "" if cached == "int8" else ", or use --kv-cache-dtype int8"
+    less = "" if cached == "int8" else ", or use `cache.dtype=int8`"
     return (
-        f"the KV cache needs {gib(num_bytes)} of memory, {there}: lower --kv-cache-memory, --max-model-len or "
-        f"--max-num-seqs{less}"
+        f"the KV cache needs {gib(num_bytes)} of memory, {there}: lower `cache.memory`, `max_model_len` or "
+        f"`scheduling.max_num_seqs`{less}"
     )
 
 
@@ -205,8 +208,10 @@ def _smaller(spec: ModelSpec, weights: int, stored: str, device: str, free: int)
     """Options under which the weights fit, each with what they then need."""
     choices: list[tuple[str, int]] = []
     if stored == "float32":
-        choices.append(("--dtype bfloat16", weight_bytes(spec, 2)))
+        choices.append(("`compute.dtype=bfloat16`", weight_bytes(spec, 2)))
     if device == "cpu":
-        choices += [(f"--quantization {q}", weight_bytes(spec, ITEM_BYTES[stored], q)) for q in ("int8", "int4")]
+        choices += [
+            (f"`compute.quantization={q}`", weight_bytes(spec, ITEM_BYTES[stored], q)) for q in ("int8", "int4")
+        ]
     fitting = [f"{option} ({gib(size)})" for option, size in choices if size < min(weights, free)]
     return f"use {', '.join(fitting)} or a smaller model" if fitting else "use a smaller model or free some memory"

@@ -10,7 +10,7 @@ _INT4_BYTES = 0.5 + 2 / 32  # half a byte, and for every 32 of them a scale of t
 def weight_bytes(spec: ModelSpec, item_bytes: int, quantization: str = "none") -> int:
     """Bytes of all matrices, a little less than what loading takes: padding, norms and biases are not counted.
 
-    item_bytes: of an element that is not quantized. quantization: none, int8 or int4, as `--quantization` has it.
+    item_bytes: of an element that is not quantized. quantization: none, int8 or int4, as `compute.quantization` has it.
     """
     layers = 0
     for layer in spec.layers:

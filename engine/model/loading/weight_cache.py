@@ -70,7 +70,9 @@ class WeightCache:
         except (SafetensorError, OSError, LoadError) as error:
             fault = f"it cannot be read ({_one_line(error)})"
         if fault is not None:
-            self.notices.append(f"--weight-cache: {self.path} is not used: {fault}: the weights are quantized anew")
+            self.notices.append(
+                f"`loading.weight_cache`: {self.path} is not used: {fault}: the weights are quantized anew"
+            )
             return False
         self.notices.append(f"quantized weights read from {self.path}")
         return True
@@ -78,7 +80,7 @@ class WeightCache:
     def store(self, decoder: Decoder, progress: Progress | None = None) -> None:
         """Write the file: whole or not at all, whoever else writes or reads it. What goes wrong is a notice."""
         if not self._is_current():
-            self.notices.append("--weight-cache: the checkpoint changed while it was read: nothing is cached")
+            self.notices.append("`loading.weight_cache`: the checkpoint changed while it was read: nothing is cached")
             return
         tensors = decoder_tensors(decoder)
         total = sum(tensor.nbytes for tensor in tensors.values())
@@ -95,7 +97,7 @@ class WeightCache:
             part.replace(self.path)
         except OSError as error:
             self.notices.append(
-                f"--weight-cache: {self.path} cannot be written ({_one_line(error)}): every start quantizes the weights "
+                f"`loading.weight_cache`: {self.path} cannot be written ({_one_line(error)}): every start quantizes the weights "
                 "until there is a folder with room that this user may write to"
             )
         else:
@@ -170,7 +172,9 @@ def without_effect(config: EngineConfig, option: str) -> tuple[str, ...]:
     """What to say where nothing is cached."""
     if config.loading.weight_cache is None:
         return ()
-    return (f"--weight-cache has no effect with {option}: only weights that are quantized from files are cached",)
+    return (
+        f"`loading.weight_cache` has no effect with {option}: only weights that are quantized from files are cached",
+    )
 
 
 def decoder_tensors(decoder: Decoder) -> dict[str, Tensor]:

@@ -215,7 +215,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         if (limit := _largest(target.view)) < torch.finfo(tensor.dtype).max and _peak(tensor) > limit:
             raise LoadError(
                 f"{directory}: tensor {name!r} holds numbers beyond {limit:.3g}, the largest of {decoder.weight_dtype}: "
-                "use --dtype bfloat16 or float32"
+                "use `compute.dtype=bfloat16` or float32"
             )
         target.fill(decoder.backend, tensor, part.first)
         if part.last:

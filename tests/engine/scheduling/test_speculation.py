@@ -475,10 +475,10 @@ def test_the_engine_benchmark_counts_every_token() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"speculative_ngram": -1}, "--speculative-ngram"),
-        ({"speculative_ngram": 65}, "--speculative-ngram"),
-        ({"speculative_ngram_min": 0}, "--speculative-ngram-min"),
-        ({"speculative_ngram_min": 5, "speculative_ngram_max": 4}, "--speculative-ngram-max"),
+        ({"speculative_ngram": -1}, "`scheduling.speculation.num_tokens`"),
+        ({"speculative_ngram": 65}, "`scheduling.speculation.num_tokens`"),
+        ({"speculative_ngram_min": 0}, "`scheduling.speculation.min_match`"),
+        ({"speculative_ngram_min": 5, "speculative_ngram_max": 4}, "`scheduling.speculation.max_match`"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, int], named: str) -> None:

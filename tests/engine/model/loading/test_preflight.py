@@ -40,7 +40,7 @@ def spec() -> ModelSpec:
     [
         (lambda name: name.removeprefix("model."), "without its language-model head"),
         (lambda name: f"language_{name}", "of a multimodal model"),
-        (lambda name: name.replace(".weight", ".qweight"), r"quantized \(GPTQ or AWQ\).*--quantization"),
+        (lambda name: name.replace(".weight", ".qweight"), r"quantized \(GPTQ or AWQ\).*`compute.quantization=int8`"),
         (lambda name: name.replace("norm.weight", "norm.weight_scale_inv"), r"quantized \(FP8\)"),
     ],
 )
@@ -103,12 +103,13 @@ def refusal(spec: ModelSpec, free: int | None, stored: str = "float32", **option
 def test_weights_that_do_not_fit_name_the_options_under_which_they_do(spec: ModelSpec) -> None:
     whole, half, quarter = (weight_bytes(spec, n, q) for n, q in ((4, "none"), (2, "none"), (4, "int4")))
     said = refusal(spec, whole - 1)
-    assert "--dtype bfloat16 (" in said and "--quantization int8 (" in said and "--quantization int4 (" in said
+    assert "`compute.dtype=bfloat16` (" in said
+    assert "`compute.quantization=int8` (" in said and "`compute.quantization=int4` (" in said
     assert "the weights need 15.2 MiB of memory, 15.2 MiB are free" in said
     said = refusal(spec, half - 1)
-    assert "--dtype" not in said and "--quantization int8" in said
+    assert "compute.dtype" not in said and "`compute.quantization=int8`" in said
     assert refusal(spec, quarter - 1).endswith("use a smaller model or free some memory")
-    assert "--dtype" not in refusal(spec, half - 1, "bfloat16")
+    assert "compute.dtype" not in refusal(spec, half - 1, "bfloat16")
     check_memory(engine_config(DEMO), spec, "float32", "float32", "cpu", 4 * whole)
 
 
@@ -119,7 +120,7 @@ def test_a_cache_must_fit_beside_the_weights(spec: ModelSpec) -> None:
     options = {"max_model_len": length, "max_num_seqs": sequences, "kv_cache_memory": 500 * GIB}
     said = refusal(spec, needed + weights - 1, **options)
     assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.2 MiB of it for the weights: ")
-    assert "--kv-cache-dtype int8" in said and "int8" not in refusal(spec, GIB, kv_cache_dtype="int8", **options)
+    assert "`cache.dtype=int8`" in said and "int8" not in refusal(spec, GIB, kv_cache_dtype="int8", **options)
     config = engine_config(DEMO, **options)  # type: ignore[arg-type]
     check_memory(config, spec, "float32", "float32", "cpu", needed + weights)
     check_memory(config, spec, "float32", "float32", "cpu", None)  # nobody knows what is free
@@ -129,11 +130,11 @@ def test_only_ways_out_that_lead_somewhere_are_named(spec: ModelSpec) -> None:
     """1 M tokens take 4 GiB in float32 and 1.1 in int8."""
     said = refusal(spec, 10 * GIB, max_model_len=1 << 20, kv_cache_memory=GIB)
     assert "it needs 4.0 GiB of KV cache, there are 1.0 GiB, which hold 262144 tokens" in said
-    assert "raise --kv-cache-memory or lower --max-model-len or use --kv-cache-dtype int8" in said
+    assert "raise `cache.memory` or lower `max_model_len` or use `cache.dtype=int8`" in said
     said = refusal(spec, 2 * GIB, max_model_len=1 << 20)
-    assert "raise" not in said and said.endswith("lower --max-model-len or use --kv-cache-dtype int8")
+    assert "raise" not in said and said.endswith("lower `max_model_len` or use `cache.dtype=int8`")
     said = refusal(spec, GIB, max_model_len=1 << 20)
-    assert said.endswith("tokens: lower --max-model-len")
+    assert said.endswith("tokens: lower `max_model_len`")
 
 
 def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
@@ -143,7 +144,7 @@ def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
     few, many = (engine_config(model, max_num_seqs=n, **options) for n in (1, 64))  # type: ignore[arg-type]
     budget = plan_cache(few, spec, "float32", GIB).num_bytes
     assert plan_cache(few, spec, "float32", budget).max_model_len == 4096
-    with pytest.raises(LoadError, match="lower --max-model-len or --max-num-seqs"):
+    with pytest.raises(LoadError, match=r"lower `max_model_len` or `scheduling\.max_num_seqs`"):
         plan_cache(many, spec, "float32", budget)
 
 
@@ -154,7 +155,7 @@ def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPa
         str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 20, max_model_len=1 << 26
     )
     with pytest.raises(
-        LoadError, match=r"the KV cache needs .* GiB of memory, more than cpu gives.*--kv-cache-memory"
+        LoadError, match=r"the KV cache needs .* GiB of memory, more than cpu gives.*`cache.memory`"
     ) as e:
         EngineCore(config)
     assert "\n" not in str(e.value)

@@ -159,7 +159,7 @@ def test_a_saved_head_must_equal_the_tied_embedding(tmp_path: Path, equal: bool)
 
 def test_what_does_not_work_is_refused_with_a_way_out(models: dict[str, Path]) -> None:
     config = engine_config(str(models["llama"]), quantization="int4")
-    with pytest.raises(LoadError, match="--device cpu"):
+    with pytest.raises(LoadError, match=r"`compute\.device=cpu`"):
         check_quantization(config, "cuda")
     with pytest.raises(LoadError, match="use none, int8 or int4"):
         make_core(models["llama"], quantization="int3")

@@ -373,7 +373,7 @@ def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"quantization": "none"}, {"load_format": "dummy"}], ids=str)
 def test_an_option_without_effect_is_said(options: dict[str, Any], model: Path) -> None:
-    assert "--weight-cache has no effect" in notice(load(model, **options))
+    assert "`loading.weight_cache` has no effect" in notice(load(model, **options))
     assert not (model / FOLDER).exists()
 
 

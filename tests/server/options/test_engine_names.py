@@ -1,0 +1,83 @@
+"""What the engine says of its fields, and what the command makes of it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from windlass.engine.api.config import EngineConfig
+from windlass.server.cli.main import bench_engine
+from windlass.server.cli.options import EngineOptions
+from windlass.server.options.engine_names import flat_names, from_flat, in_options, option_names, to_flat
+
+ENGINE = Path(__file__).parents[3] / "engine"
+PRIVATE = {  # how the engine process is started, by the engine itself
+    "client/child.py": {"--fd", "--core", "--log-level"},
+    "core/process.py": {"--fd", "--core", "--log-level"},
+}
+
+
+def test_the_engine_knows_no_option() -> None:
+    found = {
+        str(path.relative_to(ENGINE)): set(re.findall(r"--[a-z][a-z-]*", path.read_text(encoding="utf-8")))
+        for path in ENGINE.rglob("*.py")
+    }
+    assert len(found) > 50
+    assert {name: options for name, options in found.items() if options} == PRIVATE
+
+
+def messages(tree: ast.AST) -> list[str]:
+    """Every piece of text that is not a docstring."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_every_name_in_a_message_has_an_option() -> None:
+    texts = [text for path in ENGINE.rglob("*.py") for text in messages(ast.parse(path.read_text(encoding="utf-8")))]
+    named = {name for text in texts for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[=`]", text)}
+    assert len(named) > 10
+    for name in named:
+        assert in_options(f"`{name}`").startswith("--"), name
+
+
+def test_the_options_named_are_there() -> None:
+    spelt = {
+        text.partition("/")[0]
+        for command in (EngineOptions, bench_engine)
+        for annotation in command.__annotations__.values()
+        for text in re.findall(r"--[a-z-]+", str(annotation))
+    } | {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(EngineOptions)}
+    without = {"model", "loading.seed"}  # an argument; nothing that an operator sets
+    assert {option for path, option in option_names().items() if path not in without} <= spelt
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("raise `cache.memory` or lower `max_model_len`", "raise --kv-cache-memory or lower --max-model-len"),
+        ("use `compute.device=cpu`, not `compute.device=cuda:1`", "use --device cpu, not --device cuda:1"),
+        ("`scheduling.speculation.min_match` is 0", "--speculative-ngram-min is 0"),
+        ("`rotary.scaling`.factor must be more", "--rope-scaling.factor must be more"),
+        ("`batch_size=9` is too much", "--batch-size 9 is too much"),
+        ("the file `what.ever` and `rm -r` stay, as cache.memory does", None),
+    ],
+)
+def test_fields_become_options(said: str, shown: str | None) -> None:
+    assert in_options(said) == (said if shown is None else shown)
+
+
+def test_flat_names_are_a_way_there_and_back() -> None:
+    config = from_flat("here", {"kv_cache_memory": 5, "speculative_ngram": 3, "cores": (1,), "max_model_len": 7})
+    assert (config.cache.memory, config.scheduling.speculation.num_tokens) == (5, 3)
+    assert (config.compute.cores, config.max_model_len, config.model) == ((1,), 7, "here")
+    flat = to_flat(config)
+    assert len(set(flat_names().values())) == len(flat_names()) == len(flat)
+    assert from_flat(flat.pop("model"), flat) == config
+    with pytest.raises(ValueError, match="no kv_memory"):
+        from_flat("here", {"kv_memory": 5})
+    assert from_flat("here", {}) == EngineConfig(model="here")
