@@ -6,10 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.suggestions import did_you_mean
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from windlass.engine.errors import RequestError
-from windlass.engine.suggestions import did_you_mean, nearest
+from windlass.engine.errors import RequestError, did_you_mean, nearest
 
 Value = float | int | bool | tuple[float, ...]
 

@@ -23,10 +23,9 @@ from windlass.engine.api.config import (
     parse_size,
 )
 from windlass.engine.core.threads import split_cores
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.suggestions import did_you_mean
 from windlass.server.generation.profiles import is_profile_name, parse_profiles
 from windlass.server.options.engine_names import flat_names, from_flat
 from windlass.server.startup.settings import RopePolicy, ServerSettings

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from windlass.engine.errors import did_you_mean, nearest
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
-from windlass.engine.suggestions import did_you_mean, nearest
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
