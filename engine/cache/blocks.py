@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, abc, deque
 
+from windlass.engine.cache.changes import BlockCopy
+from windlass.engine.cache.handle import BlockTable, CacheHandle
+from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.prefix import first_visible_block, longest_hit
-from windlass.engine.scheduling.plan import BlockCopy, KVGroupLayout
-from windlass.engine.scheduling.sequence import Sequence
 
 
 class BlockPool:
@@ -140,20 +141,22 @@ class BlockManager:
             for p in self.pools
         ]
 
-    def blocks_to_come(self, seq: Sequence, chunk: int) -> list[int]:
-        """Per group the blocks `seq` still takes until all tokens it has are computed, in chunks of up to `chunk`."""
-        total = -(-seq.num_tokens // self.block_size)
-        turns = seq.rotation.policy == "rotate" and seq.num_shareable_tokens < seq.num_tokens
+    def blocks_to_come(self, handle: CacheHandle, num_tokens: int, chunk: int, *, rerotates: bool) -> list[int]:
+        """Per group the blocks that are still taken until `num_tokens` tokens are computed, in chunks of up to `chunk`.
+
+        rerotates: whether keys are re-rotated on the way, so that they stand there twice.
+        """
+        total = -(-num_tokens // self.block_size)
         need = []
         for group, pool in enumerate(self.pools):
-            table = seq.block_tables[group] if seq.block_tables else []
-            count = total - len(table) + self._needs_copy(seq, group)
+            held = len(handle.tables[group].blocks) if handle.tables else 0
+            count = total - held + self._needs_copy(handle, group)
             if pool.window is not None:
                 # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
-                held = len(table) - (seq.num_dropped_blocks[group] if table else 0)
+                held -= handle.tables[group].num_dropped if handle.tables else 0
                 count = min(count, (pool.window + chunk + self.block_size - 2) // self.block_size + 1 - held)
-            if turns:
-                count += total - len(seq.kept[group].blocks if seq.kept else ())
+            if rerotates:
+                count += total - (len(handle.originals[group].blocks) if handle.originals else 0)
             need.append(max(0, count))
         return need
 
@@ -177,169 +180,164 @@ class BlockManager:
 
     # -- prefix cache --------------------------------------------------------------------------------------------
 
-    def match(self, seq: Sequence) -> tuple[int, bool]:
-        """Leading blocks of `seq` that can be taken from the cache, and whether all of its tokens were there.
+    def match(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
+        """Leading blocks that a sequence can take from the cache, and whether all of its tokens were there.
 
-        At least one token is left to compute, since only a forward pass gives logits: after a full hit the last block
-        is computed again, into a block of its own. Changes nothing but the sequence's hash chain.
+        num_shareable: leading tokens that are computed under the handle's specs. At least one token is left to compute,
+        since only a forward pass gives logits: after a full hit the last block is computed again, into a block of its
+        own. Changes nothing but the handle's hash chain.
         """
-        if not self.enable_prefix_caching or seq.private:
+        if not self.enable_prefix_caching or handle.private:
             return 0, False
-        size, num_tokens = self.block_size, seq.num_shareable_tokens
-        seq.chain.extend(seq.token_ids, num_tokens)
+        size, digests = self.block_size, handle.chain.digests
+        handle.chain.extend(token_ids, num_shareable)
         groups = [(pool.cached, pool.window) for pool in self.pools]
-        hit = longest_hit(seq.chain.digests, num_tokens // size, groups, size)
-        if hit * size < seq.num_tokens:
+        hit = longest_hit(digests, num_shareable // size, groups, size)
+        if hit * size < len(token_ids):
             return hit, False
-        return longest_hit(seq.chain.digests, hit - 1, groups, size), True
+        return longest_hit(digests, hit - 1, groups, size), True
 
-    def attach(self, seq: Sequence, num_blocks: int) -> None:
-        """Start the tables of a sequence that holds nothing with the first `num_blocks` blocks from the cache.
+    def attach(self, handle: CacheHandle, num_blocks: int) -> None:
+        """Start the tables of a handle that holds nothing with the first `num_blocks` blocks from the cache.
 
         `num_blocks` is what `match` returned, with nothing taken in between.
         """
-        if seq.block_tables:
-            raise RuntimeError(f"sequence {seq.seq_id} already holds blocks")
         num_tokens = num_blocks * self.block_size
+        tables = []
         for pool in self.pools:
             low = first_visible_block(num_tokens, pool.window, self.block_size)
-            blocks = [pool.cached[digest] for digest in seq.chain.digests[low:num_blocks]]
-            for block in blocks:
-                pool.share(block)
-            seq.block_tables.append([-1] * low + blocks)
-            seq.num_dropped_blocks.append(low)
-        seq.num_computed_tokens = num_tokens
-        seq.num_committed_blocks = num_blocks
+            blocks = [pool.cached[digest] for digest in handle.chain.digests[low:num_blocks]]
+            tables.append(BlockTable([-1] * low + blocks, low))
+        handle.hold(tables, num_tokens, num_blocks)
+        self._share(tables)
 
-    def commit(self, seq: Sequence) -> None:
-        """Offer the blocks that have become full to the prefix cache. Their keys must have been written."""
-        full = seq.num_computed_tokens // self.block_size
-        if not self.enable_prefix_caching or seq.private or full <= seq.num_committed_blocks:
-            return
-        seq.chain.extend(seq.token_ids, full * self.block_size)
-        for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            for i in range(seq.num_committed_blocks, full):
-                if table[i] >= 0:
-                    pool.register(table[i], seq.chain.digests[i])
-        seq.num_committed_blocks = full
+    def settle(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_computed_tokens: int) -> None:
+        """Book that the keys of the first `num_computed_tokens` tokens are written and final.
+
+        Blocks that have become full are offered to the prefix cache. Those that no query still to come can see are
+        released, and so is room for proposed tokens that were rejected.
+        """
+        handle.set_computed(num_computed_tokens)
+        self._commit(handle, token_ids)
+        self._drop_outside_window(handle)
+        needed = -(-num_computed_tokens // self.block_size)
+        for pool, table in zip(self.pools, handle.tables, strict=True):
+            while len(table.blocks) > needed:
+                pool.release(table.pop())
 
     # -- tables --------------------------------------------------------------------------------------------------
 
-    def _needs_copy(self, seq: Sequence, group: int) -> bool:
-        """Whether the next token falls into a block that others hold or may match."""
-        index = seq.num_computed_tokens // self.block_size
-        if not seq.block_tables or index >= len(seq.block_tables[group]):
-            return False
-        return not self.pools[group].is_writable(seq.block_tables[group][index])
-
-    def capacity(self, seq: Sequence, num_tokens: int, reserved: abc.Sequence[int] | None = None) -> int:
-        """How many of the next `num_tokens` tokens of `seq` the pools have room for now.
+    def capacity(self, handle: CacheHandle, num_tokens: int, reserved: abc.Sequence[int] | None = None) -> int:
+        """How many of the next `num_tokens` tokens the pools have room for now.
 
         reserved: per group the blocks that are taken for something else first.
         """
-        start = seq.num_computed_tokens
-        for group, pool in enumerate(self.pools):
-            table = seq.block_tables[group]
-            copy = self._needs_copy(seq, group)
+        start = handle.num_computed_tokens
+        for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
+            copy = self._needs_copy(handle, group)
             extra = reserved[group] if reserved else 0
-            if not copy and not extra and start + num_tokens <= len(table) * self.block_size:
+            if not copy and not extra and start + num_tokens <= len(table.blocks) * self.block_size:
                 continue
             spare = pool.num_available - copy - extra
             if spare < 0:
                 return 0
-            num_tokens = min(num_tokens, (len(table) + spare) * self.block_size - start)
+            num_tokens = min(num_tokens, (len(table.blocks) + spare) * self.block_size - start)
         return num_tokens
 
-    def allocate(self, seq: Sequence, num_tokens: int) -> list[BlockCopy]:
+    def allocate(self, handle: CacheHandle, num_tokens: int) -> list[BlockCopy]:
         """Make the slots of the next `num_tokens` tokens writable; `num_tokens` is at most `capacity`.
 
         Returns the copies to do, in order, before the forward pass: a last block that others hold or may match is
         replaced by a copy of its own (copy on write). Targets of the copies of one step are distinct, and no source
         is the target of an earlier copy, so copying all at once is right as well.
         """
-        index = seq.num_computed_tokens // self.block_size
-        end = -(-(seq.num_computed_tokens + num_tokens) // self.block_size)
+        index = handle.num_computed_tokens // self.block_size
+        end = -(-(handle.num_computed_tokens + num_tokens) // self.block_size)
         needs = []  # (group, whether its last block is to be copied)
-        for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=True)):
-            copy = self._needs_copy(seq, group)
-            count = max(0, end - len(table)) + copy
+        for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
+            copy = self._needs_copy(handle, group)
+            count = max(0, end - len(table.blocks)) + copy
             if count > pool.num_available:
-                raise RuntimeError(f"sequence {seq.seq_id}: no room for {num_tokens} tokens")
+                raise RuntimeError(f"no room for {num_tokens} tokens: `capacity` was not asked")
             if count:
                 needs.append((group, copy))
         copies = []
         for group, copy in needs:
-            pool, table = self.pools[group], seq.block_tables[group]
+            pool, table = self.pools[group], handle.tables[group]
             if copy:
-                source = table[index]
-                table[index] = pool.take(private=seq.private or bool(pool.private[source]))
+                source = table.blocks[index]
+                target = pool.take(private=handle.private or bool(pool.private[source]))
+                table.replace(index, target)
                 pool.release(source)
-                copies.append(BlockCopy(group, source, table[index]))
-            for _ in range(len(table), end):
-                table.append(pool.take(seq.private))
+                copies.append(BlockCopy(group, source, target))
+            for _ in range(len(table.blocks), end):
+                table.append(pool.take(handle.private))
         return copies
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
+    def fork(self, parent: CacheHandle, child: CacheHandle) -> None:
         """Let `child`, which holds nothing, hold every block of `parent`; whoever writes first copies."""
-        if child.block_tables or parent.kept:
-            raise RuntimeError(f"sequence {child.seq_id} already holds blocks, or its parent has turned keys")
-        for pool, table in zip(self.pools, parent.block_tables, strict=True):
-            for block in table:
-                if block >= 0:
-                    pool.share(block)
-            child.block_tables.append(list(table))
-        child.num_dropped_blocks = list(parent.num_dropped_blocks)
-        child.num_computed_tokens = parent.num_computed_tokens
-        child.num_committed_blocks = parent.num_committed_blocks
-        child.private = parent.private
-        child.chain = parent.chain.fork()
+        if parent.originals:
+            raise RuntimeError("a sequence with re-rotated keys cannot be forked")
+        child.copy(parent)
+        self._share(child.tables)
 
-    def drop_outside_window(self, seq: Sequence) -> None:
-        """Release the blocks of window groups that no query still to come can see. Call after `commit`."""
+    def free(self, handle: CacheHandle) -> None:
+        """Release everything that is held, tail first. Freeing twice does nothing the second time."""
+        for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=False)):
+            for blocks in (table.blocks, handle.originals[group].blocks if handle.originals else []):
+                for i in range(len(blocks) - 1, table.num_dropped - 1, -1):
+                    pool.release(blocks[i])
+        handle.release()
+
+    def _share(self, tables: abc.Iterable[BlockTable]) -> None:
+        """Count one more holder of every block in the tables."""
+        for pool, table in zip(self.pools, tables, strict=True):
+            for block in table.blocks[table.num_dropped :]:
+                pool.share(block)
+
+    def _needs_copy(self, handle: CacheHandle, group: int) -> bool:
+        """Whether the next token falls into a block that others hold or may match."""
+        if not handle.tables:
+            return False
+        blocks, index = handle.tables[group].blocks, handle.num_computed_tokens // self.block_size
+        return index < len(blocks) and not self.pools[group].is_writable(blocks[index])
+
+    def _commit(self, handle: CacheHandle, token_ids: abc.Sequence[int]) -> None:
+        """Offer the blocks that have become full to the prefix cache."""
+        full, first = handle.num_computed_tokens // self.block_size, handle.num_committed_blocks
+        if not self.enable_prefix_caching or handle.private or full <= first:
+            return
+        handle.chain.extend(token_ids, full * self.block_size)
+        for pool, table in zip(self.pools, handle.tables, strict=True):
+            for i in range(first, full):
+                if table.blocks[i] >= 0:
+                    pool.register(table.blocks[i], handle.chain.digests[i])
+        handle.set_committed(full)
+
+    def _drop_outside_window(self, handle: CacheHandle) -> None:
+        """Release the blocks of window groups that no query still to come can see."""
         for group, pool in enumerate(self.pools):
             if pool.window is None:
                 continue
-            table, first = seq.block_tables[group], seq.num_dropped_blocks[group]
-            visible = first_visible_block(seq.num_computed_tokens, pool.window, self.block_size)
-            kept = seq.kept[group].blocks if seq.kept else []
-            for i in range(min(visible, len(table)) - 1, first - 1, -1):
-                for blocks in (table, kept):
-                    if i < len(blocks):
-                        pool.release(blocks[i])
-                        blocks[i] = -1
-            seq.num_dropped_blocks[group] = max(first, min(visible, len(table)))
-
-    def trim(self, seq: Sequence) -> None:
-        """Release the blocks past the last computed token: room for proposed tokens that did not stand."""
-        needed = -(-seq.num_computed_tokens // self.block_size)
-        for pool, table in zip(self.pools, seq.block_tables, strict=True):
-            while len(table) > needed:
-                pool.release(table.pop())
-
-    def free(self, seq: Sequence) -> None:
-        """Release everything `seq` holds, tail first. Freeing twice does nothing the second time."""
-        for group, (pool, table) in enumerate(zip(self.pools, seq.block_tables, strict=False)):
-            for blocks in (table, seq.kept[group].blocks if seq.kept else []):
-                for i in range(len(blocks) - 1, seq.num_dropped_blocks[group] - 1, -1):
-                    pool.release(blocks[i])
-        # New lists: a plan made before an abort may still refer to the old ones.
-        seq.block_tables = []
-        seq.table_version += 1
-        seq.num_dropped_blocks = []
-        seq.kept = []
-        seq.num_computed_tokens = 0
-        seq.num_committed_blocks = 0
+            table = handle.tables[group]
+            visible = first_visible_block(handle.num_computed_tokens, pool.window, self.block_size)
+            first, visible = table.num_dropped, min(visible, len(table.blocks))
+            if first >= visible:
+                continue
+            dropped = handle.originals[group].drop(first, visible) if handle.originals else []
+            for block in reversed(table.drop(visible) + dropped):
+                pool.release(block)
 
     # -- integrity -----------------------------------------------------------------------------------------------
 
-    def assert_consistent(self, sequences: abc.Iterable[Sequence]) -> None:
-        """Raise AssertionError unless the reference counts are exactly what the tables of `sequences` say."""
+    def assert_consistent(self, handles: abc.Iterable[CacheHandle]) -> None:
+        """Raise AssertionError unless the reference counts are exactly what the handles say."""
         counts = [[0] * pool.num_blocks for pool in self.pools]
-        for seq in sequences:
-            for group, table in enumerate(seq.block_tables):
-                for blocks in (table, seq.kept[group].blocks if seq.kept else []):
+        for handle in handles:
+            for group, table in enumerate(handle.tables):
+                for blocks in (table.blocks, handle.originals[group].blocks if handle.originals else []):
                     for i, block in enumerate(blocks):
-                        assert (block < 0) == (i < seq.num_dropped_blocks[group]), "only a leading part may be dropped"
+                        assert (block < 0) == (i < table.num_dropped), "only a leading part may be dropped"
                         if block >= 0:
                             counts[group][block] += 1
         for pool, count in zip(self.pools, counts, strict=True):

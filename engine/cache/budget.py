@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import ceil
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
-from windlass.engine.model.spec import KVGroupSpec, ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _INT8_QUAD = 4  # codes of a key are padded to a multiple
@@ -38,17 +38,25 @@ def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
     return len(group.layers) * group.num_kv_heads * per_head
 
 
-def plan_cache(config: EngineConfig, spec: ModelSpec, dtype: str, budget: int, most: int | None = None) -> CachePlan:
+def plan_cache(
+    config: EngineConfig,
+    groups: Sequence[KVGroupSpec],
+    trained_len: int,
+    dtype: str,
+    budget: int,
+    most: int | None = None,
+) -> CachePlan:
     """Blocks within `budget` bytes, never more than can be used, and the longest sequence they carry.
 
-    A notice tells where the budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown.
-    Raises LoadError for an explicit `max_model_len` that does not fit.
+    trained_len: the model's own context length, which is wanted where the operator asks for none. A notice tells where the
+    budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. Raises LoadError for an
+    explicit `max_model_len` that does not fit.
     """
-    wanted = config.max_model_len or spec.trained_len
+    wanted = config.max_model_len or trained_len
 
     def size(count: int, dtype: str = dtype) -> int:
-        blocks = _blocks_for(count, spec.kv_groups, config)
-        cost = (bytes_per_token(group, dtype) * config.cache.block_size for group in spec.kv_groups)
+        blocks = _blocks_for(count, groups, config)
+        cost = (bytes_per_token(group, dtype) * config.cache.block_size for group in groups)
         return sum(c * n for c, n in zip(cost, blocks, strict=True))
 
     per_sequence = -(-wanted // config.cache.block_size)
@@ -56,14 +64,14 @@ def plan_cache(config: EngineConfig, spec: ModelSpec, dtype: str, budget: int, m
     while low < high:  # the largest count that fits
         middle = (low + high + 1) // 2
         low, high = (middle, high) if size(middle) <= budget else (low, middle - 1)
-    num_blocks = _blocks_for(low, spec.kv_groups, config)
-    room = _room(config, spec, num_blocks)
+    num_blocks = _blocks_for(low, groups, config)
+    room = _room(config, groups, num_blocks)
     if room >= wanted:
         return CachePlan(num_blocks, wanted, size(low), ())
     if config.max_model_len is not None or room < config.cache.block_size:
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
-        windows = any(group.window is not None for group in spec.kv_groups)
+        windows = any(group.window is not None for group in groups)
         ways = [
             "raise `cache.memory`" if needed <= limit else "",
             "lower `max_model_len` or `scheduling.max_num_seqs`" if windows else "lower `max_model_len`",
@@ -94,10 +102,10 @@ def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig)
     return tuple(result)
 
 
-def _room(config: EngineConfig, spec: ModelSpec, num_blocks: tuple[int, ...]) -> int:
+def _room(config: EngineConfig, groups: Sequence[KVGroupSpec], num_blocks: tuple[int, ...]) -> int:
     """The longest sequence, in tokens."""
     room = sys.maxsize
-    for group, blocks in zip(spec.kv_groups, num_blocks, strict=True):
+    for group, blocks in zip(groups, num_blocks, strict=True):
         # A window group with room for one window and one step's tokens carries a sequence of any length.
         enough = group.window is not None and blocks >= _blocks_of_one_window(group.window, config)
         room = room if enough else min(room, blocks * config.cache.block_size)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from windlass.engine.model.spec import KVGroupSpec
-from windlass.engine.scheduling.plan import BlockCopy
+from windlass.engine.cache.changes import BlockCopy
+from windlass.engine.cache.layout import KVGroupSpec
 from windlass.kernels import Backend, KVPages, plane_shapes
 
 

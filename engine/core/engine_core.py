@@ -18,6 +18,7 @@ from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, R
 from windlass.engine.api.validation import validate_request
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
+from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import LoadError
@@ -26,12 +27,11 @@ from windlass.engine.execution.warm_up import warm_up
 from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_out_of_memory, load_model
 from windlass.engine.model.loading.preflight import no_room
 from windlass.engine.model.loading.weights import Progress
-from windlass.engine.model.spec import KVGroupSpec, ModelSpec
+from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.policy import RotaryPlan, make_plan
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.scheduling.plan import KVGroupLayout
 from windlass.engine.scheduling.scheduler import Scheduler
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
@@ -143,9 +143,9 @@ def _namespace(model: LoadedModel) -> bytes:
 
 def _plan(config: EngineConfig, model: LoadedModel) -> CachePlan:
     """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
-    device = model.decoder.device
+    device, spec = model.decoder.device, model.decoder.spec
     budget = config.cache.memory or default_kv_budget(free_memory(device), device.type)
-    return plan_cache(config, model.decoder.spec, _name(model.cache_dtype), budget)
+    return plan_cache(config, spec.kv_groups, spec.trained_len, _name(model.cache_dtype), budget)
 
 
 def _allocate(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> KVStorage:

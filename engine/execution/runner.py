@@ -51,11 +51,10 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
-        """Copies and moves first, then one forward pass over every scheduled token, then sampling."""
+        """Copies and re-rotations first, then one forward pass over every scheduled token, then sampling."""
         self.cache.copy_blocks(output.copies)
-        for moves in (output.keeps, output.moves):
-            for move in moves:
-                self._mover.apply(move)
+        for rerotation in (*output.set_aside, *output.rerotations):
+            self._mover.apply(rerotation)
         if not output.sequences:
             return []
         batch = self.build_batch(output.sequences)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.rotary.groups import RotaryGroup
 
 
@@ -41,16 +42,6 @@ class LayerSpec:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     mlp_bias: bool = False
     norms: Literal["pre", "sandwich"] = "pre"
-
-
-@dataclass(frozen=True, slots=True)
-class KVGroupSpec:
-    """Layers that share a block table: same head count, head dim and window."""
-
-    layers: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class Admission:
         # The last output token is never computed, so it needs no slot.
         longest = max(prompt, min(prompt + sampling.max_tokens, limit) - 1)
         last = rotation.stage(prompt).last_length
-        # Keys that turn stand in the cache twice: as computed and as turned.
+        # Keys that are re-rotated stand in the cache twice: as computed and as re-rotated.
         copies = 2 if rotation.policy == "rotate" and last is not None and longest > last else 1
         for need, pool in zip(self._blocks.min_blocks(longest), self._blocks.pools, strict=True):
             if need * copies > pool.num_blocks:
@@ -71,13 +71,15 @@ class Admission:
                 continue
             if running and self._was_just_blocked(seq, step):
                 return None
-            hit, full = (0, False) if seq.prompt_logprobs is not None else self._blocks.match(seq)
+            hit, full = 0, False
+            if seq.prompt_logprobs is None:
+                hit, full = self._blocks.match(seq.cache, seq.token_ids, seq.num_shareable_tokens)
             if self._find_prefix_source(seq, hit, running):
                 continue
             before = self._blocks.available()
-            self._blocks.attach(seq, hit)
+            self._blocks.attach(seq.cache, hit)
             if running and not self._has_room(seq, running):
-                self._blocks.free(seq)
+                self._blocks.free(seq.cache)
                 self._blocked = (seq.seq_id, step, before)
                 return None
             return seq, full
@@ -96,7 +98,8 @@ class Admission:
         chunk = self._config.max_num_batched_tokens
         spare = [pool.num_available - pool.num_blocks // 100 for pool in self._blocks.pools]
         for other in (seq, *running):
-            spare = [s - n for s, n in zip(spare, self._blocks.blocks_to_come(other, chunk), strict=True)]
+            need = self._blocks.blocks_to_come(other.cache, other.num_tokens, chunk, rerotates=other.will_rerotate)
+            spare = [s - n for s, n in zip(spare, need, strict=True)]
         return min(spare) >= 0
 
     def _is_prefix_coming(self, seq: Sequence) -> bool:
@@ -104,7 +107,7 @@ class Admission:
         if seq.waits_for is None:
             return False
         other, num_tokens = seq.waits_for
-        if other.status is SequenceStatus.RUNNING and other.num_computed_tokens < num_tokens:
+        if other.status is SequenceStatus.RUNNING and other.cache.num_computed_tokens < num_tokens:
             return True
         seq.waits_for = None
         return False
@@ -115,16 +118,16 @@ class Admission:
         Waiting costs nothing then, as the other one is served first anyway, and requests that arrive together with the
         same long prompt compute it once.
         """
-        if not self._blocks.enable_prefix_caching or seq.prompt_logprobs is not None or seq.private:
+        if not self._blocks.enable_prefix_caching or seq.prompt_logprobs is not None or seq.cache.private:
             return False
         size = self._blocks.block_size
         usable = min(seq.num_tokens - 1, seq.num_shareable_tokens) // size
         for other in running:
             if other.rank > seq.rank:
                 return False
-            if other.num_uncomputed_tokens > 1 and not other.private:
-                common = min(usable, seq.chain.common_blocks(other.chain))
-                if common > hit and other.num_computed_tokens < common * size:
+            if other.num_uncomputed_tokens > 1 and not other.cache.private:
+                common = min(usable, seq.cache.chain.common_blocks(other.cache.chain))
+                if common > hit and other.cache.num_computed_tokens < common * size:
                     seq.waits_for = (other, common * size)
                     return True
         return False

@@ -31,7 +31,7 @@ class SchedulerCounters:
 
     def count_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Book the next `num_tokens` tokens of `seq` as planned."""
-        start = seq.num_computed_tokens
+        start = seq.cache.num_computed_tokens
         end = start + num_tokens
         seen = min(max(start, seq.num_seen_tokens), end)
         self.recomputed_tokens[seq.recompute_reason] += seen - start
@@ -40,12 +40,12 @@ class SchedulerCounters:
         self.prompt_tokens += max(0, min(end, seq.num_prompt_tokens) - min(seq.num_seen_tokens, seq.num_prompt_tokens))
 
     def count_hit(self, seq: Sequence, full: bool, *, looked_up: bool) -> None:
-        """Book that the first `num_computed_tokens` tokens of `seq` came from the cache.
+        """Book that the tokens of `seq` computed by now came from the cache.
 
         full: the cache held all of them. looked_up: whether the cache was asked at all.
         """
         if seq.cached_tokens is None:
-            seq.cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
+            seq.cached_tokens = min(seq.cache.num_computed_tokens, seq.num_prompt_tokens)
             if looked_up:
                 self.prefix_cache_queries += seq.num_prompt_tokens
                 self.prefix_cache_hits += seq.cached_tokens

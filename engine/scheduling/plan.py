@@ -10,50 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
+from windlass.engine.cache.changes import BlockCopy, KeyRerotation
 from windlass.engine.errors import EngineError
-from windlass.engine.rotary.scaling import RotarySpec
-
-
-@dataclass(frozen=True, slots=True)
-class KVGroupLayout:
-    """The block pool of one KV group as the scheduler sees it.
-
-    window: tokens a query sees back, itself included (None: all). num_blocks: physical blocks, ids 0..num_blocks-1.
-    rotary_groups: the rotary groups of its layers.
-    """
-
-    num_blocks: int
-    window: int | None = None
-    rotary_groups: tuple[int, ...] = (0,)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy a whole block (all layers of the group) from `source` to `target` before the forward pass."""
-
-    group: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeyMove:
-    """Turn the cached keys of tokens start .. end - 1 of a sequence from one spec to another, by one rotation each.
-
-    sources, targets: the block of each logical block from start // block_size on; -1 where a window dropped it. Values go
-    along unless `values` is false: then the targets have them already. from_specs, to_specs: one per rotary group; where
-    they are equal the keys are copied as they are.
-    """
-
-    group: int
-    start: int
-    end: int
-    sources: list[int]
-    targets: list[int]
-    first_position: int
-    from_specs: tuple[RotarySpec, ...]
-    to_specs: tuple[RotarySpec, ...]
-    values: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +60,15 @@ class ScheduledSequence:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """One step: the copies, then `keeps` (originals put aside), then `moves`, then one forward pass over all sequences.
+    """One step: the copies, then `set_aside` (copies of originals), then `rerotations`, then one forward pass over all
+    sequences.
 
     No target of one list is a source of the same list.
     """
 
     copies: list[BlockCopy] = field(default_factory=list)
-    keeps: list[KeyMove] = field(default_factory=list)
-    moves: list[KeyMove] = field(default_factory=list)
+    set_aside: list[KeyRerotation] = field(default_factory=list)
+    rerotations: list[KeyRerotation] = field(default_factory=list)
     sequences: list[ScheduledSequence] = field(default_factory=list)
 
     @property

@@ -17,8 +17,8 @@ Every sequence has a rank: (priority, arrival, sample index), lower is better. O
 5. Under speculation running streams add proposed tokens to theirs, from what budget and blocks are left.
 
 Where frequencies depend on the length, a sequence that outgrows its rotary stage starts over in place (`recompute`), or
-its cached keys are turned before its next chunk (`rotate`). Both follow from its own tokens alone, so a preempted
-sequence comes to the same keys again by computing from the start, turns included.
+its cached keys are re-rotated before its next chunk (`rotate`). Both follow from its own tokens alone, so a preempted
+sequence comes to the same keys again by computing from the start, re-rotations included.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ from typing import TYPE_CHECKING
 from windlass.engine.api.config import SchedulerConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, RequestOutput
 from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.scheduling.admission import Admission
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.deadlines import Deadlines
-from windlass.engine.scheduling.plan import BlockCopy, SampleSlot, ScheduledSequence, SchedulerOutput, StepResult
+from windlass.engine.scheduling.plan import SampleSlot, ScheduledSequence, SchedulerOutput, StepResult
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_of
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
@@ -120,9 +121,8 @@ class Scheduler:
             rotation=rotation,
             stage=stage,
             seed=seed,
-            chain=self._stages.new_chain(request, stage),
+            cache=self._stages.new_handle(request, stage),
             stop_ids=stop_ids,
-            private=stage.single_length,
             arrival_number=self._next_arrival,
             arrival_time=self._clock(),
         )
@@ -203,8 +203,8 @@ class Scheduler:
         now = self._clock()
         while pending:
             seq = pending.pop(0)
-            if output.moves and seq.due_turn() is not None:
-                continue  # turning keys takes time, and a step should not: one sequence a step
+            if output.rerotations and seq.due_rerotation() is not None:
+                continue  # re-rotating keys takes time, and a step should not: one sequence a step
             num_tokens = self._stages.capacity(seq, plan[seq])
             while num_tokens == 0:
                 # Both lists are sorted by rank, so the worst of each is its last.
@@ -215,7 +215,7 @@ class Scheduler:
                 (pending if pending and pending[-1] is worst else idle).pop()
                 num_tokens = self._stages.capacity(seq, plan[seq])
             if num_tokens > 0:
-                self._stages.turn_if_due(seq, output)
+                self._stages.rerotate_if_due(seq, output)
                 output.sequences.append(self._schedule_chunk(seq, num_tokens, output.copies, now))
 
     def _plan(self) -> dict[Sequence, int]:
@@ -233,8 +233,8 @@ class Scheduler:
         return plan
 
     def _schedule_chunk(self, seq: Sequence, num_tokens: int, copies: list[BlockCopy], now: float) -> ScheduledSequence:
-        copies += self.blocks.allocate(seq, num_tokens)
-        start = seq.num_computed_tokens
+        copies += self.blocks.allocate(seq.cache, num_tokens)
+        start = seq.cache.num_computed_tokens
         end = start + num_tokens
         seq.last_step = self.counters.num_steps
         if seq.first_scheduled_time is None:
@@ -247,13 +247,13 @@ class Scheduler:
             start=start,
             num_tokens=num_tokens,
             token_ids=seq.token_ids,
-            block_tables=seq.block_tables,
+            block_tables=seq.cache.block_tables,
             rotary_id=seq.rotary_id,
-            first_position=seq.first_position,
+            first_position=seq.cache.position_of(0),
             samples=self._sample_slots(seq) if end == seq.num_tokens else (),
             prompt_logprobs=seq.request.sampling.prompt_logprobs if wants_logprobs else None,
             num_prompt_tokens=seq.num_prompt_tokens,
-            table_version=seq.table_version,
+            table_version=seq.cache.version,
         )
 
     def _sample_slots(self, seq: Sequence) -> tuple[SampleSlot, ...]:
@@ -275,7 +275,7 @@ class Scheduler:
             rotation=parent.rotation,
             stage=parent.stage,
             seed=parent.seed,
-            chain=parent.chain,
+            cache=self._stages.new_handle(parent.request, parent.stage),
             stop_ids=parent.stop_ids,
             arrival_number=parent.arrival_number,
             arrival_time=parent.arrival_time,
@@ -327,7 +327,7 @@ class Scheduler:
             seq.rotary_id = -1
         elif seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
-        self.blocks.free(seq)
+        self.blocks.free(seq.cache)
 
     def _end(self, seq: Sequence) -> None:
         """Forget a sample; the last one ends its request."""
@@ -342,7 +342,7 @@ class Scheduler:
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Tell how long a step took, before `update`; the next prefill chunks are sized by it."""
         decodes = sum(1 for item in output.sequences if item.start + 1 == len(item.token_ids))
-        if not output.moves:  # turning keys takes time that no token is to blame for
+        if not output.rerotations:  # re-rotating keys takes time that no token is to blame for
             self.timer.observe(output.num_tokens - output.num_draft_tokens, decodes, seconds)
 
     # -- results -------------------------------------------------------------------------------------------------
@@ -374,10 +374,8 @@ class Scheduler:
 
     def _settle(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Book that the keys of so many tokens are final."""
-        seq.num_computed_tokens = num_computed_tokens
         seq.num_seen_tokens = max(seq.num_seen_tokens, num_computed_tokens)
-        self.blocks.commit(seq)
-        self.blocks.drop_outside_window(seq)
+        self.blocks.settle(seq.cache, seq.token_ids, num_computed_tokens)
 
     def _take_verified(self, seq: Sequence, item: ScheduledSequence, result: StepResult, now: float) -> RequestOutput:
         """Append what a proposal has come to. Keys past the tokens that stand are void: the next step overwrites them."""
@@ -393,13 +391,13 @@ class Scheduler:
         if seq.children is not None:
             seq.children = []
         for child in children:  # all of them before `seq` may finish and free its blocks
-            self.blocks.fork(seq, child)
+            self.blocks.fork(seq.cache, child.cache)
             child.num_seen_tokens = seq.num_seen_tokens
         outputs = [self._append(sample, _result(results, sample), now) for sample in (seq, *children)]
         for child in children:
             if child.status is not SequenceStatus.FORKING:
                 continue
-            if len(self._running) < self.config.max_num_seqs and self.blocks.capacity(child, 1):
+            if len(self._running) < self.config.max_num_seqs and self.blocks.capacity(child.cache, 1):
                 self._start(child)
             else:
                 self._preempt(child)
@@ -415,7 +413,6 @@ class Scheduler:
         kept, reason, stop_id = seq.append_tokens(result.token_ids, self.max_model_len)
         if start is not None:
             self._settle(seq, start + kept)
-            self.blocks.trim(seq)
         self.counters.generation_tokens += kept
         self._note_first_token(seq, now)
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
@@ -430,7 +427,7 @@ class Scheduler:
             finish_reason=reason,
             stop_token_id=stop_id,
             cached_tokens=seq.cached_tokens or 0,
-            rotary=None if reason is None else seq.rotation.report(seq.stage, seq.num_turns),
+            rotary=None if reason is None else seq.rotation.report(seq.stage, seq.cache.num_rerotations),
         )
 
     def _finish_scoring(self, seq: Sequence, now: float) -> list[RequestOutput]:
@@ -442,7 +439,7 @@ class Scheduler:
             prompt_logprobs=None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs),
             finish_reason="length",
             cached_tokens=seq.cached_tokens or 0,
-            rotary=seq.rotation.report(seq.stage, seq.num_turns),
+            rotary=seq.rotation.report(seq.stage, seq.cache.num_rerotations),
         )
         rest = range(1, seq.request.sampling.n)
         return [first, *(replace(first, index=index, prompt_logprobs=None) for index in rest)]

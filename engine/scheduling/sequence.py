@@ -1,6 +1,7 @@
 """One sample of one request while the engine works on it.
 
-Plain state that the scheduler and the block manager change, and the rules that need nothing else: when it ends.
+Plain state that the scheduler changes, and the rules that need nothing else: when it ends. What it holds in the cache is
+its handle's to know.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from windlass.engine.api.request import EngineRequest, FinishReason, TokenLogprobs
-from windlass.engine.cache.prefix import HashChain
+from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.scheduling.plan import SampleSlot
 
 if TYPE_CHECKING:
     from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
-    from windlass.engine.rotary.scaling import RotarySpec
     from windlass.engine.scheduling.speculation import Drafting
 
 
@@ -29,40 +29,16 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-@dataclass(slots=True)
-class KeptKeys:
-    """Where the keys of one KV group stand as they were computed, once they have been turned to other frequencies.
-
-    Every turn starts from these, so that a key is rounded once however often the frequencies change.
-    blocks: parallel to the leading entries of the block table. origins: ends of consecutive token spans, and the specs
-    they were computed under.
-    """
-
-    blocks: list[int] = field(default_factory=list)
-    origins: list[tuple[int, tuple[RotarySpec, ...]]] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return self.origins[-1][0] if self.origins else 0
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens, computed length and block tables of one sample.
+    """Tokens, sampling and status of one sample.
 
     token_ids: the prompt followed by the output so far; grows in place and is shared by reference with the runner.
-    num_computed_tokens: leading tokens whose keys stand in the cache; it chases `num_tokens`.
-    block_tables: per KV group the physical block of each logical block; -1 where a window has left it behind.
-    table_version: counts the events after which the tables are others (see `ScheduledSequence`).
-    num_dropped_blocks: per KV group how many leading entries are -1.
+    cache: what it holds in the cache; its computed length chases `num_tokens`.
     rotation, stage: how frequencies depend on the length, and those that the cached keys stand under now.
-    kept: per KV group the keys as computed, empty until the first turn. num_turns: turns of the keys now in the cache.
-    first_position: absolute position of token 0.
-    chain, num_committed_blocks: digests of the full blocks and how many of them were offered to the prefix cache.
-    private: blocks this sequence takes from now on are never hashed, matched or saved.
     rotary_id: row of the rotary tables, -1 while not running.
     arrival_number: order of arrival among requests; (priority, arrival_number, index) ranks sequences, lower is better.
-    num_seen_tokens: the largest `num_computed_tokens` so far; what is computed below it is recomputed.
+    num_seen_tokens: the longest computed length so far; what is computed below it is recomputed.
     recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
     waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
@@ -82,21 +58,12 @@ class Sequence:
     rotation: RotaryPlan
     stage: RotaryStage
     seed: int
-    chain: HashChain
+    cache: CacheHandle
     stop_ids: frozenset[int]
     arrival_number: int
     arrival_time: float
-    num_computed_tokens: int = 0
-    block_tables: list[list[int]] = field(default_factory=list)
-    table_version: int = 0
-    num_dropped_blocks: list[int] = field(default_factory=list)
-    kept: list[KeptKeys] = field(default_factory=list)
-    num_turns: int = 0
-    first_position: int = 0
     rotary_id: int = -1
     status: SequenceStatus = SequenceStatus.WAITING
-    num_committed_blocks: int = 0
-    private: bool = False
     num_seen_tokens: int = 0
     recompute_reason: str = "preemption"
     full_hit_end: int = 0
@@ -137,7 +104,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
+        return len(self.token_ids) - self.cache.num_computed_tokens
 
     @property
     def num_due_tokens(self) -> int:
@@ -145,9 +112,10 @@ class Sequence:
         uncomputed, last = self.num_uncomputed_tokens, self.stage.last_length
         if last is None or self.rotation.policy != "rotate":
             return uncomputed
-        if self.num_computed_tokens >= last:
-            last = self.rotation.stage(self.num_computed_tokens + 1).last_length
-        return uncomputed if last is None else min(uncomputed, last - self.num_computed_tokens)
+        computed = self.cache.num_computed_tokens
+        if computed >= last:
+            last = self.rotation.stage(computed + 1).last_length
+        return uncomputed if last is None else min(uncomputed, last - computed)
 
     @property
     def num_shareable_tokens(self) -> int:
@@ -162,12 +130,17 @@ class Sequence:
             return None
         return self.rotation.stage(self.num_tokens)
 
-    def due_turn(self) -> RotaryStage | None:
-        """Under `rotate`, the stage of the next token to compute if it is another one: the cached keys are to be turned."""
+    def due_rerotation(self) -> RotaryStage | None:
+        """Under `rotate`, the stage of the next token to compute if it is another one: cached keys are to be re-rotated."""
         last = self.stage.last_length
-        if last is None or self.rotation.policy != "rotate" or self.num_computed_tokens < last:
+        if last is None or self.rotation.policy != "rotate" or self.cache.num_computed_tokens < last:
             return None
-        return self.rotation.stage(self.num_computed_tokens + 1)
+        return self.rotation.stage(self.cache.num_computed_tokens + 1)
+
+    @property
+    def will_rerotate(self) -> bool:
+        """Whether cached keys are re-rotated before all tokens known now are computed."""
+        return self.rotation.policy == "rotate" and self.num_shareable_tokens < self.num_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

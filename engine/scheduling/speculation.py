@@ -99,9 +99,9 @@ class Speculation:
             draft = self._propose(seq, item, budget)
             if not draft:
                 continue
-            draft = draft[: self._blocks.capacity(seq, 1 + len(draft)) - 1]
+            draft = draft[: self._blocks.capacity(seq.cache, 1 + len(draft)) - 1]
             if draft:
-                output.copies += self._blocks.allocate(seq, 1 + len(draft))
+                output.copies += self._blocks.allocate(seq.cache, 1 + len(draft))
                 output.sequences[at] = replace(item, num_tokens=1 + len(draft), draft=draft)
                 budget -= len(draft)
 

@@ -1,10 +1,10 @@
 """A model without tensors: each slot of the cache stores which token chain its key was computed from.
 
 The key of token i depends on every token up to i, as a deep layer's does, and on what the request runs under (its
-specs and salt). Beside it stands the spec it was computed under and the one it is turned to. Reading through the block
+specs and salt). Beside it stands the spec it was computed under and the one it is re-rotated to. Reading through the block
 tables must give exactly the keys of the sequence's own tokens under the frequencies of the moment; a leaked, shared,
-overwritten, stale, wrongly turned or too early dropped block shows as a wrong key. The step order is a real layer's:
-copies, keeps, moves, then all writes, then all reads.
+overwritten, stale, wrongly re-rotated or too early dropped block shows as a wrong key. The step order is a real layer's:
+copies, originals set aside, re-rotations, then all writes, then all reads.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from windlass.engine.api.config import SchedulerConfig, SpeculationConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.changes import KeyRerotation
+from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
 from windlass.engine.scheduling.plan import (
-    KeyMove,
-    KVGroupLayout,
     SampleSlot,
     ScheduledSequence,
     SchedulerOutput,
@@ -125,13 +125,13 @@ class FakeExecutor:
 
     scheduler: Scheduler
     rotary: FakeRotary
-    # per group (block, offset) -> key, the specs it was computed under, the specs it is turned to
+    # per group (block, offset) -> key, the specs it was computed under, the specs it is re-rotated to
     store: list[dict[tuple[int, int], tuple[int, object, object]]] = field(default_factory=list)
     rotations: dict[str, FakeRotation] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)  # per sequence the tokens that were ever in the cache for it
     num_computed: int = 0
     num_recomputed: int = 0
-    num_turned: int = 0
+    num_rerotated: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
     key_memo: dict[int, tuple[object, list[int]]] = field(default_factory=dict)
@@ -177,35 +177,38 @@ class FakeExecutor:
         self.seen[item.seq_id] = item.start + len(drawn)
         return StepResult(item.seq_id, tuple(drawn))
 
-    def turn(self, moves: list[KeyMove], holders: list[Counter[int]], *, keep: bool) -> None:
-        """Carry out keeps or moves. Whatever moves must be an original; nothing shared or hashed is written to."""
+    def rerotate(self, rerotations: list[KeyRerotation], holders: list[Counter[int]], *, aside: bool) -> None:
+        """Carry out re-rotations, or set originals aside. Whatever is read must be an original; nothing shared or hashed is
+        written to."""
         size, pools = self.scheduler.blocks.block_size, self.scheduler.blocks.pools
         written: set[tuple[int, int, int]] = set()
         read: set[tuple[int, int, int]] = set()
-        for move in moves:
-            first = move.start // size
-            assert len(move.sources) == len(move.targets) == -(-move.end // size) - first
-            for i in range(move.start, move.end):
-                source, target = move.sources[i // size - first], move.targets[i // size - first]
+        for rerotation in rerotations:
+            first = rerotation.start // size
+            assert len(rerotation.sources) == len(rerotation.targets) == -(-rerotation.end // size) - first
+            for i in range(rerotation.start, rerotation.end):
+                source, target = rerotation.sources[i // size - first], rerotation.targets[i // size - first]
                 assert (source < 0) == (target < 0)
                 if source < 0:
                     continue
-                assert source != target and holders[move.group][target] == 1, "a move into a shared block"
-                assert pools[move.group].digests[target] is None and pools[move.group].private[target]
-                key, origin, turned = self.store[move.group][source, i % size]
-                assert origin == turned == move.from_specs, "a move of a key that was moved before, or from elsewhere"
-                assert (move.from_specs == move.to_specs) == keep
-                slots = (move.group, source, i % size), (move.group, target, i % size)
-                assert slots[1] not in written, "two moves into one slot"
-                if not move.values:
-                    stood = self.store[move.group].get((target, i % size))
+                assert source != target and holders[rerotation.group][target] == 1, "a re-rotation into a shared block"
+                assert pools[rerotation.group].digests[target] is None and pools[rerotation.group].private[target]
+                key, origin, now = self.store[rerotation.group][source, i % size]
+                assert origin == now == rerotation.from_specs, (
+                    "a re-rotation of a key that is no original, or from elsewhere"
+                )
+                assert (rerotation.from_specs == rerotation.to_specs) == aside
+                slots = (rerotation.group, source, i % size), (rerotation.group, target, i % size)
+                assert slots[1] not in written, "two re-rotations into one slot"
+                if not rerotation.values:
+                    stood = self.store[rerotation.group].get((target, i % size))
                     assert stood is not None and stood[0] == key, "values were left out that are not there yet"
                 read.add(slots[0])
                 written.add(slots[1])
-                self.store[move.group][target, i % size] = key, origin, move.to_specs
-                if not keep and move.group == 0:
-                    self.num_turned += 1
-        assert not read & written, "a source is the target of another move"
+                self.store[rerotation.group][target, i % size] = key, origin, rerotation.to_specs
+                if not aside and rerotation.group == 0:
+                    self.num_rerotated += 1
+        assert not read & written, "a source is the target of another re-rotation"
 
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
         size = self.scheduler.blocks.block_size
@@ -213,8 +216,8 @@ class FakeExecutor:
         live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
         holders = [Counter[int]() for _ in pools]
         for seq in live.values():
-            for group, table in enumerate(seq.block_tables):
-                kept = seq.kept[group].blocks if seq.kept else []
+            for group, table in enumerate(seq.cache.block_tables):
+                kept = seq.cache.originals[group].blocks if seq.cache.originals else []
                 holders[group].update(block for block in (*table, *kept) if block >= 0)
 
         targets: set[tuple[int, int]] = set()
@@ -228,8 +231,8 @@ class FakeExecutor:
                 if (copy.source, offset) in store:
                     store[copy.target, offset] = store[copy.source, offset]
 
-        self.turn(output.keeps, holders, keep=True)
-        self.turn(output.moves, holders, keep=False)
+        self.rerotate(output.set_aside, holders, aside=True)
+        self.rerotate(output.rerotations, holders, aside=False)
 
         written: set[tuple[int, int, int]] = set()
         for item in output.sequences:
@@ -273,9 +276,9 @@ class FakeExecutor:
                 for i in range(item.start, end):
                     for j in range(0 if pool.window is None else max(0, i - pool.window + 1), i + 1):
                         assert table[j // size] >= 0, f"token {i} cannot see token {j}: its block was dropped"
-                        key, _, turned = self.store[group][table[j // size], j % size]
+                        key, _, now = self.store[group][table[j // size], j % size]
                         assert key == right[j], f"wrong key at token {j}"
-                        assert turned == specs, f"the key of token {j} stands under other frequencies"
+                        assert now == specs, f"the key of token {j} stands under other frequencies"
             row, _, _ = self.store[0][item.block_tables[0][(end - 1) // size], (end - 1) % size]
             all_known = end == len(item.token_ids) + len(item.draft)
             assert bool(item.samples) == (all_known and seq.request.sampling.max_tokens > 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.known_keys import refuse_other_mathematics, unread_keys
 from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
@@ -15,7 +16,7 @@ from windlass.engine.model.config_json.unsupported import describe_architecture,
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
 from windlass.engine.model.families.family import Family, Flag
 from windlass.engine.model.families.registry import FAMILIES
-from windlass.engine.model.spec import AttentionSpec, KVGroupSpec, LayerSpec, ModelSpec
+from windlass.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.groups import RotaryGroup
 

@@ -188,7 +188,8 @@ def check_memory(config: EngineConfig, spec: ModelSpec, dtype: str, stored: str,
     if config.cache.memory is None and left is None:
         return
     cached = cache_dtype(config, dtype)
-    plan = plan_cache(config, spec, cached, config.cache.memory or default_kv_budget(left, device), left)
+    budget = config.cache.memory or default_kv_budget(left, device)
+    plan = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left)
     if left is not None and plan.num_bytes > left:
         raise LoadError(
             no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", plan.num_bytes, cached)

@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 
 import windlass
 from windlass.engine.api.config import parse_cache_dtype
+from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import BlockCopy
 from windlass.kernels import bind
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
@@ -118,15 +118,15 @@ def test_turned_keys_are_rounded_once_however_often_they_turn(tmp_path: Path) ->
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     core.add(greedy("a", range(3, 51), 120, rope_scaling=dynamic, rope_update="rotate"))
     sequence = core.scheduler.live_sequences()[0]
-    while core.has_work() and sequence.num_turns < 4:
+    while core.has_work() and sequence.cache.num_rerotations < 4:
         core.step()
-    assert sequence.num_turns == 4
+    assert sequence.cache.num_rerotations == 4
     core.step()
     pages = core.runner.cache.pages(0)
     wide = pages.keys_of(torch.arange(pages.key.shape[0]), 16).double()
-    original = wide[torch.tensor(sequence.kept[0].blocks[:3])].flatten(0, 1)  # [48, Hkv, D]
-    turned = wide[torch.tensor(sequence.block_tables[0][:3])].flatten(0, 1)
-    old, new = sequence.kept[0].origins[0][1][0], sequence.stage.specs[0]
+    original = wide[torch.tensor(sequence.cache.originals[0].blocks[:3])].flatten(0, 1)  # [48, Hkv, D]
+    turned = wide[torch.tensor(sequence.cache.block_tables[0][:3])].flatten(0, 1)
+    old, new = sequence.cache.originals[0].origins[0][1][0], sequence.stage.specs[0]
     step = torch.tensor(new.inv_freq, dtype=torch.float64) - torch.tensor(old.inv_freq, dtype=torch.float64)
     angle = torch.arange(48).double()[:, None, None] * step
     first, second = original.chunk(2, -1)

@@ -47,7 +47,8 @@ def decoding(core: EngineCore, length: int, sampling: SamplingParams) -> None:
 def count(core: EngineCore) -> tuple[int, int]:
     """Elements of token lists and block tables read, and Python lines run, by one step."""
     for seq in core.scheduler.live_sequences():
-        seq.block_tables = [CountedReads(table) for table in seq.block_tables]
+        for table in seq.cache.tables:
+            table.blocks = CountedReads(table.blocks)
         seq.token_ids = CountedReads(seq.token_ids)
         seq.slot = type(seq.slot)(
             **{name: getattr(seq.slot, name) for name in seq.slot.__slots__} | {"token_ids": seq.token_ids}

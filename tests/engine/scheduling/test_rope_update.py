@@ -181,7 +181,7 @@ def test_a_preempted_rotation_takes_no_keys_that_another_request_computed_past_t
 
     def step_and_preempt() -> list[RequestOutput]:
         for sequence in core.scheduler.live_sequences():
-            if sequence.num_turns == 2 and core.stats().num_preemptions == 0:
+            if sequence.cache.num_rerotations == 2 and core.stats().num_preemptions == 0:
                 core.scheduler._preempt(sequence)
         return step()
 
@@ -208,7 +208,7 @@ def test_one_sequence_turns_its_keys_per_step(models: dict[str, Path]) -> None:
     execute, turning = core.runner.execute, []
 
     def watch(output: SchedulerOutput) -> list[StepResult]:
-        turning.append(sum(1 for move in output.moves if move.start == 0))
+        turning.append(sum(1 for rerotation in output.rerotations if rerotation.start == 0))
         return execute(output)
 
     core.runner.execute = watch  # type: ignore[method-assign]
@@ -245,19 +245,19 @@ def test_turned_keys_in_bfloat16_are_rounded_once_however_often_they_turn(models
     sequence = core.scheduler.live_sequences()[0]
     originals: torch.Tensor | None = None
     while core.has_work():
-        if sequence.kept:
-            kept = torch.tensor(sequence.kept[0].blocks)
+        if sequence.cache.originals:
+            kept = torch.tensor(sequence.cache.originals[0].blocks)
             now = core.runner.cache.pages(0).key[kept].clone()
             if originals is not None:
                 assert torch.equal(now[: len(originals)][:3], originals[:3])  # full since the first turn: unchanged
             originals = now
-            if sequence.num_turns == 4:
+            if sequence.cache.num_rerotations == 4:
                 break
         core.step()
     assert originals is not None
-    table = torch.tensor(sequence.block_tables[0][:3])
+    table = torch.tensor(sequence.cache.block_tables[0][:3])
     turned = core.runner.cache.pages(0).key[table].flatten(0, 1).double()  # [48, Hkv, D]
-    old, new = sequence.kept[0].origins[0][1][0], sequence.stage.specs[0]
+    old, new = sequence.cache.originals[0].origins[0][1][0], sequence.stage.specs[0]
     step = torch.tensor(new.inv_freq, dtype=torch.float64) - torch.tensor(old.inv_freq, dtype=torch.float64)
     angle = torch.arange(48).double()[:, None, None] * step
     first, second = originals[:3].flatten(0, 1).double().chunk(2, -1)

@@ -18,7 +18,7 @@ from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
 def step(scheduler: Scheduler, executor: FakeExecutor) -> tuple[SchedulerOutput, list[RequestOutput]]:
     plan = scheduler.schedule()
     outputs = scheduler.update(plan, executor.execute(plan))
-    scheduler.blocks.assert_consistent(scheduler.live_sequences())
+    scheduler.blocks.assert_consistent(seq.cache for seq in scheduler.live_sequences())
     return plan, outputs
 
 
@@ -446,7 +446,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     for _ in range(2):
         step(scheduler, executor)
     (victim,) = [s for s in scheduler.live_sequences() if s.request.request_id == "scored"]
-    assert 0 < victim.num_computed_tokens < 14
+    assert 0 < victim.cache.num_computed_tokens < 14
     scheduler._preempt(victim)
     outputs = finish(scheduler, executor)
     (given,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]

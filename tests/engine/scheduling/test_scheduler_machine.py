@@ -211,7 +211,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.blocks.assert_consistent(self.scheduler.live_sequences())
+        self.scheduler.blocks.assert_consistent(seq.cache for seq in self.scheduler.live_sequences())
         stats = self.scheduler.counters
         recomputed = stats.recomputed_tokens
         assert recomputed["preemption"] + recomputed["rope_update"] == self.executor.num_recomputed
@@ -221,12 +221,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert recomputed["preemption"] == 0
         if recomputed["rope_update"]:
             event("recompute at a change of frequencies")
-        # A window leaves some keys behind, which then need no turning.
-        assert stats.key_moves >= self.executor.num_turned
+        # A window leaves some keys behind, which then need no re-rotation.
+        assert stats.key_moves >= self.executor.num_rerotated
         if self.scheduler.blocks.pools[0].window is None:
-            assert stats.key_moves == self.executor.num_turned
+            assert stats.key_moves == self.executor.num_rerotated
         if stats.key_moves:
-            event("keys turned")
+            event("keys re-rotated")
         if stats.prefix_cache_hits:
             event("prefix hit")
         # An abort in flight leaves a proposal uncounted.
@@ -239,7 +239,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.in_flight is None:  # room for proposals is given back
             for seq in self.scheduler.live_sequences():
                 size = self.scheduler.blocks.block_size
-                assert all(len(table) == -(-seq.num_computed_tokens // size) for table in seq.block_tables)
+                blocks = -(-seq.cache.num_computed_tokens // size)
+                assert all(len(table) == blocks for table in seq.cache.block_tables)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -108,7 +108,7 @@ def run_checked(core: EngineCore, sent: list[EngineRequest]) -> Results:
 
     def checked() -> Any:
         outputs = step()
-        core.blocks.assert_consistent(core.scheduler.live_sequences())
+        core.blocks.assert_consistent(seq.cache for seq in core.scheduler.live_sequences())
         return outputs
 
     core.step = checked  # type: ignore[method-assign]
@@ -290,7 +290,7 @@ def test_random_traffic_gives_the_bits_of_one_token_at_a_time(
             core.abort(name)
         for output in core.step() if core.has_work() else ():
             got.setdefault((output.request_id, output.index), []).extend(output.token_ids)
-        core.blocks.assert_consistent(core.scheduler.live_sequences())
+        core.blocks.assert_consistent(seq.cache for seq in core.scheduler.live_sequences())
         if step > 30 and not core.has_work():
             break
     assert not core.has_work()
@@ -354,7 +354,7 @@ def test_proposals_preempt_nobody() -> None:
     while scheduler.has_work():
         plan = scheduler.schedule()
         scheduler.update(plan, executor.execute(plan))
-        scheduler.blocks.assert_consistent(scheduler.live_sequences())
+        scheduler.blocks.assert_consistent(seq.cache for seq in scheduler.live_sequences())
     assert executor.num_drafts > 0 and scheduler.counters.num_preemptions == 0
 
 

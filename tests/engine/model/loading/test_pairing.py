@@ -11,11 +11,12 @@ from helpers.rotary_formulas import rotate_pairs
 from safetensors.torch import save_file
 
 from windlass import kernels
+from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.weights import half_split_order, load_weights
-from windlass.engine.model.spec import AttentionSpec, CheckpointLayout, KVGroupSpec, LayerSpec, ModelSpec
+from windlass.engine.model.spec import AttentionSpec, CheckpointLayout, LayerSpec, ModelSpec
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.kernels.torch.reference import rotate_half_split

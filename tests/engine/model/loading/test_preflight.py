@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass.engine.cache import memory
 from windlass.engine.cache.budget import bytes_per_token, plan_cache
+from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.cache.memory import available_memory
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.engine_core import EngineCore
@@ -23,7 +24,7 @@ from windlass.engine.model.loading.formats import describe_foreign
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import check_memory, check_start, describe_model
 from windlass.engine.model.loading.sizes import weight_bytes
-from windlass.engine.model.spec import KVGroupSpec, ModelSpec
+from windlass.engine.model.spec import ModelSpec
 from windlass.kernels import PackedWeight, bind
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -142,10 +143,10 @@ def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
     spec = describe_model(engine_config(model)).spec
     options = {"max_model_len": 4096, "max_num_batched_tokens": 64}
     few, many = (engine_config(model, max_num_seqs=n, **options) for n in (1, 64))  # type: ignore[arg-type]
-    budget = plan_cache(few, spec, "float32", GIB).num_bytes
-    assert plan_cache(few, spec, "float32", budget).max_model_len == 4096
+    budget = plan_cache(few, spec.kv_groups, spec.trained_len, "float32", GIB).num_bytes
+    assert plan_cache(few, spec.kv_groups, spec.trained_len, "float32", budget).max_model_len == 4096
     with pytest.raises(LoadError, match=r"lower `max_model_len` or `scheduling\.max_num_seqs`"):
-        plan_cache(many, spec, "float32", budget)
+        plan_cache(many, spec.kv_groups, spec.trained_len, "float32", budget)
 
 
 def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+"""What happens to the cache between two steps, as plain data: to block tables, to whole blocks, to cached keys.
+
+Responsible for saying it in a size that depends on what has changed, never on the context. Nothing here acts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.engine.rotary.scaling import RotarySpec
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """How one block table has changed, in the order in which a copy of it follows.
+
+    length: leading entries that the copy keeps; those behind are cut off. replaced: (index, block) of entries below
+    `length` that are other blocks now. appended: entries behind `length`. num_dropped: leading entries that are -1 then,
+    in total.
+    """
+
+    length: int = 0
+    replaced: tuple[tuple[int, int], ...] = ()
+    appended: tuple[int, ...] = ()
+    num_dropped: int = 0
+
+    def apply(self, table: list[int]) -> None:
+        """Let a copy of the table follow."""
+        del table[self.length :]
+        for index, block in self.replaced:
+            table[index] = block
+        table += self.appended
+        for index in range(min(self.num_dropped, self.length) - 1, -1, -1):
+            if table[index] < 0:
+                break
+            table[index] = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TableChanges:
+    """How the block tables of one sequence have changed since this was last asked.
+
+    restart: the sequence was new, or had given up everything it held; `groups` brings its tables in full. groups: one
+    change per KV group, or none where no table has changed.
+    """
+
+    restart: bool = False
+    groups: tuple[TableChange, ...] = ()
+
+    def apply(self, tables: list[list[int]]) -> None:
+        """Let copies of the tables, one per KV group, follow."""
+        if self.restart:
+            tables[:] = [[] for _ in self.groups]
+        for table, change in zip(tables, self.groups, strict=bool(self.groups)):
+            change.apply(table)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy a whole block (all layers of the group) from `source` to `target` before the forward pass."""
+
+    group: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRerotation:
+    """Take the cached keys of tokens start .. end - 1 of a sequence from one spec to another, by one rotation each.
+
+    sources, targets: the block of each logical block from start // block_size on; -1 where a window dropped it. Values go
+    along unless `values` is false: then the targets have them already. first_position: of token `start`; the others
+    follow one by one. from_specs, to_specs: one per rotary group; where they are equal the keys are copied as they are.
+    """
+
+    group: int
+    start: int
+    end: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    first_position: int
+    from_specs: tuple[RotarySpec, ...]
+    to_specs: tuple[RotarySpec, ...]
+    values: bool = True

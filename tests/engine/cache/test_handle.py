@@ -1,0 +1,260 @@
+"""The cache handle: whoever follows its changes has its tables, positions follow from its segments, only the cache writes it."""
+
+from __future__ import annotations
+
+import ast
+from collections import abc
+from pathlib import Path
+
+import pytest
+from helpers.fake_executor import FakeRotation
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+import windlass.engine
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.changes import TableChange, TableChanges
+from windlass.engine.cache.handle import CacheHandle, PositionSegment
+from windlass.engine.cache.layout import KVGroupLayout
+from windlass.engine.cache.prefix import HashChain
+from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
+
+_TOKENS = list(range(400))
+_STAGES = [FakeRotation("dynamic", "rotate").stage(length).specs for length in (6, 8, 11, 16)]
+_LAYOUTS = [[(None, 60)], [(None, 60), (5, 40)], [(3, 30)], [(7, 50), (None, 50), (2, 20)]]
+
+
+class HandleMachine(RuleBasedStateMachine):
+    """Random traffic over a few handles; each has a copy of its tables that only follows its changes."""
+
+    @initialize(layout=st.sampled_from(_LAYOUTS), block_size=st.integers(1, 4), prefix_caching=st.booleans())
+    def begin(self, layout: list[tuple[int | None, int]], block_size: int, prefix_caching: bool) -> None:
+        self.blocks = BlockManager([KVGroupLayout(n, window) for window, n in layout], block_size, prefix_caching)
+        self.handles = [CacheHandle(HashChain(b"root", block_size), _STAGES[0]) for _ in range(4)]
+        self.planned = [0] * len(self.handles)  # tokens whose slots are taken, but which are not computed yet
+        self.copies: list[list[list[int]]] = [[] for _ in self.handles]
+
+    def pick(self, data: st.DataObject, *, holds: bool) -> int | None:
+        found = [i for i, handle in enumerate(self.handles) if handle.holds_blocks == holds]
+        return data.draw(st.sampled_from(found)) if found else None
+
+    @rule(data=st.data())
+    def attach(self, data: st.DataObject) -> None:
+        if (i := self.pick(data, holds=False)) is not None:
+            length = data.draw(st.integers(1, 60))
+            hit, _ = self.blocks.match(self.handles[i], _TOKENS[:length], length)
+            self.blocks.attach(self.handles[i], hit)
+
+    @rule(data=st.data(), wanted=st.integers(1, 20))
+    def allocate(self, data: st.DataObject, wanted: int) -> None:
+        if (i := self.pick(data, holds=True)) is not None:
+            room = self.blocks.capacity(self.handles[i], max(wanted, self.planned[i]))
+            if room > self.planned[i]:
+                self.blocks.allocate(self.handles[i], room)
+                self.planned[i] = room
+
+    @rule(data=st.data())
+    def settle(self, data: st.DataObject) -> None:
+        """Some of the planned tokens are accepted; room for the others is given back, windows drop, blocks are offered."""
+        if (i := self.pick(data, holds=True)) is not None and self.planned[i]:
+            computed = self.handles[i].num_computed_tokens + data.draw(st.integers(1, self.planned[i]))
+            self.blocks.settle(self.handles[i], _TOKENS, computed)
+            self.planned[i] = 0
+
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent, child = self.pick(data, holds=True), self.pick(data, holds=False)
+        if parent is None or child is None or self.planned[parent] or self.handles[parent].originals:
+            return
+        self.blocks.fork(self.handles[parent], self.handles[child])
+
+    @rule(data=st.data(), stage=st.sampled_from(_STAGES))
+    def rerotate(self, data: st.DataObject, stage: tuple[object, ...]) -> None:
+        i = self.pick(data, holds=True)
+        if i is None or self.planned[i] or self.handles[i].num_computed_tokens == 0 or stage == self.handles[i].specs:
+            return
+        needs = blocks_to_rerotate(self.blocks, self.handles[i], stage)  # type: ignore[arg-type]
+        if all(need <= free for need, free in zip(needs, self.blocks.available(), strict=True)):
+            rerotate(self.blocks, self.handles[i], stage)  # type: ignore[arg-type]
+
+    @rule(data=st.data(), again=st.booleans())
+    def free(self, data: st.DataObject, again: bool) -> None:
+        if (i := self.pick(data, holds=True)) is None:
+            return
+        handle, self.planned[i] = self.handles[i], 0
+        self.blocks.free(handle)
+        if handle.num_rerotations:
+            handle.start_over(HashChain(b"root", self.blocks.block_size), _STAGES[0], private=False)
+        if again:
+            self.blocks.attach(handle, 0)
+
+    @rule(data=st.data(), whole=st.sampled_from([False, False, False, True]))
+    def follow(self, data: st.DataObject, whole: bool) -> None:
+        i = data.draw(st.integers(0, len(self.handles) - 1))
+        handle, copy = self.handles[i], self.copies[i]
+        changes = handle.take_changes(whole=whole)
+        changes.apply(copy)
+        assert copy == handle.block_tables
+        assert not whole or changes.restart
+        assert handle.take_changes() == TableChanges()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "handles"):
+            self.blocks.assert_consistent(self.handles)
+
+    def teardown(self) -> None:
+        for i in range(len(getattr(self, "handles", []))):
+            self.handles[i].take_changes().apply(self.copies[i])
+            assert self.copies[i] == self.handles[i].block_tables
+            self.blocks.free(self.handles[i])
+        if hasattr(self, "handles"):
+            self.blocks.assert_balanced()
+
+
+def test_whoever_follows_the_changes_has_the_tables() -> None:
+    run_state_machine_as_test(
+        HandleMachine,
+        settings=settings(
+            max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def started(*layouts: tuple[int, int | None], block_size: int = 4) -> tuple[BlockManager, CacheHandle]:
+    blocks = BlockManager([KVGroupLayout(n, w) for n, w in layouts], block_size)
+    handle = CacheHandle(HashChain(b"root", block_size), _STAGES[0])
+    blocks.attach(handle, 0)
+    return blocks, handle
+
+
+def test_a_change_is_as_small_as_what_has_changed() -> None:
+    blocks, handle = started((1000, None), (40, 9))
+    assert handle.take_changes() == TableChanges(True, (TableChange(), TableChange()))
+    tokens, sizes = list(range(3000)), []
+    for computed in range(1, 3000):
+        blocks.allocate(handle, 1)
+        changes = handle.take_changes()
+        assert not changes.restart
+        sizes.append(sum(len(change.replaced) + len(change.appended) for change in changes.groups))
+        blocks.settle(handle, tokens, computed)
+    assert max(sizes) == 2 and sum(sizes) == 2 * 750
+
+
+def test_what_a_change_says() -> None:
+    blocks, handle = started((100, None), (100, 5))
+    tokens = list(range(100))
+    blocks.allocate(handle, 10)
+    blocks.settle(handle, tokens, 10)
+    assert handle.take_changes() == TableChanges(
+        True, (TableChange(0, (), (0, 1, 2)), TableChange(0, (), (-1, 1, 2), num_dropped=1))
+    )
+    child = CacheHandle(HashChain(b"root", 4), _STAGES[0])
+    blocks.fork(handle, child)
+    blocks.allocate(handle, 8)  # the shared last block is copied, two come behind it
+    assert handle.take_changes().groups == (
+        TableChange(3, ((2, 3),), (4, 5)),
+        TableChange(3, ((2, 3),), (4, 5), num_dropped=1),
+    )
+    blocks.settle(handle, tokens, 13)  # one of them held rejected tokens only
+    assert handle.take_changes().groups == (TableChange(4), TableChange(4, num_dropped=2))
+    assert handle.take_changes() == TableChanges()
+    blocks.free(handle)
+    assert handle.take_changes() == TableChanges(True, ())
+
+
+def test_positions_follow_from_segments() -> None:
+    handle = CacheHandle(HashChain(b"root", 4), _STAGES[0], first_position=7)
+    assert handle.segments == (PositionSegment(0, 7),)
+    assert [handle.position_of(slot) for slot in (0, 5, 900)] == [7, 12, 907]
+    assert list(handle.runs(3, 9)) == [(3, 9, 10)] and list(handle.runs(3, 3)) == []
+    handle._segments = (PositionSegment(0, 7), PositionSegment(4, 100), PositionSegment(10, 50))
+    assert [handle.position_of(slot) for slot in (3, 4, 9, 10, 11)] == [10, 100, 105, 50, 51]
+    assert list(handle.runs(2, 12)) == [(2, 4, 9), (4, 10, 100), (10, 12, 50)]
+    assert list(handle.runs(4, 10)) == [(4, 10, 100)]
+
+
+def test_rerotations_are_split_where_positions_jump() -> None:
+    blocks, handle = started((20, None))
+    handle._segments = (PositionSegment(0, 0), PositionSegment(6, 100))
+    blocks.allocate(handle, 10)
+    blocks.settle(handle, list(range(10)), 10)
+    _, rerotations = rerotate(blocks, handle, _STAGES[1])
+    assert [(r.start, r.end, r.first_position, len(r.sources)) for r in rerotations] == [(0, 6, 0, 2), (6, 10, 100, 2)]
+    assert rerotations[0].targets[1] == rerotations[1].targets[0] == handle.block_tables[0][1]
+
+
+def test_a_handle_refuses_misuse() -> None:
+    blocks, handle = started((20, None))
+    with pytest.raises(RuntimeError, match="already holds"):
+        handle.hold([], 0, 0)
+    with pytest.raises(RuntimeError, match="still holds"):
+        handle.start_over(HashChain(b"root", 4), _STAGES[0], private=False)
+    with pytest.raises(AttributeError):
+        handle.num_computed_tokens = 3  # type: ignore[misc]
+    blocks.free(handle)
+
+
+# -- only the cache writes ---------------------------------------------------------------------------------------------
+
+_WRITERS = {"hold", "set_computed", "set_committed", "keep_originals", "enter", "release", "copy"}
+_MUTABLE = {"tables", "originals", "chain"}  # what is read from a handle and could be changed in place
+
+
+def writes(tree: ast.AST) -> abc.Iterator[int]:
+    """Lines that change a handle: a call of a writing method on what is named as one, or a change of what it hands out."""
+
+    def is_handle(node: ast.expr) -> bool:
+        named = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        return named in ("cache", "handle")
+
+    def is_part(node: ast.expr) -> bool:
+        while isinstance(node, ast.Subscript | ast.Attribute):
+            if isinstance(node, ast.Attribute) and node.attr in _MUTABLE and is_handle(node.value):
+                return True
+            node = node.value
+        return False
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            if is_handle(owner) and node.func.attr in _WRITERS:
+                yield node.lineno
+            if is_part(owner) and node.func.attr not in ("common_blocks", "index", "count"):
+                yield node.lineno
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            if (isinstance(target, ast.Attribute) and is_handle(target.value)) or is_part(target):
+                yield node.lineno
+
+
+def test_only_modules_of_the_cache_write_handles() -> None:
+    root = Path(windlass.engine.__file__).parent
+    found = [
+        f"{path.relative_to(root)}:{line}"
+        for path in sorted(root.rglob("*.py"))
+        if path.relative_to(root).parts[0] != "cache"
+        for line in writes(ast.parse(path.read_text()))
+    ]
+    assert found == []
+    assert (
+        len(list(writes(ast.parse("seq.cache.enter(specs)\nseq.cache.x = 1\nhandle.tables[0].blocks[1] = 3\n")))) == 3
+    )
+    assert len(list(writes(ast.parse("handle.chain.extend([1], 1)\ndel seq.cache.originals[0].blocks[:]\n")))) == 2
+
+
+def test_the_cache_imports_nothing_from_above() -> None:
+    root = Path(windlass.engine.__file__).parent / "cache"
+    for path in root.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in names:
+                room = name.removeprefix("windlass.engine.").split(".")[0]
+                assert not name.startswith("windlass.engine.") or room in ("api", "cache", "errors", "rotary"), path
