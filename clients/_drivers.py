@@ -1,4 +1,4 @@
-"""Carries out the steps `Core` asks for, with httpx, synchronously and asynchronously."""
+"""Carries out the steps `CallRules` asks for, with httpx, synchronously and asynchronously."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from windlass.clients._core import Close, Read, Send, Sleep, Step, Steps
+from windlass.clients._rules import CloseResponse, ReadBody, SendRequest, Sleep, Step, Steps
 
 T = TypeVar("T")
 
@@ -31,14 +31,14 @@ def run(http: httpx.Client, steps: Steps[T]) -> T:
 
 def _perform(http: httpx.Client, step: Step) -> Any:
     match step:
-        case Send(request):
+        case SendRequest(request):
             return http.send(request, stream=True, follow_redirects=False)
-        case Read(response):
+        case ReadBody(response):
             try:
                 return response.read()
             finally:
                 response.close()
-        case Close(response):
+        case CloseResponse(response):
             return response.close()
         case Sleep(seconds):
             return time.sleep(seconds)
@@ -63,14 +63,14 @@ async def run_async(http: httpx.AsyncClient, steps: Steps[T]) -> T:
 
 async def _perform_async(http: httpx.AsyncClient, step: Step) -> Any:
     match step:
-        case Send(request):
+        case SendRequest(request):
             return await http.send(request, stream=True, follow_redirects=False)
-        case Read(response):
+        case ReadBody(response):
             try:
                 return await response.aread()
             finally:
                 await response.aclose()
-        case Close(response):
+        case CloseResponse(response):
             return await response.aclose()
         case Sleep(seconds):
             import anyio  # httpx brings it

@@ -10,8 +10,8 @@ import httpx
 
 from windlass.clients import _calls as calls
 from windlass.clients._calls import Call, StreamCall
-from windlass.clients._core import Core
 from windlass.clients._drivers import run_async
+from windlass.clients._rules import CallRules
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
     ChatOptions,
@@ -58,7 +58,7 @@ class AsyncClient:
         keepalive_expiry: float = 4.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._core = Core(base_url, api_key, timeout, retry, headers)
+        self._rules = CallRules(base_url, api_key, timeout, retry, headers)
         limits = httpx.Limits(
             max_connections=max_connections,
             max_keepalive_connections=max_keepalive_connections,
@@ -69,7 +69,7 @@ class AsyncClient:
     @property
     def base_url(self) -> str:
         """The server's URL, without /v1."""
-        return self._core.base_url
+        return self._rules.base_url
 
     async def __aenter__(self) -> Self:
         return self
@@ -243,7 +243,7 @@ class AsyncClient:
         return await self._run(calls.openapi())
 
     async def _run(self, call: Call[T]) -> T:
-        return await run_async(self._http, self._core.run(call))
+        return await run_async(self._http, self._rules.run(call))
 
     async def _open(self, call: StreamCall[T, A]) -> AsyncStream[T, A]:
-        return AsyncStream(*await run_async(self._http, self._core.open(call)))
+        return AsyncStream(*await run_async(self._http, self._rules.open(call)))

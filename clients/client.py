@@ -10,8 +10,8 @@ import httpx
 
 from windlass.clients import _calls as calls
 from windlass.clients._calls import Call, StreamCall
-from windlass.clients._core import Core
 from windlass.clients._drivers import run
+from windlass.clients._rules import CallRules
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
     ChatOptions,
@@ -66,7 +66,7 @@ class Client:
         keepalive_expiry: float = 4.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._core = Core(base_url, api_key, timeout, retry, headers)
+        self._rules = CallRules(base_url, api_key, timeout, retry, headers)
         limits = httpx.Limits(
             max_connections=max_connections,
             max_keepalive_connections=max_keepalive_connections,
@@ -77,7 +77,7 @@ class Client:
     @property
     def base_url(self) -> str:
         """The server's URL, without /v1."""
-        return self._core.base_url
+        return self._rules.base_url
 
     def __enter__(self) -> Self:
         return self
@@ -257,7 +257,7 @@ class Client:
         return self._run(calls.openapi())
 
     def _run(self, call: Call[T]) -> T:
-        return run(self._http, self._core.run(call))
+        return run(self._http, self._rules.run(call))
 
     def _open(self, call: StreamCall[T, A]) -> Stream[T, A]:
-        return Stream(*run(self._http, self._core.open(call)))
+        return Stream(*run(self._http, self._rules.open(call)))

@@ -9,8 +9,8 @@ from typing import Any
 
 from windlass.clients.loadtest.results import RequestRecord
 from windlass.clients.loadtest.stream import AnswerReader
-from windlass.clients.loadtest.wire import Connection, Pool
-from windlass.clients.loadtest.workload import Call
+from windlass.clients.loadtest.timed_connections import Pool, TimedConnection
+from windlass.clients.loadtest.workload import PreparedRequest
 
 # After these the rest of the answer is not waited for; after others the connection ends by itself, or is used again.
 _CUT_OFF = frozenset({"timeout", "disconnected", "interrupted", "aborted", "malformed"})
@@ -31,14 +31,14 @@ class Exchanges:
 
     async def exchange(
         self,
-        call: Call,
+        request: PreparedRequest,
         done: Callable[[RequestRecord], None],
         *,
         index: int = 0,
         intended: float = 0.0,
         start: float = 0.0,
     ) -> RequestRecord:
-        """Send `call`; `done` gets its record whatever happens, cancellation included.
+        """Send `request`; `done` gets its record whatever happens, cancellation included.
 
         intended: seconds since `start`, which is on the monotonic clock. Never raises but for cancellation.
         """
@@ -49,13 +49,13 @@ class Exchanges:
             if not finished.done():
                 finished.set_result(None)
 
-        reader = AnswerReader(notice, leave_after=call.disconnect_after, keep=self._keep)
+        reader = AnswerReader(notice, leave_after=request.disconnect_after, keep=self._keep)
         self._active.add(reader)
-        connection: Connection | None = None
+        connection: TimedConnection | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = await self._pool.take()
-                connection.send(reader, self._pool.request(call.path, call.body), call.body)
+                connection.send(reader, self._pool.request(request.path, request.body), request.body)
                 await finished
         except TimeoutError:
             reader.end("timeout", time.monotonic(), f"no complete answer within {self._timeout_s:g} s")
@@ -65,15 +65,15 @@ class Exchanges:
             reader.end("interrupted", time.monotonic(), "the run was stopped")
             raise
         finally:
-            record = self._close(reader, connection, call, index, intended, sent, start)
+            record = self._close(reader, connection, request, index, intended, sent, start)
             done(record)
         return record
 
     def _close(
         self,
         reader: AnswerReader,
-        connection: Connection | None,
-        call: Call,
+        connection: TimedConnection | None,
+        request: PreparedRequest,
         index: int,
         intended: float,
         sent: float,
@@ -91,14 +91,14 @@ class Exchanges:
             sent=sent - start,
             chunks=tuple(when - start for when in reader.chunks),
             ended=None if reader.ended is None else reader.ended - start,
-            input_tokens=_count(usage.get("prompt_tokens"), call.input_tokens),
+            input_tokens=_count(usage.get("prompt_tokens"), request.input_tokens),
             output_tokens=_count(usage.get("completion_tokens"), len(reader.chunks)),
             cached_tokens=_cached(usage.get("prompt_tokens_details")),
             outcome=outcome,
             message=reader.message,
-            label=call.label,
+            label=request.label,
             request_id=reader.request_id,
-            asked_tokens=call.output_tokens,
+            asked_tokens=request.output_tokens,
             finish_reason=reader.finish_reason,
             text="".join(reader.text) if self._keep else None,
             token_ids=tuple(reader.token_ids) if self._keep and reader.token_ids is not None else None,

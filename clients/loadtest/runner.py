@@ -20,17 +20,17 @@ from typing import Any
 
 from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.exchange import Exchanges
-from windlass.clients.loadtest.health import Health, MeasuredLoop
+from windlass.clients.loadtest.generator_health import GeneratorHealth, MeasuredLoop
 from windlass.clients.loadtest.judgement import Judgement
 from windlass.clients.loadtest.load_plan import LoadPlan
-from windlass.clients.loadtest.metrics import changes
+from windlass.clients.loadtest.metric_changes import changes
 from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult
 from windlass.clients.loadtest.schedule import Schedule, intended_times
 from windlass.clients.loadtest.sweep import SweepResult, SweepSpec, find_highest_rate
 from windlass.clients.loadtest.target import Control, Server
+from windlass.clients.loadtest.timed_connections import Pool
 from windlass.clients.loadtest.vocabulary import find_vocabulary
-from windlass.clients.loadtest.wire import Pool
-from windlass.clients.loadtest.workload import Call, Conversation, Workload
+from windlass.clients.loadtest.workload import Conversation, PreparedRequest, Workload
 
 # LoadPlan, so that one import serves who measures.
 __all__ = ["LoadPlan", "Progress", "Snapshot", "measure", "prepare", "run_load", "sweep_load"]
@@ -147,7 +147,7 @@ class _Run:
         self._plan, self._control, self._server, self._workload = plan, control, server, workload
         self._progress, self._stop = progress, stop
         self._snapshot = Snapshot(total=plan.count)
-        self._health = Health()
+        self._health = GeneratorHealth()
         self._pool = Pool(plan.target.base, plan.target.all_headers(), plan.target.tls())
         keep = plan.keep_text or workload.spec.turns > 1
         self._exchanges = Exchanges(self._pool, plan.timeout_s, keep=keep)
@@ -228,7 +228,7 @@ class _Run:
 
         async def client() -> None:
             for conversation in source:
-                await self._exchanges.exchange(conversation.call, lambda record: None)
+                await self._exchanges.exchange(conversation.request, lambda record: None)
 
         await _together(client() for _ in range(min(plan.warmup, plan.concurrency or plan.warmup)))
 
@@ -244,7 +244,7 @@ class _Run:
             if conversation is None:
                 break
             ready.append(conversation)
-            size += len(conversation.call.body)
+            size += len(conversation.request.body)
             if time.monotonic() > pause:
                 await asyncio.sleep(0)
                 pause = time.monotonic() + _STEP_SECONDS
@@ -284,7 +284,7 @@ class _Run:
         """All turns of one conversation, the first of them at `intended`."""
         self._snapshot.begun += 1
         while True:
-            record = await self._request(conversation.call, intended)
+            record = await self._request(conversation.request, intended)
             try:
                 if not record.completed or not conversation.advance(record.text or "", record.token_ids):
                     break
@@ -297,7 +297,7 @@ class _Run:
             await asyncio.sleep(max(0.0, intended - self._now()))
         self._snapshot.ended += 1
 
-    async def _request(self, call: Call, intended: float) -> RequestRecord:
+    async def _request(self, request: PreparedRequest, intended: float) -> RequestRecord:
         index = next(self._numbers)
         full = self._slots is not None and self._slots.locked()
         async with self._slots or contextlib.nullcontext():
@@ -306,7 +306,7 @@ class _Run:
             self._snapshot.running += 1
             try:
                 return await self._exchanges.exchange(
-                    call, self._record, index=index, intended=intended, start=self._start
+                    request, self._record, index=index, intended=intended, start=self._start
                 )
             finally:
                 self._snapshot.running -= 1

@@ -1,7 +1,7 @@
 """The server under test: its address, what it says of itself, its tokenizer and its metrics. Control requests only.
 
 What it finds is decided here once (may extension fields be sent? is there a tokenizer?), so that nobody else has to know
-one server from another. The measured requests go another way (`wire.py`).
+one server from another. The measured requests go another way (`timed_connections.py`).
 """
 
 from __future__ import annotations

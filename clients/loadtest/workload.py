@@ -80,7 +80,7 @@ class WorkloadSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PreparedRequest:
     """One request ready to be sent. input_tokens: as planned, 0 where unknown. output_tokens: as asked for."""
 
     path: str
@@ -92,12 +92,12 @@ class Call:
 
 
 class Conversation:
-    """One or several requests, each of which waits for the answer before it. `call` is the one to send now."""
+    """One or several requests, each of which waits for the answer before it. `request` is the one to send now."""
 
     think_s: float = 0.0
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, request: PreparedRequest) -> None:
+        self.request = request
 
     def advance(self, text: str, token_ids: Sequence[int] | None) -> bool:
         """Go on after this answer; False when that was the last turn. Raises LoadTestError where it cannot go on."""
@@ -147,7 +147,7 @@ class Workload:
             prompt, tokens = self._prompt(streams, output)
             scaling, label = self._scaling(streams["scaling"])
             if self.spec.turns == 1:
-                yield Conversation(self.call(prompt, tokens, output, streams["leave"], scaling, label))
+                yield Conversation(self.prepare(prompt, tokens, output, streams["leave"], scaling, label))
             else:
                 yield _Chat(self, prompt, tokens, output, streams, scaling, label)
 
@@ -164,7 +164,7 @@ class Workload:
         lengths = itertools.takewhile(lambda length: length < longest, (LADDER_START << i for i in itertools.count()))
         return [*lengths, longest]
 
-    def call(
+    def prepare(
         self,
         prompt: bytes,
         tokens: int,
@@ -172,7 +172,7 @@ class Workload:
         leave: Random,
         scaling: Mapping[str, Any],
         label: str | None,
-    ) -> Call:
+    ) -> PreparedRequest:
         """The request for a prompt that is the bytes of a JSON value: a prompt, or the messages of a chat."""
         spec = self.spec
         fields: dict[str, Any] = {"model": self._model, "max_tokens": output, "stream": True}
@@ -190,7 +190,7 @@ class Workload:
         head = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()[:-1]
         name = b"messages" if spec.chat else b"prompt"
         goes = spec.disconnect_share > 0 and leave.random() < spec.disconnect_share
-        return Call(
+        return PreparedRequest(
             path="/v1/chat/completions" if spec.chat else "/v1/completions",
             body=b'%b,"%b":%b}' % (head, name, prompt),
             input_tokens=tokens,
@@ -236,14 +236,14 @@ class Workload:
     def _room(self, output: int, used: int) -> int | None:
         return None if self.limit is None else max(1, self.limit - output - used)
 
-    def _laddered(self, rung: int, output: int, streams: Mapping[str, Random]) -> Call:
+    def _laddered(self, rung: int, output: int, streams: Mapping[str, Random]) -> PreparedRequest:
         assert self.limit is not None
         tokens = min(rung, self.limit - output)
         scaling, label = self._scaling(streams["scaling"])
         prompt = self.wrap(self.vocabulary.draw(streams["tokens"], self.pieces(tokens)))
-        return self.call(prompt, tokens, output, streams["leave"], scaling, _label(f"{rung} tokens", label))
+        return self.prepare(prompt, tokens, output, streams["leave"], scaling, _label(f"{rung} tokens", label))
 
-    def _traced(self, entry: TraceEntry, streams: Mapping[str, Random]) -> Call:
+    def _traced(self, entry: TraceEntry, streams: Mapping[str, Random]) -> PreparedRequest:
         if isinstance(entry.prompt, tuple):
             prompt, tokens = b"[" + self.vocabulary.from_ids(entry.prompt) + b"]", len(entry.prompt)
         elif entry.prompt is not None:
@@ -257,7 +257,7 @@ class Workload:
         if entry.has_scaling:
             own = WeightedScaling(entry.rope_scaling)
             scaling, label = own.fields(), own.name
-        return self.call(prompt, tokens, entry.max_tokens, streams["leave"], scaling, label)
+        return self.prepare(prompt, tokens, entry.max_tokens, streams["leave"], scaling, label)
 
     def _scaling(self, random: Random) -> tuple[Mapping[str, Any], str | None]:
         if not self.spec.scalings:
@@ -335,7 +335,7 @@ class _Chat(Conversation):
         own = spec.input_len.draw(self._streams["input"])
         output = spec.output_len.draw(self._streams["output"])
         message = vocabulary.draw(self._streams["tokens"], own)
-        answered = self.call.output_tokens
+        answered = self.request.output_tokens
         if spec.chat:
             said = json.dumps(text).encode()
             self._history += b',{"role":"assistant","content":%b},{"role":"user","content":"%b"}' % (said, message)
@@ -349,17 +349,17 @@ class _Chat(Conversation):
         self._tokens += answered + own
         if limit is not None and self._tokens + output > limit:
             return False  # a conversation that has outgrown the server ends
-        self.call = self._make(output)
+        self.request = self._make(output)
         return True
 
-    def _make(self, output: int) -> Call:
+    def _make(self, output: int) -> PreparedRequest:
         workload = self._workload
         if workload.spec.chat:
             prompt = b"[" + self._history + b"]"
         else:
             prompt = b"[" + self._history + b"]" if workload.vocabulary.ids else b'"' + self._history + b'"'
         label = _label(f"turn {self._turn}", self._label)
-        return workload.call(prompt, self._tokens, output, self._streams["leave"], self._scaling, label)
+        return workload.prepare(prompt, self._tokens, output, self._streams["leave"], self._scaling, label)
 
 
 def _label(*parts: str | None) -> str | None:

@@ -41,7 +41,7 @@ def bench_serve(
 ) -> int:
     """Put load on a running server, any that speaks OpenAI's API, and measure what its clients see."""
     from windlass.clients.loadtest.errors import LoadTestError
-    from windlass.clients.loadtest.health import MeasuredLoop
+    from windlass.clients.loadtest.generator_health import MeasuredLoop
 
     files = {"--json": output.as_json, "--csv": output.csv, "--html": output.html}
     check_outputs(files, {"--trace": arrivals.trace} if arrivals.trace is not None else None)

@@ -11,7 +11,7 @@ import pytest
 from helpers.scripted_llm import asked, scripted_llm
 from typer.main import get_command
 
-from windlass.clients.loadtest import health, runner, wire
+from windlass.clients.loadtest import generator_health, runner, timed_connections
 from windlass.clients.loadtest.cli import options
 from windlass.clients.loadtest.results import ABANDONED, RunResult
 from windlass.clients.loadtest.trace import read_trace
@@ -54,10 +54,10 @@ def test_defaults_on_the_page_are_the_code_s(option, shown):
 
 def test_limits_on_the_page_are_the_code_s():
     assert f"default {options.DEFAULT_PROMPTS}" in PAGE
-    assert f"more than {health.BUSY_LIMIT:.0%}".replace("%", " %") in PAGE.replace("\n", " ")
-    assert f"than {health.LAG_LIMIT_MS:g} ms late" in PAGE.replace("\n", " ")
+    assert f"more than {generator_health.BUSY_LIMIT:.0%}".replace("%", " %") in PAGE.replace("\n", " ")
+    assert f"than {generator_health.LAG_LIMIT_MS:g} ms late" in PAGE.replace("\n", " ")
     assert f"{runner._PREPARED_REQUESTS:,} requests" in PAGE and f"{runner._PREPARED_BYTES >> 20} MiB" in PAGE
-    assert wire.MAX_IDLE_SECONDS == 1.0 and "idle for less than a second" in PAGE
+    assert timed_connections.MAX_IDLE_SECONDS == 1.0 and "idle for less than a second" in PAGE
 
 
 def test_every_figure_and_every_kind_is_on_the_page():
@@ -66,8 +66,8 @@ def test_every_figure_and_every_kind_is_on_the_page():
     counted = {"completed", "failed", "input_tokens", "output_tokens"}
     assert not set(summary) - counted - code
     assert not ABANDONED - code
-    sources = [Path(module.__file__).read_text() for module in (wire,)]
-    sources += [(Path(wire.__file__).parent / name).read_text() for name in ("stream.py", "exchange.py")]
+    folder = Path(timed_connections.__file__).parent
+    sources = [(folder / name).read_text() for name in ("timed_connections.py", "stream.py", "exchange.py")]
     kinds = {kind for text in sources for kind in re.findall(r'(?:\.end|_fail)\(\s*"(\w+)"', text)}
     assert kinds >= {"truncated", "malformed", "error_event", "timeout", "connection", "aborted"}
     assert not kinds - {"completed"} - code

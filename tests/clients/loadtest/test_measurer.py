@@ -12,7 +12,7 @@ import pytest
 from helpers.scripted_http import answer
 from helpers.scripted_llm import Performance, ScriptedLLM, asked, scripted_llm, stream
 
-from windlass.clients.loadtest import health
+from windlass.clients.loadtest import generator_health
 from windlass.clients.loadtest.lengths import Lengths
 from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.results import RunResult
@@ -24,7 +24,7 @@ from windlass.clients.loadtest.workload import WorkloadSpec
 @pytest.fixture(autouse=True)
 def fine_ticks(monkeypatch):
     """Both sides watch their own lateness every millisecond: what a busy machine adds is then known."""
-    monkeypatch.setattr(health, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(generator_health, "TICK_SECONDS", 0.001)
 
 
 def run(llm: ScriptedLLM, count: int, **options) -> RunResult:

@@ -78,7 +78,7 @@ def test_prompts_hold_no_special_tokens(server):
     _, workload = asyncio.run(found())
     drawn = set()
     for conversation in itertools.islice(workload.conversations(), 20):
-        drawn |= set(json.loads(conversation.call.body)["prompt"])
+        drawn |= set(json.loads(conversation.request.body)["prompt"])
     assert len(drawn) > 300
     with Client(server.url, api_key="secret") as client:
         for token_id in (min(drawn), max(drawn)):
@@ -160,7 +160,7 @@ def asked_for(server: RealServer, spec: WorkloadSpec, count: int) -> list[dict]:
             return await prepare(plan, control)
 
     _, workload = asyncio.run(found())
-    return [json.loads(item.call.body) for item in itertools.islice(workload.conversations(), count)]
+    return [json.loads(item.request.body) for item in itertools.islice(workload.conversations(), count)]
 
 
 def test_turns_and_prefixes_hit_the_prefix_cache(server):

@@ -10,9 +10,9 @@ import pytest
 from helpers.scripted_http import answer
 from helpers.scripted_llm import Performance, ScriptedLLM, asked, scripted_llm, stream
 
-from windlass.clients.loadtest import wire
+from windlass.clients.loadtest import timed_connections
 from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.health import MeasuredLoop
+from windlass.clients.loadtest.generator_health import MeasuredLoop
 from windlass.clients.loadtest.lengths import Lengths
 from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.runner import measure, run_load
@@ -241,11 +241,11 @@ def test_a_server_given_by_name_is_looked_up_once():
 
 
 def test_connections_are_used_again_but_not_after_a_long_rest(monkeypatch):
-    monkeypatch.setattr(wire, "PROOF_SECONDS", 0.0)
+    monkeypatch.setattr(timed_connections, "PROOF_SECONDS", 0.0)
     with scripted_llm(asked()) as llm:
         run(llm, count=5)
         assert llm.server.connections == 2  # control and load
-        monkeypatch.setattr(wire, "MAX_IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(timed_connections, "MAX_IDLE_SECONDS", 0.0)
         run(llm, count=5)
         assert llm.server.connections == 2 + 6
 
@@ -273,7 +273,7 @@ def test_a_server_that_closes_after_each_stream_gets_each_request_once(late):
 
 
 def test_a_connection_that_is_closed_when_used_again_is_a_failure_of_one_request(monkeypatch):
-    monkeypatch.setattr(wire, "PROOF_SECONDS", 0.0)
+    monkeypatch.setattr(timed_connections, "PROOF_SECONDS", 0.0)
     seen = []
 
     async def hangs_up(performance: Performance) -> None:

@@ -26,7 +26,7 @@ def workload(vocabulary=IDS, limit=None, seed=0, **fields) -> Workload:
 
 
 def calls(load: Workload, count: int = 50):
-    return [conversation.call for conversation in itertools.islice(load.conversations(), count)]
+    return [conversation.request for conversation in itertools.islice(load.conversations(), count)]
 
 
 def bodies(load: Workload, count: int = 50):
@@ -155,15 +155,15 @@ def test_a_trace_is_asked_as_it_was_recorded():
 def test_turns_of_token_ids_hold_everything_before():
     load = workload(input_len="6", output_len="4", turns=3, prefix_groups=1, prefix_len=8, think_s=0.5)
     (conversation,) = itertools.islice(load.conversations(), 1)
-    first = json.loads(conversation.call.body)
+    first = json.loads(conversation.request.body)
     assert first["return_token_ids"] is True and conversation.think_s == 0.5
-    assert len(first["prompt"]) == conversation.call.input_tokens == 14
+    assert len(first["prompt"]) == conversation.request.input_tokens == 14
     assert conversation.advance("ignored", (1, 2, 3, 4))
-    second = json.loads(conversation.call.body)["prompt"]
-    assert second[:18] == [*first["prompt"], 1, 2, 3, 4] and len(second) == conversation.call.input_tokens == 24
-    assert conversation.call.label == "turn 2"
+    second = json.loads(conversation.request.body)["prompt"]
+    assert second[:18] == [*first["prompt"], 1, 2, 3, 4] and len(second) == conversation.request.input_tokens == 24
+    assert conversation.request.label == "turn 2"
     assert conversation.advance("", (5,))
-    third = json.loads(conversation.call.body)["prompt"]
+    third = json.loads(conversation.request.body)["prompt"]
     assert third[:25] == [*second, 5] and len(third) == 31
     assert not conversation.advance("", (1,))
 
@@ -171,9 +171,9 @@ def test_turns_of_token_ids_hold_everything_before():
 def test_turns_of_a_chat_are_messages():
     load = workload(WORDS, input_len="6", output_len="4", turns=2, chat=True)
     (conversation,) = itertools.islice(load.conversations(), 1)
-    (asked,) = json.loads(conversation.call.body)["messages"]
+    (asked,) = json.loads(conversation.request.body)["messages"]
     assert conversation.advance('He said "no".\n', None)
-    again, answered, further = json.loads(conversation.call.body)["messages"]
+    again, answered, further = json.loads(conversation.request.body)["messages"]
     assert again == asked
     assert answered == {"role": "assistant", "content": 'He said "no".\n'}
     assert further["role"] == "user" and len(further["content"].split()) == 6
@@ -182,9 +182,9 @@ def test_turns_of_a_chat_are_messages():
 def test_turns_of_text_go_on_where_the_answer_ended():
     load = workload(WORDS, input_len="6", output_len="4", turns=2)
     (conversation,) = itertools.islice(load.conversations(), 1)
-    first = json.loads(conversation.call.body)["prompt"]
+    first = json.loads(conversation.request.body)["prompt"]
     assert conversation.advance(' "so"\n', None)
-    second = json.loads(conversation.call.body)["prompt"]
+    second = json.loads(conversation.request.body)["prompt"]
     assert second.startswith(first + ' "so"\n ') and len(second.removeprefix(first + ' "so"\n ').split()) == 6
 
 
@@ -195,7 +195,7 @@ def test_a_conversation_ends_before_it_outgrows_the_server():
         turns = 1
         while conversation.advance("", (1, 2, 3, 4)):
             turns += 1
-        assert turns <= 5 and conversation.call.input_tokens + 4 <= 50
+        assert turns <= 5 and conversation.request.input_tokens + 4 <= 50
         longest = max(longest, turns)
     assert longest > 1
 

@@ -41,7 +41,7 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
         super().__init__(self.idle)
 
 
-class Health:
+class GeneratorHealth:
     """Start it with the measured part of a run, stop it at its end, then ask for `report`."""
 
     def __init__(self, tick_seconds: float | None = None) -> None:

@@ -1,7 +1,7 @@
 """How calls run, without any input or output: requests, retries, errors, and the beginning of streams.
 
-`Core` runs calls as generators that ask for steps (`Send`, `Read`, `Close`, `Sleep`); the two clients only carry the
-steps out, one synchronously and one asynchronously. So no rule is written twice.
+`CallRules` runs a call as a generator that asks for steps (`SendRequest`, `ReadBody`, `CloseResponse`, `Sleep`). The two clients
+carry the steps out, one synchronously and one asynchronously. So no rule is written twice.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _USABLE_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")  # what the server takes
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendRequest:
     """Send the request, give its response with headers only."""
 
     request: httpx.Request
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadBody:
     """Read the response's body to its end."""
 
     response: httpx.Response
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class CloseResponse:
     """Close the response, read or not."""
 
     response: httpx.Response
@@ -68,11 +68,11 @@ class Sleep:
     seconds: float
 
 
-Step = Send | Read | Close | Sleep
+Step = SendRequest | ReadBody | CloseResponse | Sleep
 Steps = Generator[Step, Any, T]
 
 
-class Core:
+class CallRules:
     """Settings, and the rules by which calls run. Shared by both clients; holds no connection."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Core:
         response = yield from self._exchange(request, frozenset(), True)
         kind = response.headers.get("content-type", "")
         if not kind.lower().startswith("text/event-stream"):
-            yield Close(response)
+            yield CloseResponse(response)
             raise not_understood(response, f"a stream was expected, not {kind or 'an answer without a type'}")
         return response, ChunkReader(call.chunk, call.accumulator(), call.expected, request_id_of(response))
 
@@ -122,7 +122,7 @@ class Core:
             failure: APIError
             retry_after = None
             try:
-                response: httpx.Response = yield Send(request)
+                response: httpx.Response = yield SendRequest(request)
             except httpx.HTTPError as error:
                 failure = transport_error(error, request)
                 failure.__cause__ = error
@@ -142,7 +142,7 @@ class Core:
 
     def _read(self, response: httpx.Response) -> Steps[None]:
         try:
-            yield Read(response)
+            yield ReadBody(response)
         except httpx.HTTPError as error:
             raise broken_answer(error, response) from error
 

@@ -27,7 +27,7 @@ MAX_IDLE_SECONDS = 1.0  # servers close idle connections after 2 seconds and mor
 PROOF_SECONDS = 0.1
 
 
-class Connection(asyncio.Protocol):
+class TimedConnection(asyncio.Protocol):
     """One connection, which carries one exchange after the other."""
 
     def __init__(self, pool: Pool) -> None:
@@ -135,13 +135,13 @@ class Pool:
         self._address: str | None = None
         fields = {"host": url.netloc.decode("ascii"), "accept": "text/event-stream", "content-type": "application/json"}
         self._headers = list({**fields, **headers}.items())
-        self._idle: list[Connection] = []
-        self._open: set[Connection] = set()
+        self._idle: list[TimedConnection] = []
+        self._open: set[TimedConnection] = set()
         self._kept: bool | None = (
             None  # whether the server keeps connections after an answer; None until that has shown
         )
 
-    async def take(self) -> Connection:
+    async def take(self) -> TimedConnection:
         """An idle connection, else a new one. Raises OSError where none can be made.
 
         A request is never sent twice: a server that hangs up is a failure to be counted. So a connection that has been
@@ -178,10 +178,10 @@ class Pool:
         self._idle.clear()
 
     # ---- told by connections -----------------------------------------------------------------------------------------
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: TimedConnection) -> None:
         self._open.add(connection)
 
-    def idle(self, connection: Connection) -> None:
+    def idle(self, connection: TimedConnection) -> None:
         connection.idle_since = time.monotonic()
         if self._kept is False:
             connection.abort()
@@ -192,25 +192,25 @@ class Pool:
         """The server closed a connection between two requests, without a word: from now on each has one of its own."""
         self._kept = False
 
-    def closed(self, connection: Connection) -> None:
+    def closed(self, connection: TimedConnection) -> None:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
             if _idle_seconds(connection) < MAX_IDLE_SECONDS:
                 self.hung_up()
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> TimedConnection:
         loop = asyncio.get_running_loop()
         # Names are looked up once: a look-up per connection would be measured as the server's latency.
         host = self._address or self._host
         name = self._host if self._tls is not None else None
         transport, connection = await loop.create_connection(
-            lambda: Connection(self), host, self._port, ssl=self._tls, server_hostname=name
+            lambda: TimedConnection(self), host, self._port, ssl=self._tls, server_hostname=name
         )
         self._address = transport.get_extra_info("peername")[0]
         return connection
 
 
-def _idle_seconds(connection: Connection) -> float:
+def _idle_seconds(connection: TimedConnection) -> float:
     """How long ago its last answer ended; 0 before the first."""
     return 0.0 if connection.idle_since is None else time.monotonic() - connection.idle_since
