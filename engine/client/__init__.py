@@ -33,6 +33,13 @@ class EngineClient(Protocol):
 
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
 
+    def end_sample(self, request_id: str, index: int) -> None:
+        """End one sample of a request that runs, as if it had finished, and free its blocks within one step.
+
+        Returns at once. Its outputs that are under way already may still come. Unknown samples are ignored.
+        """
+        ...
+
     async def stats(self) -> EngineStats:
         """The latest statistics; raises EngineDeadError while there is no engine."""
         ...

@@ -93,6 +93,10 @@ class InlineClient:
         """See `EngineClient.generate`."""
         return self._router.generate(request)
 
+    def end_sample(self, request_id: str, index: int) -> None:
+        """See `EngineClient.end_sample`."""
+        self._router.end_sample(request_id, index)
+
     async def stats(self) -> EngineStats:
         """Statistics after the step that runs; `*_seconds` samples are those since the previous call."""
         self._require_engine()

@@ -119,6 +119,10 @@ class ProcessClient:
         """See `EngineClient.generate`."""
         return self._router.generate(request)
 
+    def end_sample(self, request_id: str, index: int) -> None:
+        """See `EngineClient.end_sample`."""
+        self._router.end_sample(request_id, index)
+
     async def stats(self) -> EngineStats:
         """Fresh statistics, or the last known ones while a step takes longer than STATS_TIMEOUT.
 

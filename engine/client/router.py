@@ -12,20 +12,21 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 
 from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
-from windlass.engine.core.wire import Abort, Aborted, Add, Message, PromptLogprobs, Rejected, StepDone
+from windlass.engine.core.wire import Abort, Aborted, Add, EndSample, Message, PromptLogprobs, Rejected, StepDone
 from windlass.engine.errors import EngineError, RequestError
 
 
 class _Stream:
     """Outputs of one request that its consumer has not taken yet. Unbounded: the engine never waits for a consumer."""
 
-    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "error")
+    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "cut_short", "error")
 
     def __init__(self, samples: int) -> None:
         self._outputs: deque[RequestOutput] = deque()
         self._prompt_parts: list[TokenLogprobs | None] = []
         self._unfinished = set(range(samples))
         self._waiter: asyncio.Future[None] | None = None
+        self.cut_short = False  # the consumer ended a sample, so outputs may be under way after all have finished
         self.error: Exception | None = None
 
     @property
@@ -37,6 +38,8 @@ class _Stream:
         if output.error is not None:
             self.fail(output.error)
             return
+        if output.index not in self._unfinished:
+            return  # computed before the engine heard that this sample was ended
         if self._prompt_parts and output.prompt_logprobs is not None:
             output = replace(output, prompt_logprobs=(*self._prompt_parts, *output.prompt_logprobs))
             self._prompt_parts = []
@@ -48,6 +51,15 @@ class _Stream:
     def put_prompt_part(self, entries: Sequence[TokenLogprobs | None]) -> None:
         """Keep these log-probabilities for the output that has the last of them."""
         self._prompt_parts += entries
+
+    def end(self, index: int) -> bool:
+        """Wait for nothing more from a sample; False if it has finished."""
+        if index not in self._unfinished:
+            return False
+        self._unfinished.discard(index)
+        self.cut_short = True
+        self._wake()
+        return True
 
     def fail(self, error: Exception) -> None:
         self.error = self.error or error
@@ -108,9 +120,15 @@ class RequestRouter:
         finally:
             if self._streams.get(request_id) is stream:
                 del self._streams[request_id]
-            if not stream.finished:
+            if not stream.finished or stream.cut_short:
                 self._aborting[request_id] = asyncio.get_running_loop().create_future()
                 self._send(Abort(request_id))
+
+    def end_sample(self, request_id: str, index: int) -> None:
+        """See `EngineClient.end_sample`."""
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.end(index):
+            self._send(EndSample(request_id, index))
 
     def deliver(self, message: Message) -> bool:
         """Take a message about requests; False if it is about something else."""

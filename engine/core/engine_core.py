@@ -100,6 +100,10 @@ class EngineCore:
         """Drop a request with all its samples and free what it holds at once; unknown ids are ignored."""
         self.scheduler.abort(request_id)
 
+    def end_sample(self, request_id: str, index: int) -> None:
+        """Finish one sample and free what it holds at once, without an output; unknown ones are ignored."""
+        self.scheduler.end_sample(request_id, index)
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 

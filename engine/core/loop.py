@@ -1,7 +1,7 @@
 """The loop that drives an engine core: take what came in, step while there is work, hand out what the step made.
 
 It is the same loop in the engine process and in a thread (InlineClient). It knows queues of messages, not how they
-travel, and reaches the core only through the five methods of `Core`, so it needs no torch.
+travel, and reaches the core only through the six methods of `Core`, so it needs no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from windlass.engine.core.wire import (
     Add,
     AskStats,
     Close,
+    EndSample,
     Message,
     Rejected,
     Stats,
@@ -48,6 +49,10 @@ class Core(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free what it holds; unknown ids are ignored."""
+        ...
+
+    def end_sample(self, request_id: str, index: int) -> None:
+        """Finish one sample of a request and free what it holds, without an output; unknown ones are ignored."""
         ...
 
     def has_work(self) -> bool: ...
@@ -107,6 +112,8 @@ class EngineLoop:
             case Abort(request_id):
                 self._core.abort(request_id)
                 self._emit(Aborted(request_id))
+            case EndSample(request_id, index):
+                self._core.end_sample(request_id, index)
             case AskStats():
                 self._emit(Stats(self._snapshot()))
             case _:

@@ -41,6 +41,14 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class EndSample:
+    """Finish one sample of a request; its others go on. Not answered."""
+
+    request_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class AskStats:
     """Answered by `Stats` between two steps."""
 
@@ -119,6 +127,7 @@ Message = (
     Load
     | Add
     | Abort
+    | EndSample
     | AskStats
     | Close
     | Progress

@@ -138,6 +138,11 @@ class Scheduler:
         for seq in list(self._requests.get(request_id, ())):
             self._end(seq)
 
+    def end_sample(self, request_id: str, index: int) -> None:
+        """Finish one sample, without an output, and free what it holds at once. Unknown ones are ignored."""
+        for seq in [seq for seq in self._requests.get(request_id, ()) if seq.index == index]:
+            self._end(seq)
+
     def fail(self, request_id: str, error: Exception) -> list[RequestOutput]:
         """End a request with an error: its last output, or none if the id is unknown."""
         if request_id not in self._requests:

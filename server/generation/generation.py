@@ -142,12 +142,14 @@ class Generation:
                 if sample is None:
                     sample = samples[output.index] = self._new_sample(prompt_index)
                 if sample.finished:
-                    continue  # its stop string matched; the engine cannot end one sample of several
+                    continue  # computed before the engine heard that this sample was ended
                 delta = self._push(sample, output, now)
                 delta.choice = prompt_index * plan.samples + output.index
                 if delta.finish_reason is not None:
                     remaining -= 1
                     self.metrics.finished(delta.finish_reason, now - self.arrival)
+                    if remaining and output.finish_reason is None:  # a stop string, of which the engine does not know
+                        self.engine.end_sample(request.request_id, output.index)
                 yield delta
                 if not remaining:
                     return

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from windlass.engine.api.config import EngineConfig
@@ -29,6 +29,7 @@ FIRST_TOKEN = 100
 class _Running:
     request: EngineRequest
     produced: int = 0
+    ended: set[int] = field(default_factory=set)
 
 
 class ScriptedCore:
@@ -67,6 +68,12 @@ class ScriptedCore:
         if self._running.pop(request_id, None):
             self._aborts += 1
 
+    def end_sample(self, request_id: str, index: int) -> None:
+        if (running := self._running.get(request_id)) is not None:
+            running.ended.add(index)
+            if len(running.ended) == running.request.sampling.n:
+                del self._running[request_id]
+
     def has_work(self) -> bool:
         return bool(self._running)
 
@@ -85,11 +92,11 @@ class ScriptedCore:
                 del self._running[request_id]
                 continue
             last = running.produced == sampling.max_tokens
-            for index in range(sampling.n):
+            for index in set(range(sampling.n)) - running.ended:
                 outputs.append(
                     RequestOutput(request_id, index, (FIRST_TOKEN + token,), finish_reason="length" if last else None)
                 )
-            self._tokens += sampling.n
+            self._tokens += sampling.n - len(running.ended)
             if last:
                 del self._running[request_id]
         return outputs

@@ -83,6 +83,7 @@ class ScriptedEngine:
     requests: list[EngineRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     aborted_at: list[float] = field(default_factory=list)
+    ended: list[tuple[str, int]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
 
@@ -140,6 +141,7 @@ class ScriptedEngine:
                     break
             made += len(tokens)
             reason = "stop" if stop_id is not None else "length" if made >= sampling.max_tokens else None
+            live = [index for index in live if (request.request_id, index) not in self.ended]
             for index in list(live):
                 yield RequestOutput(
                     request.request_id,
@@ -157,6 +159,9 @@ class ScriptedEngine:
             prompt_logprobs = None
             if not self.delay:
                 await asyncio.sleep(0)
+
+    def end_sample(self, request_id: str, index: int) -> None:
+        self.ended.append((request_id, index))
 
     async def stats(self) -> EngineStats:
         if self.state != "ready":

@@ -337,3 +337,29 @@ asyncio.run(main())
 def test_the_client_is_free_of_torch():
     code = "import sys, windlass.engine.client.process, windlass.engine.core.process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_one_sample_of_a_request_is_ended():
+    async with running() as client:
+        seen = {0: 0, 1: 0, 2: 0}
+        stream = client.generate(request("a", max_tokens=200, n=3))
+        async for output in stream:
+            seen[output.index] += len(output.token_ids)
+            if seen == {0: 3, 1: 3, 2: 3}:
+                client.end_sample("a", 0)
+                client.end_sample("a", 2)
+                client.end_sample("a", 2)
+                client.end_sample("a", 9)
+                client.end_sample("nobody", 0)
+        assert seen[1] == 200 and seen[0] < 100 and seen[2] < 100
+        assert (await client.stats()).generation_tokens < 400
+
+        again = client.generate(request("a", max_tokens=10_000, n=2))
+        await anext(again)
+        client.end_sample("a", 0)
+        client.end_sample("a", 1)
+        rest = [output async for output in again]
+        assert len(rest) < 1000  # the stream ends once every sample has
+        # What the engine had still sent of them reaches no other request of that id.
+        assert await tokens(client, request("a", max_tokens=4)) == [100, 101, 102, 103]
+        assert (await client.stats()).num_running == 0

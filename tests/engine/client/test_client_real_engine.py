@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,30 @@ async def test_a_directory_without_a_model_is_a_load_error(tmp_path):
     with pytest.raises(LoadError, match=r"config\.json"):
         await client.start()
     await client.close()
+
+
+async def test_a_sample_that_is_ended_frees_its_blocks_and_the_others_go_on():
+    async with contextlib.AsyncExitStack() as stack:
+        client = InlineClient(CONFIG)
+        stack.push_async_callback(client.close)
+        await client.start()
+        sampling = SamplingParams(max_tokens=300, n=3, temperature=1.0, seed=5, ignore_eos=True)
+        made: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        freed = 0
+        stream = client.generate(EngineRequest("three", list(range(100, 150)), sampling))
+        async for output in stream:
+            made[output.index] += output.token_ids
+            if len(made[1]) == 100 and not freed:
+                before = (await client.stats()).kv_blocks_used
+                client.end_sample("three", 0)  # the one that the others were forked from
+                client.end_sample("three", 2)
+                stats = await client.stats()
+                freed = before - stats.kv_blocks_used
+                assert stats.num_running == 1
+        assert freed >= 2 * (100 // 16)  # what stands behind the prompt, which they share
+        assert len(made[1]) == 300 and max(len(made[0]), len(made[2])) < 150
+        stats = await client.stats()
+        assert (stats.num_running, stats.kv_blocks_used) == (0, 0)
+        alone = client.generate(EngineRequest("again", list(range(100, 150)), sampling))
+        whole = [token async for output in alone if output.index == 1 for token in output.token_ids]
+        assert whole == made[1]

@@ -269,6 +269,8 @@ def test_a_stop_string_ends_one_sample_and_counts_its_tokens_only(live: Live) ->
     answer = live.complete(max_tokens=12, n=2, stop="c")
     assert texts(answer) == ["b", "b"]
     assert answer["usage"]["completion_tokens"] == 4
+    (request,) = live.engine.requests
+    assert live.engine.ended == [(request.request_id, 0)]  # the last one ends with the request
 
 
 def test_stop_token_ids_and_min_tokens(live: Live) -> None:
