@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
-from windlass.kernels.cpu.checks import check, page_sizes, pages_refusal, scales_refusal, vector_ok
+from windlass.kernels.cpu.checks import PageSizes, check, page_sizes, pages_refusal, scales_refusal, vector_ok
 from windlass.kernels.cpu.library import PAGE_CODES, TYPE_CODES, Library, load
+from windlass.kernels.cpu.structs import AttentionArguments, attention_arguments
 from windlass.kernels.layouts.pages import KVPages
 
 
@@ -53,10 +54,9 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
     """
     reason = attention_refusal(q, pages, call)
     check(reason is None, f"paged_attention_decode: {reason}")
-    key_pages, value_pages, key_scales, value_scales = pages.key, pages.value, pages.key_scale, pages.value_scale
     tables, seq_lens, sinks = call.block_tables, call.seq_lens, call.sink_logits
-    batch, heads, dim = q.shape
-    num_blocks, block_size, kv_heads, _, value_dim = page_sizes(key_pages, value_pages, key_scales)
+    batch, heads, _ = q.shape
+    sizes = page_sizes(pages.key, pages.value, pages.key_scale)
     wide = seq_lens.dtype == torch.int64
     check(
         tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
@@ -71,40 +71,9 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
     check(call.window is None or call.window > 0, "paged_attention_decode: window must be positive")
     if tables.shape[1] > 1 and tables.stride(1) != 1:
         tables = tables.contiguous()
-    out = torch.empty((batch, heads, value_dim), dtype=q.dtype)
-    code = (library or load()).paged_attention_decode(
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        TYPE_CODES[q.dtype],
-        key_pages.data_ptr(),
-        value_pages.data_ptr(),
-        None if key_scales is None else key_scales.data_ptr(),
-        None if value_scales is None else value_scales.data_ptr(),
-        PAGE_CODES[key_pages.dtype],
-        num_blocks,
-        block_size,
-        kv_heads,
-        dim,
-        value_dim,
-        tables.data_ptr(),
-        tables.stride(0),
-        tables.shape[1],
-        seq_lens.data_ptr(),
-        int(wide),
-        call.window or 0,
-        call.scale,
-        call.soft_cap or 0.0,
-        call.score_scale.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        out.data_ptr(),
-        batch,
-        heads,
-    )
-    if code == 1:
-        raise MemoryError("paged_attention_decode: no memory for partial results")
-    if code:
-        raise IndexError("paged_attention_decode: a visible key lies in a block that the table or the pages lack")
+    out = torch.empty((batch, heads, sizes.value_dim), dtype=q.dtype)
+    arguments = _arguments(q, pages, call, sizes, tables, None, wide, out)
+    _raise_for((library or load()).paged_attention_decode(arguments), "paged_attention_decode")
     return out
 
 
@@ -127,10 +96,10 @@ def paged_attention_prefill(
     name = "paged_attention_prefill"
     reason = attention_refusal(q, pages, call)
     check(reason is None, f"{name}: {reason}")
-    key_pages, value_pages, key_scales, value_scales = pages.key, pages.value, pages.key_scale, pages.value_scale
     tables, query_start, seq_lens, sinks = call.block_tables, call.query_start, call.seq_lens, call.sink_logits
-    tokens, heads, dim = q.shape
-    num_blocks, block_size, kv_heads, _, value_dim = page_sizes(key_pages, value_pages, key_scales)
+    tokens, heads, _ = q.shape
+    sizes = page_sizes(pages.key, pages.value, pages.key_scale)
+    value_dim = sizes.value_dim
     batch = seq_lens.shape[0]
     check(
         tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
@@ -159,38 +128,50 @@ def paged_attention_prefill(
         out.shape == (tokens, heads, value_dim) and out.dtype == q.dtype and out.is_cpu and out.is_contiguous(),
         f"{name}: out must be {q.dtype} [{tokens}, {heads}, {value_dim}], contiguous",
     )
-    code = (library or load()).paged_attention_prefill(
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        TYPE_CODES[q.dtype],
-        key_pages.data_ptr(),
-        value_pages.data_ptr(),
-        None if key_scales is None else key_scales.data_ptr(),
-        None if value_scales is None else value_scales.data_ptr(),
-        PAGE_CODES[key_pages.dtype],
-        num_blocks,
-        block_size,
-        kv_heads,
-        dim,
-        value_dim,
-        tables.data_ptr(),
-        tables.stride(0),
-        tables.shape[1],
-        query_start.data_ptr(),
-        seq_lens.data_ptr(),
-        call.window or 0,
-        call.scale,
-        call.soft_cap or 0.0,
-        call.score_scale.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        out.data_ptr(),
-        batch,
-        heads,
-        fewest,
-    )
-    if code == 1:
-        raise MemoryError(f"{name}: no memory for packed keys and values")
-    if code:
-        raise IndexError(f"{name}: a visible key lies in a block that the tables or the pages lack")
+    arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out)
+    _raise_for((library or load()).paged_attention_prefill(arguments, fewest), name)
     return out
+
+
+def _arguments(
+    q: Tensor,
+    pages: KVPages,
+    call: AttentionCall,
+    sizes: PageSizes,
+    tables: Tensor,
+    query_start: Tensor | None,
+    wide: bool,
+    out: Tensor,
+) -> AttentionArguments:
+    """What has been checked, as the kernels take it. wide: lengths are int64."""
+    key_scales, value_scales, sinks, ends = pages.key_scale, pages.value_scale, call.sink_logits, call.range_ends
+    q_version, q_row, q_head = q.stride()[:3] if call.has_versions else (0, *q.stride()[:2])
+    return attention_arguments(
+        *(q.data_ptr(), pages.key.data_ptr(), pages.value.data_ptr()),
+        0 if key_scales is None else key_scales.data_ptr(),
+        0 if value_scales is None else value_scales.data_ptr(),
+        tables.data_ptr(),
+        0 if query_start is None else query_start.data_ptr(),
+        *(call.seq_lens.data_ptr(), call.score_scale.data_ptr()),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if ends is None else ends.data_ptr(),
+        0 if call.range_versions is None else call.range_versions.data_ptr(),
+        out.data_ptr(),
+        *(q_version, q_row, q_head),
+        *(sizes.num_blocks, sizes.block_size, sizes.kv_heads, q.shape[-1], sizes.value_dim),
+        *(tables.stride(0), tables.shape[1]),
+        *(call.seq_lens.shape[0], q.shape[-2], 0 if ends is None else ends.shape[1]),
+        *(call.window or 0, call.chunk or 0),
+        *(call.scale, call.soft_cap or 0.0),
+        *(TYPE_CODES[q.dtype], PAGE_CODES[pages.key.dtype], wide, call.causal),
+    )
+
+
+def _raise_for(code: int, name: str) -> None:
+    """The error that a code of the kernels stands for; see attention_call.h."""
+    if code == 1:
+        raise MemoryError(f"{name}: no memory for partial results")
+    if code == 2:
+        raise IndexError(f"{name}: a visible key lies in a block that the tables or the pages lack")
+    if code:
+        raise ValueError(f"{name}: the compiled kernels do not do what the call asks for")

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import torch  # loads libgomp, which the library below then shares
 
+from windlass.kernels.cpu.structs import AttentionArguments, compiled_fields, declared_fields
+
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
 # Worst to best among those of one kind of processor; the index is the level in windlass_can_run.
 ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "neon", "neon_dot")
@@ -86,22 +88,8 @@ SIGNATURES: dict[str, list[type]] = {
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "embed_rows": [_POINTER, _LONG, _INT, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
-    "paged_attention_decode": [
-        *(*_TENSOR3, _INT),  # q
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),  # pages and their scales
-        *(_LONG, _LONG, _LONG, _LONG, _LONG),  # blocks, block size, kv heads, dims
-        *(_POINTER, _LONG, _LONG, _POINTER, _INT),  # block table, lengths
-        *(_LONG, _FLOAT, _FLOAT, _POINTER, _POINTER),  # window, scale, soft cap, score scale, sinks
-        *(_POINTER, _LONG, _LONG),  # out: batch, heads
-    ],
-    "paged_attention_prefill": [
-        *(*_TENSOR3, _INT),  # q
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),  # pages and their scales
-        *(_LONG, _LONG, _LONG, _LONG, _LONG),  # blocks, block size, kv heads, dims
-        *(_POINTER, _LONG, _LONG, _POINTER, _POINTER),  # block table, query starts, lengths
-        *(_LONG, _FLOAT, _FLOAT, _POINTER, _POINTER),  # window, scale, soft cap, score scale, sinks
-        *(_POINTER, _LONG, _LONG, _LONG),  # out: batch, heads, fewest queries
-    ],
+    "paged_attention_decode": [ctypes.POINTER(AttentionArguments)],
+    "paged_attention_prefill": [ctypes.POINTER(AttentionArguments), _LONG],  # fewest queries
 }
 
 Function = Callable[..., int]
@@ -169,8 +157,13 @@ def bind(path: Path, isa: str) -> Library:
 
 
 def runnable(path: Path) -> tuple[str, ...]:
-    """The instruction sets in `path` that this processor can run, worst to best. Raises OSError."""
+    """The instruction sets in `path` that this processor can run, worst to best.
+
+    Raises OSError for a file that does not load and AttributeError for one that was compiled from other sources.
+    """
     handle = ctypes.CDLL(str(path))
+    if compiled_fields(handle) != declared_fields():
+        raise AttributeError("its struct of attention arguments is another one")
     return tuple(
         isa
         for level, isa in enumerate(ISAS)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.kernels import backend
 from windlass.kernels.cpu.arena import Arena, ArenaTensors
 from windlass.kernels.cpu.library import SIGNATURES, Function, Library
+from windlass.kernels.cpu.structs import values_of
 
 # Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
 _REPEATABLE = (
@@ -85,7 +86,7 @@ class Recording(backend.Recording):
         for name, arguments in self.calls:
             offsets.append(len(packed))
             kinds = ("d" if kind is ctypes.c_float else "q" for kind in SIGNATURES[name])
-            packed += struct.pack("=" + "".join(kinds), *(a or 0 for a in arguments))
+            packed += struct.pack("=" + "".join(kinds), *map(_as_number, arguments))
         data = ctypes.create_string_buffer(bytes(packed), len(packed))
         calls = b"".join(
             struct.pack("=qqq", _REPEATABLE.index(name), self.library.addresses[name], ctypes.addressof(data) + offset)
@@ -94,8 +95,18 @@ class Recording(backend.Recording):
         return ctypes.create_string_buffer(calls, len(calls)), data
 
     def _values(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        kinds = zip(arguments, SIGNATURES[name], strict=True)
-        return (self.library.isa, name, *(a if kind is not ctypes.c_void_p else a is None for a, kind in kinds))
+        found: list[Any] = [self.library.isa, name]
+        for argument, kind in zip(arguments, SIGNATURES[name], strict=True):
+            if isinstance(argument, ctypes.Structure):
+                found.append(values_of(argument))
+            else:
+                found.append(argument if kind is not ctypes.c_void_p else argument is None)
+        return tuple(found)
+
+
+def _as_number(argument: Any) -> float:
+    """An argument as repeat.h reads it; a struct's address, which holds as long as the recording has the struct."""
+    return ctypes.addressof(argument) if isinstance(argument, ctypes.Structure) else argument or 0
 
 
 @contextmanager

@@ -5,6 +5,15 @@
 // left out by selection, since its codes and scales may be anything. Adding what is left out would add zeros, so a row's bits
 // are the same whichever rows it shares a chunk with.
 
+#pragma once
+
+#include "attention.h"
+#include "int8_pages.h"
+#include "rounding.h"
+#include "simd.h"
+
+namespace {
+
 namespace codes {
 
 constexpr long PANELS = CHUNK / PANEL_TOKENS;
@@ -226,3 +235,5 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
 }
 
 }  // namespace codes
+
+}  // namespace

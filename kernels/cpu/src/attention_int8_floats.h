@@ -1,5 +1,14 @@
 // The products of attention_int8.h in float32: codes are widened as they come, once for all queries of a kv head.
 
+#pragma once
+
+#include "attention.h"
+#include "attention_int8.h"
+#include "int8_pages.h"
+#include "simd.h"
+
+namespace {
+
 namespace codes {
 
 constexpr int VECTORS = 2;  // of tokens or of dims, handled together
@@ -85,3 +94,5 @@ struct Floats {
 };
 
 }  // namespace codes
+
+}  // namespace

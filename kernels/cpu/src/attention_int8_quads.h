@@ -5,6 +5,18 @@
 // vpdpbusd is unsigned. For scores that is the code plus 128, and sums begin at -128 times the sum of the query's plane; for
 // results it is the weight, which is never negative. sdot takes signed bytes: codes as they are, and weights of 15 bits.
 
+#pragma once
+
+#include "attention.h"
+#include "attention_int8.h"
+#include "byte_products.h"
+#include "int8_pages.h"
+#include "rounding.h"
+#include "simd.h"
+
+namespace {
+
+#if defined(WINDLASS_VNNI) || defined(WINDLASS_DOT)
 namespace codes {
 
 using packed::add_quads;
@@ -190,3 +202,6 @@ struct Quads {
 };
 
 }  // namespace codes
+#endif
+
+}  // namespace

@@ -8,6 +8,14 @@
 // Blocks stand at absolute places and a row's sums run in one order, so its bits depend neither on how the prompt was cut
 // into chunks nor on its neighbours. They are not those of the decode kernel, whose sums run in another order.
 
+#pragma once
+
+#include "attention.h"
+#include "int8_pages.h"
+#include "simd.h"
+
+namespace {
+
 #if WINDLASS_REGISTERS >= 32
 constexpr int TILE_ROWS = 12;  // 24 accumulators, 2 vectors of a panel, 1 broadcast
 #else
@@ -20,22 +28,10 @@ constexpr long UNIT_FLOATS = 80 << 10;  // queries and results of the rows that 
 constexpr long FEWEST_ROWS = 48;      // smaller units would pack more than they multiply
 constexpr long UNITS_PER_THREAD = 4;  // about
 
-struct Prefill {
-    const void *q; long q_row, q_head; int q_type;
-    const void *keys, *values; const float *key_scales, *value_scales;  // scales of int8 pages, else null
-    long block_size, kv_heads, dim, value_dim;
-    const int32_t *tables; long table_row;
-    const int64_t *query_start, *lengths;
-    long window;             // 0: none
-    float scale, soft_cap;   // soft_cap 0: none
-    const float *score_scale, *sinks;
-    void *out; long heads;
+struct Prefill : Operands {
+    using Operands::Operands;
 
-    INLINE_MEMBER long group() const { return heads / kv_heads; }
-    INLINE_MEMBER CodePages codes() const {
-        return {(int8_t *)keys, (int8_t *)values, (float *)key_scales, (float *)value_scales, block_size, kv_heads,
-                ceil_div(dim, QUAD), value_dim};
-    }
+    INLINE_MEMBER long queries(long b) const { return query_start[b + 1] - query_start[b]; }
 };
 
 // Queries [token, token + count) of sequence b for one kv head, the first of them at this position in the cache.
@@ -326,3 +322,5 @@ template <class T> static void run_unit(const Prefill &p, const Workspace &w, co
     }
     finish_unit(p, unit, head, w.acc, w.padded_values, w.top, w.total);
 }
+
+}  // namespace

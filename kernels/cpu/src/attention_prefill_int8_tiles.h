@@ -1,7 +1,22 @@
 // The products of attention_prefill_int8.h: some rows of queries or weights, in two planes of bytes, against the codes of a block
 // of keys or values as they lie in the pages, in tiles that fill the registers.
 
+#pragma once
+
+#include "attention_prefill.h"
+#include "byte_products.h"
+#include "int8_pages.h"
+#include "simd.h"
+
+namespace {
+
 #if defined(WINDLASS_VNNI)
+#define WINDLASS_INT8_PREFILL 1
+#else
+#define WINDLASS_INT8_PREFILL 0
+#endif
+
+#if WINDLASS_INT8_PREFILL
 namespace prefill_codes {
 
 using packed::add_quads;
@@ -114,3 +129,5 @@ static NOINLINE void add_values(const uint8_t *weights, const int8_t *const *val
 
 }  // namespace prefill_codes
 #endif
+
+}  // namespace

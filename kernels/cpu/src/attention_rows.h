@@ -1,52 +1,23 @@
 // Attention over all rows of a call: what the threads take, and in which order results are merged. See attention.h.
 
+#pragma once
+
+#include <cstdlib>
+#include <omp.h>
+
+#include "attention.h"
+#include "attention_call.h"
+#include "attention_floats.h"
+#include "attention_int8.h"
+#include "attention_int8_floats.h"
+#include "attention_int8_quads.h"
+#include "names.h"
+#include "simd.h"
+
+namespace {
+
 // Elements of keys below which one thread is quicker (measured: two are at 24 keys of 8 heads of 64 already).
 constexpr long SERIAL_KEYS = 1 << 12;
-
-// One cut of `rows` rows from row b on, which share a table and see this cut from the same key on, for `heads` kv heads from
-// `head` on: fills acc, top and total of their queries, [head][row][query of the group]. ask_until: keys before it may be
-// asked for ahead. loaded: the queries are there from the cut before.
-template <class T>
-static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                       long ask_until, bool loaded) {
-    const long group = p.group(), begin = p.begin_of(b, cut);
-    long shortest = SPLIT, longest = 0;
-    for (long r = 0; r < rows; r++) {
-        shortest = min_of(shortest, p.end_of(b + r, cut) - begin);
-        longest = max_of(longest, p.end_of(b + r, cut) - begin);
-    }
-    long entries[SPLIT];
-    for (long j = 0; j < longest; j++) entries[j] = p.entry(b, begin + j);
-    for (long h = 0; h < heads; h++) {
-        const Scratch s = all.from(h * rows * group);
-        if (!loaded) {
-            load_queries(p, s, b, rows, head + h);
-            for (long i = 0; i < rows * group; i++) arrange_query<T>(s.query + i * s.query_row, p.dim);
-        }
-        clear_results(s, rows * group);
-    }
-    Chunk<T> chunk;
-    constexpr long keys = CHUNK_KEYS<T>;
-    for (long j = 0; j < longest; j += keys) {
-        const long next = begin + j + keys, coming = max_of(0, min_of(keys, ask_until - next));
-        Ahead<T> ahead(p, b, head, heads, next, next + coming);
-        chunk.ahead = &ahead;
-        for (long h = 0; h < heads; h++) {
-            const Scratch s = all.from(h * rows * group);
-            const long there = min_of(keys, longest - j);
-            if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
-            else chunk.go_on(p);
-            if (shortest >= min_of(j + keys, longest)) {
-                attend_chunk<T>(p, s, 0, rows * group, chunk);
-                continue;
-            }
-            for (long r = 0; r < rows; r++) {
-                chunk.count = min_of(keys, p.end_of(b + r, cut) - begin - j);
-                if (chunk.count > 0) attend_chunk<T>(p, s, r * group, (r + 1) * group, chunk);
-            }
-        }
-    }
-}
 
 template <>
 void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, long ask_until,
@@ -191,32 +162,30 @@ template <class T> static int attend_packed(const Attention &p) {
 }
 
 // Whether every block that row b looks at is one of the pages.
-static bool blocks_are_there(const Attention &p, long b, long table_columns, long num_blocks) {
+static bool blocks_are_there(const Attention &p, long b) {
     const long last = ceil_div(max_of(0, p.length(b)), p.block_size);
-    if (last > table_columns) return false;
+    if (last > p.table_columns) return false;
     const int32_t *table = p.tables + b * p.table_row;
     for (long i = p.first_key(b) / p.block_size; i < last; i++)
-        if (table[i] < 0 || table[i] >= num_blocks) return false;
+        if (table[i] < 0 || table[i] >= p.num_blocks) return false;
     return true;
 }
 
-// Shapes as in ops.py. A length of 0 gives a row of zeros. Returns 1 when out of memory, 2 for a block that the tables
-// name in a query's sight and the pages lack. With a table_row of 0 all rows share the first one's table.
-EXPORT int WINDLASS_NAME(paged_attention_decode)(
-    const void *q, long q_row, long q_head, int q_type, const void *keys, const void *values, const float *key_scales,
-    const float *value_scales, int page_type, long num_blocks, long block_size, long kv_heads, long dim, long value_dim, const int32_t *tables, long table_row,
-    long table_columns, const void *lengths, int lengths_are_64, long window, float scale, float soft_cap,
-    const float *score_scale, const float *sinks, void *out, long batch, long heads) {
-    const Attention p = {q, q_row, q_head, q_type, keys, values, key_scales, value_scales, page_type, block_size, kv_heads, dim, value_dim, tables,
-                         table_row, lengths, lengths_are_64, window, scale, soft_cap, score_scale, sinks, out, batch, heads};
-    for (long b = 0; b < batch; b++)
-        if (!blocks_are_there(p, b, table_columns, num_blocks)) return 2;
-    const bool packed = table_row == 0 && batch > 1;
+// One token per sequence. A length of 0 gives a row of zeros. NO_SUCH_BLOCK: the tables name one in a query's sight that
+// they or the pages lack. With a table_row of 0 all rows share the first one's table.
+EXPORT int WINDLASS_NAME(paged_attention_decode)(const AttentionArguments *arguments) {
+    const Attention p(*arguments);
+    if (unknown_to_the_kernels(p)) return NOT_DONE_HERE;
+    for (long b = 0; b < p.batch; b++)
+        if (!blocks_are_there(p, b)) return NO_SUCH_BLOCK;
+    const bool packed = p.table_row == 0 && p.batch > 1;
     const auto attend = [&](auto *page) {
         typedef __typeof__(*page) T;
         return packed ? attend_packed<T>(p) : attend_alone<T>(p);
     };
-    if (page_type == 0) return attend((float *)nullptr);
-    if (page_type == 1) return attend((bf16 *)nullptr);
-    return page_type == 2 ? attend((f16 *)nullptr) : attend((int8_t *)nullptr);
+    if (p.page_type == 0) return attend((float *)nullptr);
+    if (p.page_type == 1) return attend((bf16 *)nullptr);
+    return p.page_type == 2 ? attend((f16 *)nullptr) : attend((int8_t *)nullptr);
 }
+
+}  // namespace

@@ -8,6 +8,12 @@
 // with vpmaddwd alone 8 bits reach twice the float32 rate and no more: any way to split the bytes for vpmaddubsw costs as
 // many instructions.
 
+#pragma once
+
+#include "simd.h"
+
+namespace {
+
 namespace packed {
 
 #if defined(WINDLASS_VNNI) || defined(WINDLASS_NEON)
@@ -134,3 +140,5 @@ constexpr int BIAS = 128;
 #endif
 
 }  // namespace packed
+
+}  // namespace

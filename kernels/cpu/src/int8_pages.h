@@ -3,6 +3,14 @@
 // Keys: 64 bytes hold four dims (a quad) of 16 tokens. Values: 64 bytes hold 16 dims of four tokens. A vector of W lanes
 // therefore holds a quad of W tokens, or W dims of four tokens, and is never turned. Scales lie token by token.
 
+#pragma once
+
+#include <cstdint>
+
+#include "simd.h"
+
+namespace {
+
 constexpr long PANEL_TOKENS = 16;  // side by side in the keys
 constexpr long QUAD = 4;
 constexpr long PIECE = PANEL_TOKENS * QUAD;  // bytes of one quad of a panel's keys
@@ -61,3 +69,5 @@ INLINE vi lane_numbers() {
     for (int i = 0; i < W; i++) lanes[i] = i;
     return lanes;
 }
+
+}  // namespace

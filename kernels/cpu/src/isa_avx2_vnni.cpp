@@ -18,23 +18,7 @@
 #define WINDLASS_LANES 8
 #define WINDLASS_REGISTERS 16
 #define WINDLASS_VNNI
-#include "names.h"
-
-namespace {
-#include "simd.h"
-#include "tiles.h"
-#include "byte_products.h"
-#include "rounding.h"
-#include "quantized.h"
-#include "int8_pages.h"
-#include "attention.h"
-#include "attention_int8.h"
-#include "attention_int8_floats.h"
-#include "attention_int8_quads.h"
-#include "attention_rows.h"
-#include "attention_prefill.h"
-#include "attention_prefill_int8_tiles.h"
-#include "attention_prefill_int8.h"
 #include "attention_prefill_rows.h"
-}  // namespace
+#include "attention_rows.h"
+#include "quantized.h"
 #endif

@@ -1,6 +1,7 @@
 // Kernels for any processor: the compiler lowers the vectors to whatever the base instruction set has.
-// Also tells which of the other instruction sets this processor can run.
+// Also tells which of the other instruction sets this processor can run, and where the fields of structs stand.
 
+#include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 
@@ -50,4 +51,24 @@ EXPORT int windlass_can_run(int level) {
     if (level == 6) return has_dot_products();
 #endif
     return level == 0;
+}
+
+struct FieldPlace {
+    const char *name;
+    long offset, size;
+};
+
+// Every field of AttentionArguments; after them one without a name, which stands at the end of the struct.
+EXPORT const FieldPlace *windlass_attention_fields() {
+#define PLACE(field) {#field, offsetof(AttentionArguments, field), sizeof(AttentionArguments::field)}
+    static const FieldPlace places[] = {
+        PLACE(q), PLACE(keys), PLACE(values), PLACE(key_scales), PLACE(value_scales), PLACE(tables), PLACE(query_start),
+        PLACE(lengths), PLACE(score_scale), PLACE(sinks), PLACE(range_ends), PLACE(range_versions), PLACE(out),
+        PLACE(q_version), PLACE(q_row), PLACE(q_head), PLACE(num_blocks), PLACE(block_size), PLACE(kv_heads), PLACE(dim),
+        PLACE(value_dim), PLACE(table_row), PLACE(table_columns), PLACE(batch), PLACE(heads), PLACE(ranges), PLACE(window),
+        PLACE(chunk), PLACE(scale), PLACE(soft_cap), PLACE(q_type), PLACE(page_type), PLACE(lengths_are_64), PLACE(causal),
+        {nullptr, sizeof(AttentionArguments), 0},
+    };
+#undef PLACE
+    return places;
 }

@@ -14,19 +14,6 @@
 #define WINDLASS_REGISTERS 32
 #define WINDLASS_NEON
 #define WINDLASS_DOT
-#include "names.h"
-
-namespace {
-#include "simd.h"
-#include "tiles.h"
-#include "byte_products.h"
-#include "rounding.h"
-#include "quantized.h"
-#include "int8_pages.h"
-#include "attention.h"
-#include "attention_int8.h"
-#include "attention_int8_floats.h"
-#include "attention_int8_quads.h"
 #include "attention_rows.h"
-}  // namespace
+#include "quantized.h"
 #endif

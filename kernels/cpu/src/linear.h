@@ -6,6 +6,17 @@
 // bfloat16; into L1, or ahead in every row at once, gains less). Every output is summed in one order whatever M, N,
 // the thread count and the tile: a row gives the same bits alone and in a batch.
 
+#pragma once
+
+#include <cstdlib>
+#include <omp.h>
+
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 #if WINDLASS_REGISTERS >= 32
 constexpr int MAX_MT = W == 4 ? 4 : 6, WIDE_NT = 4;  // ARM: GCC loads both halves of a turn at once and spills at 6
 #else
@@ -236,3 +247,5 @@ EXPORT int WINDLASS_NAME(linear)(const void *x, long x_stride, int x_type, const
     const Linear p = {x, x_stride, x_type, weight, w_stride, w_type, bias, bias_type, out, out_stride, M, N, K};
     return w_type == 0 ? linear_typed<float>(p) : w_type == 1 ? linear_typed<bf16>(p) : linear_typed<f16>(p);
 }
+
+}  // namespace

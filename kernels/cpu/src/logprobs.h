@@ -1,5 +1,17 @@
 // Log-probabilities of a token per row of logits and of the row's most likely tokens, in two looks at the row.
 
+#pragma once
+
+#include <cstdint>
+#include <omp.h>
+
+#include "logits.h"
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 // Rises as x falls, by whole numbers: what `reach` takes for keys. Not for NaN.
 INLINE double fall_of(float x) {
     const uint32_t bits = bits_of(x == 0 ? 0.0f : x);  // -0 is 0
@@ -72,3 +84,5 @@ EXPORT int WINDLASS_NAME(token_logprobs)(const float *logits, long stride, long 
     }
     return 0;
 }
+
+}  // namespace

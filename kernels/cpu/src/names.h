@@ -1,5 +1,7 @@
 // How functions are named and exported: windlass_<function>_<instruction set>.
 
+#pragma once
+
 #define WINDLASS_JOIN_(name, isa) windlass_##name##_##isa
 #define WINDLASS_JOIN(name, isa) WINDLASS_JOIN_(name, isa)
 #define WINDLASS_NAME(name) WINDLASS_JOIN(name, WINDLASS_ISA)

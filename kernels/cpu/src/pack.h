@@ -8,6 +8,15 @@
 // vectors. Ranges are tried in integers of 16 bits: quicker than float32, and exact, so every instruction set chooses
 // alike.
 
+#pragma once
+
+#include "names.h"
+#include "quantized.h"
+#include "rounding.h"
+#include "simd.h"
+
+namespace {
+
 namespace packed {
 
 // Units of which the largest magnitude of a group has 2^13: a product of them with quarters, over 2^15, is an integer.
@@ -190,3 +199,5 @@ EXPORT int WINDLASS_NAME(pack_weight)(const void *source, long stride, int type,
 }
 
 }  // namespace packed
+
+}  // namespace

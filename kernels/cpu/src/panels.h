@@ -10,6 +10,17 @@
 // Every output is summed in one order whatever M, N, the thread count, the tile and the instruction set: even and odd
 // elements of K apart, K_BLOCK of them at a time.
 
+#pragma once
+
+#include <cstdlib>
+#include <omp.h>
+
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 namespace panels {
 
 constexpr long PANEL_ROWS = 16;
@@ -190,3 +201,5 @@ EXPORT int WINDLASS_NAME(linear_panels)(const void *x, long x_stride, int x_type
 }
 
 }  // namespace panels
+
+}  // namespace

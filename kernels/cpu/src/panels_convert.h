@@ -1,5 +1,14 @@
 // Rows of 16-bit weights into panels (see panels.h), and panels widened to float32 for products of many rows.
 
+#pragma once
+
+#include "names.h"
+#include "panels.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 namespace panels {
 
 // Where element k of row r of a panel lies.
@@ -75,3 +84,5 @@ EXPORT int WINDLASS_NAME(widen_panels)(const void *data, int type, long first, l
 }
 
 }  // namespace panels
+
+}  // namespace

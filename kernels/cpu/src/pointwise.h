@@ -1,5 +1,13 @@
 // RMS norm, gated activations and soft caps. float32 arithmetic whatever the storage.
 
+#pragma once
+
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 // out = x / sqrt(mean(x^2) + eps) * weight. With a residual: residual += x first, rounded to its type, then normed.
 // Rows of x stand in groups of `group`, x_row apart within one, the groups x_group apart; out and residual have plain rows.
 EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x_group, void *residual, long residual_row,
@@ -99,3 +107,5 @@ EXPORT int WINDLASS_NAME(embed_rows)(const void *table, long table_row, int type
     });
     return 0;
 }
+
+}  // namespace

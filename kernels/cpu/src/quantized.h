@@ -8,6 +8,19 @@
 // with 4. What follows in float32 happens in one order for every output. So a row's bits do not depend on other rows,
 // on tiles or on threads.
 
+#pragma once
+
+#include <cstdlib>
+#include <omp.h>
+
+#include "byte_products.h"
+#include "names.h"
+#include "rounding.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 namespace packed {
 
 constexpr int PACKED_MT = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;  // rows of x in a tile
@@ -278,3 +291,5 @@ EXPORT int WINDLASS_NAME(linear_packed)(const float *x, long x_stride, const uin
 }
 
 }  // namespace packed
+
+}  // namespace

@@ -1,5 +1,21 @@
 // Calls of the kernels above from a list, so that a step that has been recorded takes one call instead of dozens.
 
+#pragma once
+
+#include <cstdint>
+
+#include "attention_rows.h"
+#include "linear.h"
+#include "names.h"
+#include "panels.h"
+#include "pointwise.h"
+#include "quantized.h"
+#include "rotary.h"
+#include "rotary_int8.h"
+#include "simd.h"
+
+namespace {
+
 struct Call {
     int64_t kind;        // in the order of the switch below
     void *function;      // of this kind's type: sets with instructions of their own bring other functions
@@ -54,3 +70,5 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
     }
     return 0;
 }
+
+}  // namespace

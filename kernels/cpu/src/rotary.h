@@ -1,5 +1,16 @@
 // Rotary position embedding: angles, rotation with the append to the cache, and moves of cached keys.
 
+#pragma once
+
+#include <cstdint>
+#include <omp.h>
+
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 // ---- cosines and sines of angles formed in float64 ----
 
 constexpr int DW = W / 2;  // doubles per vector
@@ -211,3 +222,5 @@ EXPORT int WINDLASS_NAME(move_cached_keys)(void *key_pages, void *value_pages, i
     });
     return 0;
 }
+
+}  // namespace

@@ -3,6 +3,19 @@
 // code = round(x / scale) with scale = largest |x| / 127, so every head uses its whole range. A head of (almost) nothing
 // has scale 0; one that holds an infinity or a NaN has scale NaN, so that whatever reads it shows it.
 
+#pragma once
+
+#include <cstdlib>
+#include <omp.h>
+
+#include "int8_pages.h"
+#include "names.h"
+#include "rotary.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 constexpr float SMALLEST_SCALE = 0x1p-100f;
 
 // Codes of n floats; returns their scale.
@@ -121,3 +134,5 @@ EXPORT int WINDLASS_NAME(move_cached_keys_int8)(
     free(memory);
     return 0;
 }
+
+}  // namespace

@@ -1,6 +1,14 @@
 // x of a product with quantized weights, rounded to 8 bits: a scale for each row, or for each row and group of K with weights
 // of 4 bits. What a row becomes depends on that row alone.
 
+#pragma once
+
+#include "byte_products.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
 namespace packed {
 
 constexpr long PANEL = 16;            // rows of the weight side by side
@@ -123,3 +131,5 @@ template <int BITS> static void round_tile(const PackedLinear &p, Tiles tiles, l
 }
 
 }  // namespace packed
+
+}  // namespace

@@ -5,6 +5,19 @@
 // only where the extensions have no spelling (float16) or a poor one. No standard library: an inline function of it compiled
 // here for AVX could be the copy the linker keeps for everyone.
 
+#pragma once
+
+#include <cstdint>
+#if defined(WINDLASS_FMA) || defined(WINDLASS_F16C)
+#include <immintrin.h>
+#elif defined(WINDLASS_NEON)
+#include <arm_neon.h>
+#endif
+
+#include "names.h"
+
+namespace {
+
 #define INLINE static inline __attribute__((always_inline))
 
 constexpr int W = WINDLASS_LANES;
@@ -297,3 +310,5 @@ INLINE vf tanh_of(vf x) {
     const vf signed_away = (vf)((vu)away | ((vu)x & 0x80000000u));
     return magnitude < splat(0.625f) ? near_zero : signed_away;
 }
+
+}  // namespace

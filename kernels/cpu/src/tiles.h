@@ -1,5 +1,13 @@
 // How work is split, over rows of x and over threads.
 
+#pragma once
+
+#include <omp.h>
+
+#include "simd.h"
+
+namespace {
+
 constexpr long CHUNK_BYTES = 64 << 10;   // of weight, the unit threads take
 constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second thread costs more than it gives
 
@@ -36,3 +44,5 @@ constexpr long SERIAL_ELEMENTS = 1 << 15;  // of everything else, below which on
 INLINE long threads_for(long elements, long units) {
     return elements < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
 }
+
+}  // namespace

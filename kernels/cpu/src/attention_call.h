@@ -1,0 +1,35 @@
+// What one call of attention is asked, as the entry points take it: field by field the same as in kernels/cpu/structs.py.
+//
+// Strides are in elements. Fields of no use to a kernel are there for those to come: see `unknown_to_the_kernels`.
+
+#pragma once
+
+#include <cstdint>
+
+struct AttentionArguments {
+    const void *q;                                  // [versions, tokens, heads, dim]
+    const void *keys, *values;                      // pages
+    const float *key_scales, *value_scales;         // of int8 pages, else null
+    const int32_t *tables;                          // [batch, table_columns]
+    const int64_t *query_start;                     // [batch + 1]; null for one token per sequence
+    const void *lengths;                            // [batch]
+    const float *score_scale;                       // [tokens]
+    const float *sinks;                             // [heads], or null
+    const int64_t *range_ends;                      // [batch, ranges], or null: one version
+    const int32_t *range_versions;                  // [batch, ranges]
+    void *out;                                      // [tokens, heads, value_dim]
+    long q_version, q_row, q_head;                  // strides of q
+    long num_blocks, block_size, kv_heads, dim, value_dim;
+    long table_row, table_columns;
+    long batch, heads, ranges;
+    long window, chunk;                             // keys; 0: none
+    float scale, soft_cap;                          // soft_cap 0: none
+    int q_type, page_type, lengths_are_64, causal;
+};
+
+// Whether the call asks for what no kernel does.
+static inline bool unknown_to_the_kernels(const AttentionArguments &a) {
+    return !a.causal || a.chunk != 0 || a.range_ends != nullptr;
+}
+
+constexpr int NO_MEMORY = 1, NO_SUCH_BLOCK = 2, NOT_DONE_HERE = 3;  // what the entry points return, 0 for success

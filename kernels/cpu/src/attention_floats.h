@@ -1,0 +1,329 @@
+// Decoding over keys and values of floats: scores, running softmax and weighted values of a cut. See attention.h.
+
+#pragma once
+
+#include "attention.h"
+#include "simd.h"
+
+namespace {
+
+// Walks the keys and values [at, end) of a row and some heads in the order in which they lie in memory and asks for them, between
+// the arithmetic.
+template <class T> struct Ahead {
+    const Attention *p;
+    long b, head, heads, at, end;
+    long count = 0;             // keys of the run: up to those of a block where all heads are asked for, else one
+    bool value = true;          // the run's part: keys, then values
+    const char *line = nullptr;
+    long left = 0;              // lines of the run
+
+    Ahead(const Attention &p, long b, long head, long heads, long at, long end)
+        : p(&p), b(b), head(head), heads(heads), at(at), end(end) {}
+    NOINLINE bool next_run() {
+        value = !value;
+        if (!value) {
+            at += count;
+            if (at >= end) return count = 0, value = true, false;
+            count = heads == p->kv_heads ? min_of(end - at, p->block_size - at % p->block_size) : 1;
+            if (IN_BURSTS<T>) count = max_of(1, min_of(count, BURST_RUN / (heads * p->dim * (long)sizeof(T))));
+        }
+        const long entry = p->entry(b, at) + head, dim = value ? p->value_dim : p->dim;
+        line = (const char *)((const T *)(value ? p->values : p->keys) + entry * dim);
+        left = ceil_div(count * heads * dim * (long)sizeof(T), 64);
+        return true;
+    }
+    NOINLINE void ask_one_by_one(long lines) {
+        for (; lines > 0; lines--, left--, line += 64) {
+            if (left == 0 && !next_run()) return;
+            __builtin_prefetch(line, 0, 2);
+        }
+    }
+    INLINE_MEMBER void ask(long lines) {
+        if (left < lines) return ask_one_by_one(lines);
+        left -= lines;
+        for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
+    }
+    template <long lines> INLINE_MEMBER void ask() {
+        if (left < lines) return ask_one_by_one(lines);
+        for (long i = 0; i < lines; i++) __builtin_prefetch(line + i * 64, 0, 2);
+        left -= lines, line += lines * 64;
+    }
+};
+
+// The keys and values of one kv head in a chunk.
+template <class T> struct Chunk {
+    const T *keys[CHUNK_KEYS<T>], *values[CHUNK_KEYS<T>];
+    long count;
+    Ahead<T> *ahead;
+
+    // The first n of the slots that `entries` name.
+    void find(const Attention &p, const long *entries, long head, long n) {
+        count = n;
+        for (long j = 0; j < n; j++) {
+            keys[j] = (const T *)p.keys + (entries[j] + head) * p.dim;
+            values[j] = (const T *)p.values + (entries[j] + head) * p.value_dim;
+        }
+    }
+    // The same slots' next head.
+    void go_on(const Attention &p) {
+        for (long j = 0; j < count; j++) keys[j] += p.dim;
+        for (long j = 0; j < count; j++) values[j] += p.value_dim;
+    }
+};
+
+#if WINDLASS_LANES == 16
+// Scores of 16 keys at once. A vector holds four neighbouring dims of four keys, so that what is left to sum across lanes at the
+// end is four lanes of a score instead of 16.
+template <class T> struct Quarters {
+    static constexpr int DIMS = 4, VECTORS = 1;  // dims of a key taken in one step, and the vectors they make of four keys
+};
+// 16 bytes of a key are its even dims, shifted, and its odd ones, masked.
+template <> struct Quarters<bf16> {
+    static constexpr int DIMS = 8, VECTORS = 2;
+};
+
+INLINE void load_quarters(const float *a, const float *b, const float *c, const float *d, vf (&x)[1]) {
+#if defined(WINDLASS_FMA)
+    __m512 quarters = _mm512_broadcast_f32x4(_mm_loadu_ps(a));
+    quarters = _mm512_mask_broadcast_f32x4(quarters, 0x00f0, _mm_loadu_ps(b));
+    quarters = _mm512_mask_broadcast_f32x4(quarters, 0x0f00, _mm_loadu_ps(c));
+    x[0] = (vf)_mm512_mask_broadcast_f32x4(quarters, 0xf000, _mm_loadu_ps(d));
+#else
+    const float *const from[4] = {a, b, c, d};
+    for (int i = 0; i < 4; i++) __builtin_memcpy((char *)&x[0] + 16 * i, from[i], 16);
+#endif
+}
+INLINE void load_quarters(const bf16 *a, const bf16 *b, const bf16 *c, const bf16 *d, vf (&x)[2]) {
+    vf pairs[1];
+    load_quarters((const float *)a, (const float *)b, (const float *)c, (const float *)d, pairs);
+    x[0] = (vf)((vu)pairs[0] << 16), x[1] = (vf)((vu)pairs[0] & 0xffff0000u);
+}
+INLINE void load_quarters(const f16 *a, const f16 *b, const f16 *c, const f16 *d, vf (&x)[1]) {
+    const f16 *const from[4] = {a, b, c, d};
+    f16 halves[16];
+    for (int i = 0; i < 4; i++) __builtin_memcpy(halves + 4 * i, from[i], 8);
+    x[0] = load(halves);
+}
+// Four floats in every quarter.
+INLINE vf repeat_four(const float *p) {
+#if defined(WINDLASS_FMA)
+    return (vf)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
+#else
+    vf x;
+    for (int i = 0; i < 4; i++) __builtin_memcpy((char *)&x + 16 * i, p, 16);
+    return x;
+#endif
+}
+
+// Brings a query's whole vectors into the order in which score_tile meets its dims.
+template <class T> static void arrange_query(float *query, long dim) {
+    if constexpr (Quarters<T>::VECTORS == 2)
+        for (long d = 0; d < dim / W * W; d += 8) {
+            float eight[8];
+            for (int i = 0; i < 8; i++) eight[i] = query[d + i % 4 * 2 + i / 4];
+            __builtin_memcpy(query + d, eight, sizeof eight);
+        }
+}
+
+constexpr int TILE = 16;  // keys of a tile
+
+// scores[i][j] of NQ queries and TILE keys, unscaled. Every score is summed in one order, whatever NQ.
+template <class T, int NQ>
+INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, Ahead<T> &ahead,
+                       bool ask) {
+    constexpr int VECTORS = Quarters<T>::VECTORS, DIMS = Quarters<T>::DIMS;
+    if (ask && IN_BURSTS<T>) ahead.ask(TILE * dim * (long)sizeof(T) / 64);
+    vf acc[NQ][4] = {};
+    for (long d = 0; d < dim / W * W; d += DIMS) {
+        if (ask && !IN_BURSTS<T>) ahead.template ask<TILE * DIMS * sizeof(T) / 64>();
+        vf q[NQ][VECTORS];
+        for (int i = 0; i < NQ; i++)
+            for (int v = 0; v < VECTORS; v++) q[i][v] = repeat_four(query + i * query_row + d + 4 * v);
+        for (int g = 0; g < 4; g++) {  // keys g, 4 + g, 8 + g, 12 + g: sums of neighbours then leave them in order
+            vf k[VECTORS];
+            load_quarters(keys[g] + d, keys[4 + g] + d, keys[8 + g] + d, keys[12 + g] + d, k);
+            for (int v = 0; v < VECTORS; v++)
+                for (int i = 0; i < NQ; i++) acc[i][g] = add_product(acc[i][g], k[v], q[i][v]);
+        }
+    }
+    for (int i = 0; i < NQ; i++)
+        store(scores + i * CHUNK, add_neighbours(add_neighbours(acc[i][0], acc[i][1]), add_neighbours(acc[i][2], acc[i][3])));
+}
+#else
+template <class T> static void arrange_query(float *, long) {}
+
+constexpr int TILE = KEYS;
+
+// scores[i][j] of NQ queries and KEYS keys, unscaled. Every score is summed in one order, whatever NQ.
+template <class T, int NQ>
+INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, Ahead<T> &ahead,
+                       bool ask) {
+    if (ask) ahead.ask(KEYS * ceil_div(dim * (long)sizeof(T), 64));
+    vf acc[NQ][KEYS] = {};
+    const T *key[KEYS];
+    for (int j = 0; j < KEYS; j++) key[j] = keys[j];
+    for (long d = 0; d + W <= dim; d += W) {
+        vf k[KEYS];
+        for (int j = 0; j < KEYS; j++) k[j] = load(key[j] + d);
+        for (int i = 0; i < NQ; i++) {
+            const vf x = load(query + i * query_row + d);
+            for (int j = 0; j < KEYS; j++) acc[i][j] = add_product(acc[i][j], k[j], x);
+        }
+    }
+    if constexpr (KEYS == 4) {
+        for (int i = 0; i < NQ; i++) sum_four(acc[i][0], acc[i][1], acc[i][2], acc[i][3], scores + i * CHUNK);
+    } else {
+        for (int i = 0; i < NQ; i += 2) {
+            const int next = i + 1 < NQ ? i + 1 : i;
+            float four[4];
+            sum_four(acc[i][0], acc[i][1], acc[next][0], acc[next][1], four);
+            __builtin_memcpy(scores + i * CHUNK, four, 8);
+            __builtin_memcpy(scores + next * CHUNK, four + 2, 8);
+        }
+    }
+}
+#endif
+
+// The share of the dims past the last whole vector.
+template <class T>
+static NOINLINE void score_tail(const float *query, const T *const *keys, long dim, long count, float *scores) {
+    for (long j = 0; j < count; j++)
+        for (long d = dim / W * W; d < dim; d++) scores[j] += query[d] * widen(keys[j][d]);
+}
+
+template <class T, int NQ>
+static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
+    for (long j = 0; j < chunk.count; j += TILE) {
+        // Past the last key the tile repeats it; its score is overwritten.
+        const T *tile[TILE];
+        for (int n = 0; n < TILE; n++) tile[n] = chunk.keys[min_of(j + n, chunk.count - 1)];
+        score_tile<T, NQ>(s.query + i * s.query_row, s.query_row, tile, p.dim, s.scores + i * CHUNK + j, *chunk.ahead, i == 0);
+    }
+    if (p.dim % W)
+        for (int n = 0; n < NQ; n++)
+            score_tail(s.query + (i + n) * s.query_row, chunk.keys, p.dim, chunk.count, s.scores + (i + n) * CHUNK);
+}
+
+// Scores, in base 2 but for a soft cap, become weights 2^(score - top), zeros after the last; acc and total are brought to the
+// new top.
+static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count) {
+    float *scores = s.scores + i * CHUNK;
+    const long padded = round_up(count, W);
+    if (p.soft_cap != 0.0f)
+        for (long j = 0; j < padded; j += W)
+            store(scores + j, tanh_of(load(scores + j) / p.soft_cap) * (p.soft_cap * LOG2_E));
+    for (long j = count; j < padded; j++) scores[j] = -__builtin_inff();
+    vf most = splat(-__builtin_inff());
+    for (long j = 0; j < padded; j += W) most = larger(load(scores + j), most);
+    const float here = largest(most), old = s.top[i], top = here > old ? here : old;
+    const float base = top == -__builtin_inff() ? 0.0f : top;
+    vf total = {};
+    for (long j = 0; j < padded; j += W) {
+        const vf weight = exp2_of(load(scores + j) - base);
+        store(scores + j, weight);
+        total += weight;
+    }
+    for (long j = count; j < padded; j++) scores[j] = 0.0f;
+    const float shrink = top == old ? 1.0f : exp2_of(splat(old - base))[0];
+    s.total[i] = s.total[i] * shrink + sum(total);
+    s.top[i] = top;
+    if (shrink != 1.0f)
+        for (long d = 0; d < s.acc_row; d += W) store(s.acc + i * s.acc_row + d, load(s.acc + i * s.acc_row + d) * shrink);
+}
+
+// acc[i][:] += sum over keys of weight * value, NQ queries at once.
+template <class T, int NQ>
+static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
+    const float *weights = s.scores + i * CHUNK;
+    constexpr long at_once = IN_BURSTS<T> ? 16 : 1, lines = COLUMNS * W * (long)sizeof(T) / 64;
+    long d = 0;
+    for (; d + COLUMNS * W <= p.value_dim; d += COLUMNS * W) {
+        float *acc = s.acc + i * s.acc_row + d;
+        vf sums[NQ][COLUMNS];
+        for (int n = 0; n < NQ; n++)
+            for (int c = 0; c < COLUMNS; c++) sums[n][c] = load(acc + n * s.acc_row + c * W);
+        for (long j = 0; j < chunk.count; j++) {
+            if (i == 0 && j % at_once == 0) chunk.ahead->template ask<lines * at_once>();
+            vf value[COLUMNS];
+            for (int c = 0; c < COLUMNS; c++) value[c] = load(chunk.values[j] + d + c * W);
+            for (int n = 0; n < NQ; n++) {
+                const vf weight = splat(weights[n * CHUNK + j]);
+                for (int c = 0; c < COLUMNS; c++) sums[n][c] = add_product(sums[n][c], value[c], weight);
+            }
+        }
+        for (int n = 0; n < NQ; n++)
+            for (int c = 0; c < COLUMNS; c++) store(acc + n * s.acc_row + c * W, sums[n][c]);
+    }
+    for (; d < p.value_dim; d += W) {
+        const long rest = min_of(W, p.value_dim - d);
+        for (int n = 0; n < NQ; n++) {
+            float *acc = s.acc + (i + n) * s.acc_row + d;
+            vf sums = load(acc);
+            for (long j = 0; j < chunk.count; j++) {
+                const vf value = rest == W ? load(chunk.values[j] + d) : load_some(chunk.values[j] + d, rest);
+                sums = add_product(sums, value, splat(weights[n * CHUNK + j]));
+            }
+            store(acc, sums);
+        }
+    }
+}
+
+// Queries [first, last) of the scratch against one chunk.
+template <class T>
+static void attend_chunk(const Attention &p, const Scratch &s, long first, long last, const Chunk<T> &chunk) {
+    long i = first;
+    for (; i + QUERIES <= last; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, chunk);
+    for (; i + 2 <= last; i += 2) score_chunk<T, 2>(p, s, i, chunk);
+    for (; i < last; i++) score_chunk<T, 1>(p, s, i, chunk);
+    for (i = first; i < last; i++) soften(p, s, i, chunk.count);
+    for (i = first; i + QUERIES <= last; i += QUERIES) add_values<T, QUERIES>(p, s, i, chunk);
+    for (; i + 2 <= last; i += 2) add_values<T, 2>(p, s, i, chunk);
+    for (; i < last; i++) add_values<T, 1>(p, s, i, chunk);
+}
+
+// One cut of `rows` rows from row b on, which share a table and see this cut from the same key on, for `heads` kv heads from
+// `head` on: fills acc, top and total of their queries, [head][row][query of the group]. ask_until: keys before it may be
+// asked for ahead. loaded: the queries are there from the cut before.
+template <class T>
+static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
+                       long ask_until, bool loaded) {
+    const long group = p.group(), begin = p.begin_of(b, cut);
+    long shortest = SPLIT, longest = 0;
+    for (long r = 0; r < rows; r++) {
+        shortest = min_of(shortest, p.end_of(b + r, cut) - begin);
+        longest = max_of(longest, p.end_of(b + r, cut) - begin);
+    }
+    long entries[SPLIT];
+    for (long j = 0; j < longest; j++) entries[j] = p.entry(b, begin + j);
+    for (long h = 0; h < heads; h++) {
+        const Scratch s = all.from(h * rows * group);
+        if (!loaded) {
+            load_queries(p, s, b, rows, head + h);
+            for (long i = 0; i < rows * group; i++) arrange_query<T>(s.query + i * s.query_row, p.dim);
+        }
+        clear_results(s, rows * group);
+    }
+    Chunk<T> chunk;
+    constexpr long keys = CHUNK_KEYS<T>;
+    for (long j = 0; j < longest; j += keys) {
+        const long next = begin + j + keys, coming = max_of(0, min_of(keys, ask_until - next));
+        Ahead<T> ahead(p, b, head, heads, next, next + coming);
+        chunk.ahead = &ahead;
+        for (long h = 0; h < heads; h++) {
+            const Scratch s = all.from(h * rows * group);
+            const long there = min_of(keys, longest - j);
+            if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
+            else chunk.go_on(p);
+            if (shortest >= min_of(j + keys, longest)) {
+                attend_chunk<T>(p, s, 0, rows * group, chunk);
+                continue;
+            }
+            for (long r = 0; r < rows; r++) {
+                chunk.count = min_of(keys, p.end_of(b + r, cut) - begin - j);
+                if (chunk.count > 0) attend_chunk<T>(p, s, r * group, (r + 1) * group, chunk);
+            }
+        }
+    }
+}
+
+}  // namespace
