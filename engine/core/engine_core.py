@@ -101,7 +101,7 @@ class EngineCore:
         self.scheduler.abort(request_id)
 
     def end_sample(self, request_id: str, index: int) -> None:
-        """Finish one sample and free what it holds at once, without an output; unknown ones are ignored."""
+        """End one sample, without an output, and free what it holds at once; the others go on. Unknown ones are ignored."""
         self.scheduler.end_sample(request_id, index)
 
     def has_work(self) -> bool:

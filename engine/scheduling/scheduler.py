@@ -139,9 +139,22 @@ class Scheduler:
             self._end(seq)
 
     def end_sample(self, request_id: str, index: int) -> None:
-        """Finish one sample, without an output, and free what it holds at once. Unknown ones are ignored."""
-        for seq in [seq for seq in self._requests.get(request_id, ()) if seq.index == index]:
-            self._end(seq)
+        """End one sample of a request, without an output, and free what it holds at once. The others go on.
+
+        The last one ends the request. As long as the prompt is computed for all samples, sample 0 computes it even if it
+        has been ended itself, and a sample that has been ended never begins. Unknown ids and samples that have ended are ignored.
+        """
+        live = self._requests.get(request_id, [])
+        if live and live[0].is_before_fork:
+            first, num_samples = live[0], live[0].request.sampling.n
+            first.ended_samples |= {index} & set(range(num_samples))
+            if len(first.ended_samples) == num_samples:
+                self.abort(request_id)
+            elif index == 0:
+                return
+        for seq in list(live):
+            if seq.index == index:
+                self._end(seq)
 
     def fail(self, request_id: str, error: Exception) -> list[RequestOutput]:
         """End a request with an error: its last output, or none if the id is unknown."""
@@ -267,7 +280,9 @@ class Scheduler:
         if sampling.max_tokens == 0:
             return ()
         if sampling.n > 1 and seq.index == 0 and seq.children is None:
-            seq.children = [self._new_child(seq, index) for index in range(1, sampling.n)]
+            seq.children = [
+                self._new_child(seq, index) for index in range(1, sampling.n) if index not in seq.ended_samples
+            ]
         return (seq.slot, *(child.slot for child in seq.children or ()))
 
     def _new_child(self, parent: Sequence, index: int) -> Sequence:
@@ -392,13 +407,18 @@ class Scheduler:
 
     def _take_samples(self, seq: Sequence, results: dict[int, StepResult], now: float) -> list[RequestOutput]:
         """Append the drawn tokens of `seq` and of the samples that fork from it here."""
-        children = seq.children or []
+        children = [child for child in seq.children or () if child.status is SequenceStatus.FORKING]
         if seq.children is not None:
             seq.children = []
         for child in children:  # all of them before `seq` may finish and free its blocks
             self.blocks.fork(seq.cache, child.cache)
             child.num_seen_tokens = seq.num_seen_tokens
-        outputs = [self._append(sample, _result(results, sample), now) for sample in (seq, *children)]
+        samples = [seq, *children]
+        if seq.index in seq.ended_samples:  # it has computed the prompt for the others
+            self._note_first_token(seq, now)
+            self._end(seq)
+            samples = children
+        outputs = [self._append(sample, _result(results, sample), now) for sample in samples]
         for child in children:
             if child.status is not SequenceStatus.FORKING:
                 continue
@@ -406,7 +426,7 @@ class Scheduler:
                 self._start(child)
             else:
                 self._preempt(child)
-        for sample in (seq, *children):
+        for sample in samples:
             if sample.status is not SequenceStatus.FINISHED:
                 self._stages.start_over_if_outgrown(sample)
         return outputs
@@ -446,8 +466,8 @@ class Scheduler:
             cached_tokens=seq.cached_tokens or 0,
             rotary=seq.rotation.report(seq.stage, seq.cache.num_rerotations),
         )
-        rest = range(1, seq.request.sampling.n)
-        return [first, *(replace(first, index=index, prompt_logprobs=None) for index in rest)]
+        rest = (replace(first, index=index, prompt_logprobs=None) for index in range(1, seq.request.sampling.n))
+        return [output for output in (first, *rest) if output.index not in seq.ended_samples]
 
     def _note_first_token(self, seq: Sequence, now: float) -> None:
         if seq.first_token_time is None:

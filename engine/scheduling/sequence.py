@@ -44,6 +44,7 @@ class Sequence:
     waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
     cached_tokens: prompt tokens taken from the prefix cache at the first admission, None before it.
     children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
+    ended_samples: samples of the request that were ended before they stood on their own; sample 0 keeps them for all.
     prompt_logprobs: those known so far, None if not asked for or handed out already.
     drafting: what speculation remembers of it, None before its first proposal.
     last_step: the step that last scheduled it.
@@ -70,6 +71,7 @@ class Sequence:
     cached_tokens: int | None = None
     waits_for: tuple[Sequence, int] | None = None
     children: list[Sequence] | None = None
+    ended_samples: set[int] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     drafting: Drafting | None = None
     last_step: int = -1
@@ -141,6 +143,11 @@ class Sequence:
     def will_rerotate(self) -> bool:
         """Whether cached keys are re-rotated before all tokens known now are computed."""
         return self.rotation.policy == "rotate" and self.num_shareable_tokens < self.num_tokens
+
+    @property
+    def is_before_fork(self) -> bool:
+        """Whether this is sample 0 and the others, if there are any, do not stand on their own yet."""
+        return self.index == 0 and self.children != []
 
     @property
     def wants_prompt_logprobs(self) -> bool:

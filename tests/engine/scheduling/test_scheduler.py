@@ -135,6 +135,76 @@ def test_a_step_does_not_copy_or_hash_the_whole_context() -> None:
     assert sum(sizes) == 40  # ten new blocks of four were hashed, each token once
 
 
+# -- ending one sample -----------------------------------------------------------------------------------------------
+
+
+def ended_early(when: str, index: int) -> tuple[Scheduler, list[RequestOutput], list[RequestOutput]]:
+    """Three samples, of which one is ended: while the prompt is computed, while the fork is in flight, or later.
+
+    Returns the outputs before and after it.
+    """
+    scheduler, executor, _ = make_scheduler(budget=4)
+    add(executor, make_request("r", range(10), max_tokens=6, n=3))
+    before = []
+    for _ in range({"prompt": 1, "fork": 2, "later": 4}[when]):
+        before += step(scheduler, executor)[1]
+    if when == "fork":
+        plan = scheduler.schedule()
+        results = executor.execute(plan)
+        used = scheduler.blocks.num_used_blocks
+        scheduler.end_sample("r", index)
+        assert scheduler.blocks.num_used_blocks == used  # the fork holds nothing yet, and sample 0 is still needed
+        after = scheduler.update(plan, results)
+    else:
+        used = scheduler.blocks.num_used_blocks
+        scheduler.end_sample("r", index)
+        assert (scheduler.blocks.num_used_blocks < used) == (when == "later")
+        after = []
+    return scheduler, before, after + finish(scheduler, executor)
+
+
+@pytest.mark.parametrize("when", ["prompt", "fork", "later"])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_one_sample_ends_at_any_time_and_the_others_go_on(when: str, index: int) -> None:
+    scheduler, before, after = ended_early(when, index)
+    assert index not in {output.index for output in after}
+    assert bool(before) == (when == "later")
+    request = make_request("r", range(10), max_tokens=6, n=3)
+    for other in {0, 1, 2} - {index}:
+        assert tokens_of(before + after, "r", other) == oracle(request, FakeRotation(), other, 200)[0]
+    assert {output.index for output in after if output.finish_reason} == {0, 1, 2} - {index}
+    scheduler.blocks.assert_balanced()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_the_last_sample_ends_the_request(steps: int) -> None:
+    scheduler, executor, _ = make_scheduler(budget=4)
+    add(executor, make_request("r", range(10), max_tokens=6, n=2))
+    for _ in range(steps):
+        step(scheduler, executor)
+    scheduler.end_sample("r", 2)
+    scheduler.end_sample("r", -1)
+    scheduler.end_sample("other", 0)
+    scheduler.end_sample("r", 1)
+    assert scheduler.has_work()
+    scheduler.end_sample("r", 1)
+    assert scheduler.has_work()
+    scheduler.end_sample("r", 0)
+    assert not scheduler.has_work() and (scheduler.num_running, scheduler.num_waiting) == (0, 0)
+    scheduler.blocks.assert_balanced()
+    add(executor, make_request("r", range(10), max_tokens=1))  # the id is free again
+    assert len(finish(scheduler, executor)) == 1
+
+
+def test_samples_that_ask_for_no_tokens_end_too() -> None:
+    scheduler, executor, _ = make_scheduler(budget=4)
+    add(executor, make_request("r", range(10), max_tokens=0, n=3, prompt_logprobs=0))
+    step(scheduler, executor)
+    scheduler.end_sample("r", 0)
+    outputs = finish(scheduler, executor)
+    assert [(output.index, output.prompt_logprobs) for output in outputs] == [(1, None), (2, None)]
+
+
 # -- admission -------------------------------------------------------------------------------------------------------
 
 

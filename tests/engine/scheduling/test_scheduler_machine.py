@@ -111,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tokens: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.ended: dict[tuple[str, int], tuple[str, int | None]] = {}
         self.gone: set[str] = set()  # aborted or expired
+        self.dropped: set[tuple[str, int]] = set()  # samples ended from outside
         self.prompt_logprobs: dict[str, object] = {}
         self.in_flight: tuple[SchedulerOutput, list[StepResult]] | None = None
 
@@ -187,12 +188,37 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("abort in flight" if self.in_flight else "abort between steps")
         self.scheduler.abort("nobody")
 
+    @rule(data=st.data())
+    def end_sample(self, data: st.DataObject) -> None:
+        live = sorted({seq.request.request_id for seq in self.scheduler.live_sequences()})
+        if not live:
+            return
+        request_id = data.draw(st.sampled_from(live))
+        num_samples = self.requests[request_id].sampling.n
+        if num_samples == 1 and data.draw(st.integers(0, 3)) > 0:
+            return
+        index = data.draw(st.integers(0, num_samples - 1))
+        before = {seq.index: seq for seq in self.scheduler.live_sequences() if seq.request.request_id == request_id}
+        forking = before[0].is_before_fork if 0 in before else False
+        self.scheduler.end_sample(request_id, index)
+        self.dropped.add((request_id, index))
+        after = {seq.index for seq in self.scheduler.live_sequences() if seq.request.request_id == request_id}
+        if forking and index == 0 and after:
+            assert after == set(before), "sample 0 computes the prompt for the others"
+        else:
+            assert index not in after
+            assert index not in before or not before[index].cache.holds_blocks
+        event("sample ended before it began" if index not in before else "sample ended")
+        self.scheduler.end_sample(request_id, num_samples)
+        self.scheduler.end_sample("nobody", 0)
+
     # -- what must hold ----------------------------------------------------------------------------------------------
 
     def take(self, output: RequestOutput) -> None:
         key = (output.request_id, output.index)
         assert key not in self.ended, "an output after the last one"
         assert output.request_id not in self.gone, "an output of a request that has ended"
+        assert key not in self.dropped or output.error, "an output of a sample that has ended"
         request = self.requests[output.request_id]
         assert 0 <= output.cached_tokens < len(request.prompt_token_ids)
         if request.sampling.prompt_logprobs is not None:
@@ -263,13 +289,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             for index in range(request.sampling.n):
                 tokens, reason, stop = oracle(request, self.rotations[request_id], index, self.scheduler.max_model_len)
                 got = self.tokens[request_id, index]
-                if request_id in self.gone:
+                if request_id in self.gone or ((request_id, index) in self.dropped):
                     assert got == tokens[: len(got)]
                 else:
                     assert got == tokens
                     assert self.ended[request_id, index] == (reason, stop)
                     wanted = request.sampling.prompt_logprobs is not None
-                    assert (request_id in self.prompt_logprobs) == wanted
+                    if (request_id, 0) not in self.dropped:
+                        assert (request_id in self.prompt_logprobs) == wanted
 
 
 @pytest.mark.parametrize("examples", [120, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
