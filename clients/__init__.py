@@ -1,7 +1,7 @@
 """A client for Windlass servers, synchronous and asynchronous. It needs httpx and nothing else of Windlass.
 
-Its names are loaded when the first of them is asked for: command lines lie below this package, and starting one shall
-not wait for an HTTP client.
+The names are imported on first use: the command lines lie below this package, and they must not wait for an HTTP client
+when they start.
 """
 
 from __future__ import annotations

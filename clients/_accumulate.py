@@ -32,7 +32,7 @@ A = TypeVar("A")
 
 @dataclass(slots=True)
 class _Choice:
-    """What has come of one choice so far."""
+    """What has arrived of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -49,9 +49,9 @@ class _Choice:
 
 
 class Accumulator(ABC, Generic[Chunk, A]):
-    """Add chunks in order; `answer` is the whole, as far as it has come.
+    """Add chunks in order; `answer` is what they make so far.
 
-    usage: the last that was told. rotary: the first choice's, once it has ended.
+    usage: the last one sent. rotary: the first choice's, once it has ended.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,9 @@ class Accumulator(ABC, Generic[Chunk, A]):
             return ""
         first = self._choices[0]
         if len(first.texts) > 1:
-            first.texts = ["".join(first.texts)]  # asked for after each chunk, it is not joined from the start
+            first.texts = [
+                "".join(first.texts)
+            ]  # callers ask after every chunk: the text is not joined from the start each time
         return first.texts[0] if first.texts else ""
 
     @property
@@ -95,7 +97,7 @@ class Accumulator(ABC, Generic[Chunk, A]):
             if part.token_ids is not None:
                 choice.token_ids = choice.token_ids or []
                 choice.token_ids.extend(part.token_ids)
-        # A chunk without choices tells the usage and speaks of the first choice.
+        # A chunk without choices carries the usage, and the first choice's report.
         if chunk.rotary is not None and (not chunk.choices or chunk.choices[0].index == 0):
             self.rotary = chunk.rotary
         self._take(chunk)
@@ -216,7 +218,7 @@ def _tuple(items: Iterable[int] | None) -> tuple[int, ...] | None:
 
 
 def _joined(parts: list[Logprobs]) -> Logprobs | None:
-    """Log-probabilities one after the other; lists that no part has stay absent."""
+    """Log-probabilities in order; a list that no part has stays absent."""
     if not parts:
         return None
     tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]

@@ -130,7 +130,7 @@ def profiles() -> Call[dict[str, RopeScaling]]:
         for name, scaling in given.items():
             if not isinstance(scaling, dict):
                 raise ValueError(f"the profile {name!r} should be an object")
-        # Unchecked: a newer server may know kinds that this client does not.
+        # Not checked here: a newer server may know kinds that this client does not.
         return {name: RopeScaling(scaling) for name, scaling in given.items()}
 
     return Call(method="GET", path="/v1/rotary", answer=answer)
@@ -148,7 +148,7 @@ def inspect(
 
 
 def probe(path: str) -> Call[Health]:
-    """/health or /ready: 503 is an answer, and asking again is the caller's business."""
+    """/health or /ready: 503 is an answer, and the caller decides whether to ask again."""
 
     def answer(response: httpx.Response) -> Health:
         data = response.json()

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def run(http: httpx.Client, steps: Steps[T]) -> T:
-    """Carry the steps out one after the other; a failure of httpx is told to the generator, which decides."""
+    """Carry the steps out one after the other; the generator is told of a failure of httpx and decides."""
     result: Any = None
     error: httpx.HTTPError | None = None
     while True:

@@ -30,7 +30,7 @@ def request_id_of(response: httpx.Response) -> str | None:
 
 
 def transport_error(error: httpx.HTTPError, request: httpx.Request) -> APIError:
-    """What a failure below HTTP means to the caller. It bears the id that was sent, which the server's log may know."""
+    """The error for a failure below HTTP. It carries the id that was sent, which the server's log may have."""
     what = " ".join(str(error).split()) or type(error).__name__
     sent, url = request.headers.get(REQUEST_ID), request.url
     if isinstance(error, httpx.PoolTimeout):

@@ -16,7 +16,7 @@ A = TypeVar("A")
 
 
 class ChunkReader(Generic[T, A]):
-    """Feed it bytes; it gives chunks until `done`. Call `end` when the bytes end. `whole` is what has come so far.
+    """Feed it bytes; it gives chunks until `done`. Call `end` when the bytes end. `whole` is what has arrived so far.
 
     A stream ended well when `expected` choices, and every choice that was begun, brought a finish_reason and then [DONE]
     came. Anything else is a StreamError: text cut short must not pass for an answer.

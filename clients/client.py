@@ -214,7 +214,7 @@ class Client:
         return self._run(calls.model(model_id))
 
     def rotary(self) -> RotarySettings:
-        """What the model rotates by, the server's default and profiles, and what requests may set."""
+        """The model's rotation, the server's default and profiles, and what requests may set."""
         return self._run(calls.rotary())
 
     def profiles(self) -> dict[str, RopeScaling]:

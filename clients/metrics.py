@@ -36,7 +36,7 @@ class Metrics:
         """Read Prometheus' text format; raises ValueError for any other text."""
         from prometheus_client.parser import (
             text_string_to_metric_families,
-        )  # takes time: loaded by who asks for metrics
+        )  # slow to import: only for those who ask
 
         try:
             families = list(text_string_to_metric_families(text))

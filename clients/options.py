@@ -36,7 +36,7 @@ class RetryPolicy:
         if attempt >= self.max_retries:
             return None
         if retry_after is not None:
-            # Everybody who was turned away got the same number: spread them over a little more.
+            # Everybody who was turned away got the same number: spread the second tries.
             return retry_after * (1 + 0.1 * draw) if retry_after <= self.longest_retry_after else None
         return min(self.longest_delay, self.first_delay * 2.0**attempt) * (0.5 + 0.5 * draw)
 

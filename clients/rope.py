@@ -68,7 +68,7 @@ class CommonFields(SectionFields, total=False):
 class RopeScaling(dict[str, Any]):
     """A `rope_scaling` object. It is a dict, so everything that writes JSON takes it, `extra_body` of `openai` included.
 
-    One builder per kind; what the fields do is told in docs/rotary.md. None leaves a field out, and the server fills it
+    One builder per kind; docs/rotary.md says what the fields do. None leaves a field out, and the server fills it
     in from the model. `in_groups` nests one object per group of layers. Numbers may be numpy's. Each raises ValueError,
     naming the field, for a value that no model could run under. `RopeScaling(obj)` takes an object as it is, unchecked;
     `from_dict` checks it.
@@ -258,7 +258,7 @@ def _kind(given: Any) -> str | None:
 
 
 def _check_together(kind: str, values: Mapping[str, Any], param: str) -> None:
-    """Refuse values that are fine alone and make no sense beside each other."""
+    """Refuse values that are fine alone but not together."""
     if kind == "dynamic":
         if "factor" not in values and "alpha" not in values:
             raise ValueError(f"{param}.factor is missing: 'dynamic' needs it, or alpha for a fixed stretch")

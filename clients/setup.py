@@ -1,4 +1,4 @@
-"""Builds in a folder that goes away: what an earlier build left behind must not come into a wheel, nor lie in the package."""
+"""Builds in a folder that goes away: what an earlier build left must get neither into a wheel nor into the package."""
 
 from tempfile import TemporaryDirectory
 

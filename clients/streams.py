@@ -1,4 +1,4 @@
-"""The two streams: iterators over the chunks of a running generation that close their connection when they are left.
+"""The two streams: iterators over the chunks of a running generation. Leaving one closes its connection.
 
 Reads bytes with httpx; what they mean is `ChunkReader`'s.
 """
@@ -20,7 +20,7 @@ A = TypeVar("A")
 
 
 class _Told(Generic[T, A]):
-    """What both streams tell of the generation while it runs."""
+    """What both streams say of the generation while it runs."""
 
     _reader: ChunkReader[T, A]
 

@@ -41,8 +41,8 @@ class Rotary:
     """The rotary scaling an answer ran under. parameters: its fields, theta included.
 
     policy: frozen, recompute or rotate. effective_length: tokens the frequencies were formed for, None for kinds that
-    do not depend on length. fingerprint: equal for equal frequencies and factors. moves: times the cached keys were
-    turned. groups: the same for each group of layers, where a model has several.
+    do not depend on length. fingerprint: equal for equal frequencies and factors. moves: how often the cached
+    keys were re-rotated. groups: the same for each group of layers, where a model has several.
     """
 
     rope_type: str
@@ -92,7 +92,7 @@ class ChatLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionChoice:
-    """One answer, or in a stream what is new of it. stop_reason: the stop string or token id that ended it.
+    """One answer, or in a stream its new part. stop_reason: the stop string or token id that ended it.
 
     rotary: where the choices of an answer differ in it.
     """
@@ -268,7 +268,7 @@ class RotarySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryInspectionGroup:
-    """What a scaling comes to in one group of layers. inv_freq: radians per token, one per rotated pair.
+    """What a scaling means for one group of layers. inv_freq: radians per token, one per rotated pair.
 
     wavelengths: tokens per turn, None for a pair that never turns. attention_factor: on cosines and sines.
     effective_length: tokens the frequencies are formed for, None for kinds that do not depend on length.
@@ -286,7 +286,7 @@ class RotaryInspectionGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryInspection(RotaryInspectionGroup):
-    """What a scaling comes to on the served model: the main group of layers, and all of them where there are several.
+    """What a scaling means for the served model: the main group of layers, and all of them where there are several.
 
     fingerprint: of all groups together. policy: frozen, recompute or rotate. length: what was asked about, in tokens.
     """
@@ -316,7 +316,7 @@ class Detokenization:
 
     @property
     def text(self) -> str:
-        """The text, under the name one looks for."""
+        """The text, by the name that the other answers use."""
         return self.prompt
 
 

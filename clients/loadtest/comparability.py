@@ -1,4 +1,4 @@
-"""What makes load tests hard to compare: settings that are not the same, and runs that a reader should doubt.
+"""What makes load tests hard to compare: settings that differ, and runs that a reader should doubt.
 
 Knows runs on two sides, no figures' intervals and no verdicts.
 """

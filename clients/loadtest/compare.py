@@ -1,7 +1,7 @@
 """Load tests side by side: every measure's values, the interval of their difference, and a plain verdict.
 
-A verdict needs several runs of each side: one run is one sample of its machine's day, and what differs from run to run of
-the same server cannot be seen inside of it. `intervals.py` has the methods; here are the measures and which way of each is
+A verdict needs several runs of each side: one run is one sample of its machine on that day, and it cannot show how
+runs of the same server differ. `intervals.py` has the methods; here are the measures and which way of each is
 better, in `comparability.py` what makes runs hard to compare. numpy is loaded by a comparison, not by an import.
 """
 

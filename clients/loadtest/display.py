@@ -64,7 +64,7 @@ class ProgressDisplay:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            # Refreshed from here alone: a thread of its own would interrupt the measurement when it likes.
+            # Refreshed from here only: a thread of its own could interrupt the measurement at any time.
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=24),
@@ -95,7 +95,7 @@ def _line(snapshot: Snapshot) -> str:
 
 
 def warnings(run: RunResult) -> list[str]:
-    """What a reader of the figures has to know, a line each."""
+    """What a reader of the figures must know, a line each."""
     found = []
     if run.generator.get("limited"):
         reasons = "; ".join(run.generator.get("reasons", ()))

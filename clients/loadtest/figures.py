@@ -61,7 +61,7 @@ def bins_for(records: Sequence[RequestRecord]) -> int:
 def binned(pairs: Sequence[tuple[float, float]], bins: int = BINS) -> list[dict[str, float]]:
     """Equal steps over x; of each that holds anything its mean x, the mean, the median and p95 of y, and how many.
 
-    Neighbours that together are no wider than a step are one: an edge shall not cut a cluster in two.
+    Neighbours that together are no wider than a step are one: an edge must not cut a cluster in two.
     """
     if not pairs:
         return []

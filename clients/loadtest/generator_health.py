@@ -21,7 +21,7 @@ LAG_LIMIT_MS = 25.0
 
 
 class IdleSelector(selectors.DefaultSelector):
-    """A selector that adds up the seconds it waited: what remains of the time, the loop was at work or not let run."""
+    """A selector that adds up the seconds it waited. The rest of the time the loop was at work, or had no processor."""
 
     waited = 0.0
 
@@ -61,7 +61,7 @@ class GeneratorHealth:
         self._schedule()
 
     def sent(self, late_seconds: float) -> None:
-        """A request went out so long after it could have."""
+        """A request went out this many seconds later than it could have."""
         self._sends.append(late_seconds)
 
     def stop(self) -> None:

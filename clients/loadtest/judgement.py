@@ -1,4 +1,4 @@
-"""What a run at an offered rate says of that rate: met, missed, fallen behind, or nothing, as it was too short.
+"""Judges a run at an offered rate: met, missed, fallen behind, or too short to tell.
 
 Knows one result at a time: no search, no options.
 """
@@ -12,7 +12,7 @@ from windlass.clients.loadtest.results import RunResult, Summary
 
 KEPT_UP = 0.95  # of the offered rate, at least, where a server keeps up
 LEAST_REQUESTS = 10
-LATENCIES = 5.0  # of sending, in median latencies: a queue needs answers to wait for before it shows
+LATENCIES = 5.0  # how long to send, in median latencies: a queue shows only once requests wait for answers
 
 Verdict = Literal["met", "missed", "behind", "short"]
 

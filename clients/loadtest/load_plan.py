@@ -23,8 +23,8 @@ class LoadPlan:
     request that waits for others is late, and its TTFT from the intended send says so). count: conversations (requests,
     where they have one turn); duration_s: none begins later. At least one of the two, or a workload that ends. warmup:
     requests before the measured part. timeout_s: for each request. slo: limits in ms by measure (ttft, tpot, itl, e2el).
-    vocab_size, text_prompts: see vocabulary.py. keep_text: record texts and token ids. settings: what the report is to
-    say was asked for.
+    vocab_size, text_prompts: see vocabulary.py. keep_text: record texts and token ids. settings: what
+    was asked for, as the report shows it.
 
     Raises LoadTestError for bounds that make no run.
     """

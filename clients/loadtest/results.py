@@ -1,4 +1,4 @@
-"""What a load test leaves behind: one record per request, and the summary made of them. Reads and writes their JSON.
+"""The result of a load test: one record per request, and their summary. Reads and writes their JSON.
 
 Knows no HTTP and no clock. Times inside records are seconds from the start of the measured part of the run; a summary
 is in milliseconds, as its field names say.

@@ -32,14 +32,14 @@ from windlass.clients.loadtest.timed_connections import Pool
 from windlass.clients.loadtest.vocabulary import find_vocabulary
 from windlass.clients.loadtest.workload import Conversation, PreparedRequest, Workload
 
-# LoadPlan, so that one import serves who measures.
+# LoadPlan too: who measures needs both, and docs/load-testing.md imports them from here.
 __all__ = ["LoadPlan", "Progress", "Snapshot", "measure", "prepare", "run_load", "sweep_load"]
 
 # Requests made before the run, so that making them disturbs nothing; further ones are made as they are needed.
 _PREPARED_REQUESTS = 4096
 _PREPARED_BYTES = 256 * 2**20
 _PROGRESS_SECONDS = 0.5
-_STEP_SECONDS = 0.02  # how long preparing keeps the event loop at a time
+_STEP_SECONDS = 0.02  # preparing pauses for the event loop after so long
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ Progress = Callable[[Snapshot], None]
 
 
 def measure(plan: LoadPlan, progress: Progress | None = None) -> RunResult:
-    """`run_load` for callers without an event loop; on this one the generator can tell how busy it was."""
+    """`run_load` for callers without an event loop. It runs on a MeasuredLoop, so the result says how busy the generator was."""
     with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
         return runner.run(run_load(plan, progress=progress))
 
@@ -233,7 +233,7 @@ class _Run:
         await _together(client() for _ in range(min(plan.warmup, plan.concurrency or plan.warmup)))
 
     async def _prepared(self, total: int | None) -> Iterator[Conversation]:
-        """The conversations of the run, the first of them made already."""
+        """The conversations of the run; the first ones are made ahead."""
         self._snapshot.phase = "preparing"
         source = self._workload.conversations()
         ready: deque[Conversation] = deque()
@@ -273,7 +273,7 @@ class _Run:
             self._slots = asyncio.Semaphore(self._plan.concurrency)
         async with asyncio.TaskGroup() as group:
             for intended in times:
-                # A pause even when late: what has arrived meanwhile must be read.
+                # Pause even when late, so that answers are read.
                 await asyncio.sleep(max(0.0, intended - self._now()))
                 conversation = next(source, None)
                 if conversation is None:
@@ -301,7 +301,7 @@ class _Run:
         index = next(self._numbers)
         full = self._slots is not None and self._slots.locked()
         async with self._slots or contextlib.nullcontext():
-            # Waiting for a slot is as asked for; only what this program is late by itself is its own.
+            # Waiting for a slot is intended; only the rest of the delay is the generator's own.
             self._health.sent(0.0 if full else max(0.0, self._now() - intended))
             self._snapshot.running += 1
             try:

@@ -48,7 +48,7 @@ class WeightedScaling:
         return cls(value, weight)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a request; the server's own scaling is asked for by saying nothing."""
+        """The fields of a request; no field asks for the server's own scaling."""
         return {} if self.value is None else {"rope_scaling": self.value}
 
     @property

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from windlass.clients.loadtest.errors import LoadTestError
 
-MOST_REQUESTS = 10_000_000  # far more than one generator could send; a mistyped rate would fill the memory
+MOST_REQUESTS = 10_000_000  # more than one generator can send; beyond it a mistyped rate would fill the memory
 
 
 class Schedule(Protocol):

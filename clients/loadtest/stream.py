@@ -1,4 +1,4 @@
-"""Reads one streamed answer as its bytes arrive and decides what became of it: completed, or broken in which way.
+"""Reads one streamed answer as its bytes arrive and says how it ended: completed, or failed and how.
 
 Knows events and JSON; knows no sockets and no clock: arrival times are told to it.
 """
@@ -13,7 +13,7 @@ from windlass.clients.sse import SSEDecoder
 
 _MAX_ERROR_BYTES = 64 * 1024
 _MAX_MESSAGE = 300
-# What servers say when they gave up on a request of their own accord.
+# The finish reasons of servers that gave a request up themselves.
 _ABORTED = frozenset({"abort", "aborted", "error", "cancelled"})
 _NO_STREAMS = frozenset({"application/json", "text/html"})
 _TEXTS = ("text", "content", "reasoning_content", "reasoning")
@@ -55,7 +55,7 @@ class AnswerReader:
         self._status = status
         self.request_id = headers.get("x-request-id")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        self._streams = status == 200 and kind not in _NO_STREAMS  # not every server names its streams rightly
+        self._streams = status == 200 and kind not in _NO_STREAMS  # some servers mislabel their streams
 
     def data(self, data: bytes, when: float) -> None:
         """Bytes of the body that arrived at `when`."""
@@ -93,7 +93,7 @@ class AnswerReader:
             self.end("connection", when, what)
 
     def end(self, outcome: str, when: float, message: str | None = None) -> None:
-        """It ended so; only the first end counts."""
+        """Note how it ended; only the first call counts."""
         if self.outcome is None:
             self.outcome, self.ended = outcome, when
             self.message = None if message is None else _shorten(message)
@@ -134,7 +134,7 @@ class AnswerReader:
             if not isinstance(text, str):
                 raise TypeError
             reason = choice.get("finish_reason")
-            # An answer of which nothing could be seen came with its end.
+            # Without a chunk that could be read, the first token counts as arriving at the end.
             if text or ids or part.get("tool_calls") or (reason is not None and not self.chunks):
                 self.chunks.append(when)
             if ids is not None:

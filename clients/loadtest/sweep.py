@@ -1,6 +1,6 @@
 """Finds the highest request rate that a server keeps up with inside the SLOs: doubling, then bisection, a run for each rate.
 
-Knows runs by their results only: how one is made is the caller's.
+Knows runs by their results only; the caller makes them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ async def find_highest_rate(
         if told is not None:
             told(judged, result)
         if not result.completed and not result.abandoned:
-            # Nothing was answered: a rate is no reason for that where a lower one was fine.
+            # Nothing was answered, though a lower rate was fine: the rate alone does not do that.
             ended = "failed" if set(result.errors) <= {"connection"} else ended
             if ended == "failed":
                 break

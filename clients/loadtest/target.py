@@ -26,7 +26,7 @@ _IGNORES_SCALINGS = frozenset({"vllm", "llamacpp"})  # they answer as if `rope_s
 _OF_THE_MOMENT = frozenset({"created", "permission"})
 _OWN_HEADERS = frozenset({"content-length", "transfer-encoding", "connection"})
 _CONTROL_SECONDS = 30.0
-_METRICS_SECONDS = 5.0  # a server that no longer answers must not hold the report back
+_METRICS_SECONDS = 5.0  # a server that no longer answers must not delay the report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Control:
         await self._http.aclose()
 
     async def discover(self, ready_seconds: float = 60.0) -> Server:
-        """The server and its model; waits while a Windlass still loads. Raises LoadTestError with what to change."""
+        """The server and its model; waits while a Windlass server loads. Raises LoadTestError with what to change."""
         end = time.monotonic() + ready_seconds
         while True:
             server = await self._model()
@@ -178,7 +178,7 @@ class Control:
                 pass
         if not entries:
             if wanted is not None:
-                return Server(model=wanted)  # a server that lists nothing may serve it all the same
+                return Server(model=wanted)  # a server without a list may still serve it
             raise LoadTestError(
                 f"{base} lists no models (HTTP {response.status_code} from /v1/models): is it an OpenAI-compatible "
                 f"server? If so, name the model with --model"

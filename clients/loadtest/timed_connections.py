@@ -1,8 +1,8 @@
 """Connections for the measured requests: HTTP/1.1 by h11 on asyncio protocols, kept alive and used again.
 
-Bytes go to the reader of an answer in the very callback that reads them from the socket, so arrival times are taken there
-and no task has to wake up per chunk; httpx spends nearly three times the processor time on a chunk
-(benchmarks/load_generator.py). Knows nothing of what the bytes mean.
+Times are taken when bytes arrive: the callback that reads the socket hands them to the answer's reader, and no task wakes
+up per chunk. httpx spends nearly three times the processor time on a chunk (benchmarks/load_generator.py). Knows nothing
+of what the bytes mean.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TimedConnection(asyncio.Protocol):
         when = time.monotonic()
         try:
             self._http.receive_data(b"")
-            self._take_events(when)  # a body without a length ends so
+            self._take_events(when)  # the end of a body without a length
         except h11.RemoteProtocolError:
             self._lost(when, "the connection was closed before the answer was complete")
         return False
@@ -137,9 +137,7 @@ class Pool:
         self._headers = list({**fields, **headers}.items())
         self._idle: list[TimedConnection] = []
         self._open: set[TimedConnection] = set()
-        self._kept: bool | None = (
-            None  # whether the server keeps connections after an answer; None until that has shown
-        )
+        self._kept: bool | None = None  # whether the server keeps connections after an answer; None: not known yet
 
     async def take(self) -> TimedConnection:
         """An idle connection, else a new one. Raises OSError where none can be made.
@@ -189,7 +187,7 @@ class Pool:
             self._idle.append(connection)
 
     def hung_up(self) -> None:
-        """The server closed a connection between two requests, without a word: from now on each has one of its own."""
+        """The server closed a connection between two requests: from now on each request gets a new one."""
         self._kept = False
 
     def closed(self, connection: TimedConnection) -> None:

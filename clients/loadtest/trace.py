@@ -39,7 +39,7 @@ class TraceEntry:
 
 
 def read_trace(path: Path) -> list[TraceEntry]:
-    """The requests of a trace, by time. Raises LoadTestError naming the file, and the line that is not as it should be."""
+    """The requests of a trace, by time. Raises LoadTestError naming the file and the line at fault."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
-"""What prompts are made of: token ids of ordinary tokens where the server lets us know them, else words of text.
+"""What prompts are made of: ids of ordinary tokens where the server tells them, else words.
 
-A prompt is put together as the bytes of its JSON, so that building one takes no time worth speaking of. Knows nothing of
+A prompt is put together as the bytes of its JSON, so that building one takes next to no time. Knows nothing of
 requests.
 """
 
@@ -67,7 +67,7 @@ class Vocabulary:
 
 
 async def find_vocabulary(control: Control, server: Server, *, chat: bool, text: bool, size: int | None) -> Vocabulary:
-    """The best vocabulary for this server. text: prompts have to be text although ids would do.
+    """The best vocabulary for this server. text: prompts must be text, even where ids would do.
 
     size: number of tokens of the vocabulary, as the person knows it. Where the server tokenizes, ids are those of
     ordinary words and syllables, so no special token is among them.
@@ -102,7 +102,7 @@ def _sample_text() -> str:
 
 
 async def _words(control: Control, server: Server, chat: bool) -> Vocabulary:
-    """Words that are one token each after a space, as far as the server lets us see."""
+    """Words that are one token each after a space, as far as the server tells."""
     first, *others = WORDS
     everything = Vocabulary(pieces=[word.encode() for word in others], ids=False, exact=False, first=first.encode())
     words: dict[str, Any] = {"model": server.model, "prompt": " ".join(WORDS), "add_special_tokens": False}
@@ -112,7 +112,7 @@ async def _words(control: Control, server: Server, chat: bool) -> Vocabulary:
     single = _single_tokens(answer) if answer is not None else []
     if len(single) < 8:
         return everything
-    # What stands around a prompt, found on one of known length: the first word may well be several tokens, or few.
+    # The tokens around a prompt, measured on one of known length: the first word may be several tokens.
     probe = 8
     text = " ".join([first, *single[:probe]])
     asked: dict[str, Any] = {"prompt": text}

@@ -1,7 +1,7 @@
 """What is asked: prompts of exact lengths, shared prefixes, documents, chats of several turns, mixed rotary scalings.
 
-Everything is drawn from the seed, each matter from a stream of its own, so that changing one leaves the others as they
-were. Knows nothing of time and of no connection.
+Everything is drawn from the seed, each kind of choice from a stream of its own, so that changing one leaves the others
+as they were. Knows nothing of time and of no connection.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ class _Chat(Conversation):
         label: str | None,
     ) -> None:
         self._workload, self._scaling, self._label = workload, scaling, label
-        # Turns come in whatever order answers do: this conversation draws from streams of its own.
+        # Turns come in the order of the answers, so each conversation draws from streams of its own.
         own = streams["tokens"].getrandbits(64)
         self._streams = {name: Random(f"{own}/{name}") for name in streams}
         self._turn = 1
@@ -348,7 +348,7 @@ class _Chat(Conversation):
             self._history += json.dumps(text).encode()[1:-1] + b" " + message
         self._tokens += answered + own
         if limit is not None and self._tokens + output > limit:
-            return False  # a conversation that has outgrown the server ends
+            return False  # the conversation no longer fits the server: it ends
         self.request = self._make(output)
         return True
 

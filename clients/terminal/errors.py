@@ -1,4 +1,4 @@
-"""The error of a command that a person can mend."""
+"""The error of a command for what a person can correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the files a command is to write can be written, asked before the work. Knows nothing of what goes into them."""
+"""Checks before the work whether a command can write its files. Knows nothing of what goes into them."""
 
 from __future__ import annotations
 

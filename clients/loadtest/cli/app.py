@@ -36,7 +36,7 @@ add_commands(app)
 
 @app.callback()
 def program(version: Annotated[bool, version_option(f"{_PROGRAM} {__version__}")] = False) -> None:
-    """What stands before a command."""
+    """The options before a command."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
