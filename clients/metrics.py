@@ -34,9 +34,8 @@ class Metrics:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read Prometheus' text format; raises ValueError for any other text."""
-        from prometheus_client.parser import (
-            text_string_to_metric_families,
-        )  # slow to import: only for those who ask
+        # Slow to import: only for those who ask.
+        from prometheus_client.parser import text_string_to_metric_families
 
         try:
             families = list(text_string_to_metric_families(text))
