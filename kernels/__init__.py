@@ -7,6 +7,7 @@ of requests or models.
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, Quantization, Recorder, Recording, Weight
 from windlass.kernels.binding import bind, reads_narrow_weights
+from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.packed import LAYOUT_VERSION, PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
@@ -15,11 +16,17 @@ __all__ = [
     "LAYOUT_VERSION",
     "AttentionCall",
     "Backend",
+    "Draw",
+    "DrawStatus",
+    "Drawer",
+    "Filters",
     "KVPages",
+    "LogitsChanges",
     "PackedRows",
     "PackedWeight",
     "PanelRows",
     "PanelWeight",
+    "Penalties",
     "Quantization",
     "Recorder",
     "Recording",

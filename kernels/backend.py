@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
@@ -221,6 +222,20 @@ class Backend(ABC):
         that some query sees are read. Raises ValueError where q and the call disagree, and, if deterministic, for a call
         that no deterministic form does.
         """
+
+    # Drawing
+
+    @abstractmethod
+    def row_maxima(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        """The first index of each row's largest value, and that value; a NaN counts as the largest. logits: [R, V] float32."""
+
+    @abstractmethod
+    def drawer(self, vocab_size: int) -> Drawer:
+        """What draws tokens from rows of so many logits."""
+
+    @abstractmethod
+    def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+        """What rows of logits [R, V] float32 say of a token each. rows, targets: [N] int64, on the host. k: 0 .. V."""
 
     # Recording and repeating
 

@@ -55,7 +55,7 @@ class EngineCore:
         plan = _plan(config, model)
         cache = _allocate(config, model, plan)
         tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, [g.base for g in self._groups], decoder.backend)
-        sampler = Sampler(spec.vocab_size, decoder.device)
+        sampler = Sampler(spec.vocab_size, decoder.backend)
         self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size)
         layouts = [
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))

@@ -22,8 +22,8 @@ from windlass.engine.execution.replay import DecodeReplay
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.sampling.accept import Extended, draw_tokens
 from windlass.engine.sampling.sampler import Sampler, token_logprobs
-from windlass.engine.sampling.verify import Extended, draw_tokens
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, StepResult
 
 # Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
@@ -163,7 +163,7 @@ class Runner:
         for begin in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
             part = targets[begin : begin + _PROMPT_LOGPROB_ROWS]
             logits = self.decoder.logits(hidden[begin : begin + len(part)])
-            found += token_logprobs(logits, torch.tensor(part, device=hidden.device), k)
+            found += token_logprobs(self.decoder.backend, logits, torch.tensor(part), k)
         return tuple(found)
 
 

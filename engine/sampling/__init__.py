@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, masks, draws, log-probabilities, acceptance of proposed tokens."""
+"""From logits to tokens: penalties, draws, log-probabilities, acceptance of proposed tokens."""

@@ -1,12 +1,11 @@
 """What one sequence's sampling parameters do to its row of logits, with the token counts kept from step to step.
 
-Responsible for masks, biases and penalties of a single sequence. Per step it looks only at the tokens that are new, so
-its Python work does not grow with the context. It draws nothing.
+Responsible for what is forbidden, biased and penalised in a single sequence. Per step it looks only at the tokens that are
+new, so its Python work does not grow with the context. It changes no logits and draws nothing: a backend does.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.scheduling.plan import SampleSlot
-from windlass.kernels.cpu import Draw
+from windlass.kernels import LogitsChanges, Penalties
 
 
 def changes_logits(sampling: SamplingParams) -> bool:
@@ -29,17 +28,19 @@ def penalises(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
-class LogitsProcessor:
-    """Masks, biases and penalties of one sequence, applied to its row in place."""
+def penalties_of(sampling: SamplingParams) -> Penalties:
+    return Penalties(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
 
-    def __init__(self, slot: SampleSlot, vocab_size: int, device: torch.device) -> None:
-        self.sampling = sampling = slot.sampling
+
+class LogitsProcessor:
+    """Forbidden ids, biases and penalties of one sequence."""
+
+    def __init__(self, slot: SampleSlot, device: torch.device) -> None:
+        self._sampling = sampling = slot.sampling
         self._device = device
-        self._vocab_size = vocab_size
         self._allowed = None if sampling.allowed_token_ids is None else self._ids(sampling.allowed_token_ids)
-        self._others: Tensor | None = None  # [V] bool, True where `_allowed` says nothing; made when first needed
-        self._allowed_now: Tensor | None = None  # kept for `describe`, as is the next
-        self._forbidden_now: tuple[tuple[int, ...], Tensor] = ((), self._ids(()))
+        self._nothing, self._no_numbers = self._ids(()), torch.zeros(0, device=device)
+        self._forbidden_now: tuple[tuple[int, ...], Tensor] = ((), self._nothing)
         bias = sampling.logit_bias or {}
         self._bias_ids = self._ids(tuple(bias))
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
@@ -47,52 +48,18 @@ class LogitsProcessor:
         self._bad_phrases = [list(word) for word in sampling.bad_words if len(word) > 1]
         self._counts = TokenCounts(device) if penalises(sampling) else None
 
-    def apply(self, row: Tensor, slot: SampleSlot, mask: Tensor | None) -> None:
-        """Change a row [V] float32 in place. mask: [V] bool, True where a token is allowed (a grammar), or None.
-
-        Order: masks, logit_bias, repetition, frequency and presence penalties. A masked token stays -inf throughout.
-        """
-        if self._allowed is not None:
-            if self._others is None:
-                self._others = torch.ones(self._vocab_size, dtype=torch.bool, device=self._device)
-                self._others[self._allowed] = False
-            row.masked_fill_(self._others, -math.inf)
-        if mask is not None:
-            row.masked_fill_(~mask.to(self._device), -math.inf)
-        forbidden = self._forbidden(slot)
-        if len(forbidden):
-            row.index_fill_(0, forbidden, -math.inf)
-        if len(self._bias_ids):
-            row.index_add_(0, self._bias_ids, self._bias)
+    def changes(self, slot: SampleSlot) -> LogitsChanges:
+        """What is to be done to the slot's row of logits now. The tensors are those of the next call too."""
+        counted, in_output = self._nothing, self._no_numbers
         if self._counts is not None:
             self._counts.update(slot.token_ids, slot.num_prompt_tokens)
-            self._penalise(row, self._counts)
-
-    def describe(self, draw: Draw, slot: SampleSlot, mask: Tensor | None) -> None:
-        """Tell a compiled draw what `apply` would do to its row. The memory it is given is kept until the next call."""
-        self._allowed_now = self._allowed
-        if mask is not None:
-            allowed = mask.nonzero().squeeze(1) if self._allowed is None else self._allowed[mask[self._allowed]]
-            self._allowed_now = allowed.contiguous()
-        if self._allowed_now is None:
-            draw.allowed, draw.num_allowed = None, 0
-        else:  # an empty tensor may have no address, which would allow all
-            draw.allowed, draw.num_allowed = self._allowed_now.data_ptr() or 8, len(self._allowed_now)
-        forbidden = self._forbidden(slot)
-        draw.forbidden, draw.num_forbidden = forbidden.data_ptr(), len(forbidden)
-        draw.biased, draw.bias, draw.num_biased = self._bias_ids.data_ptr(), self._bias.data_ptr(), len(self._bias_ids)
-        sampling = self.sampling
-        draw.repetition, draw.frequency = sampling.repetition_penalty, sampling.frequency_penalty
-        draw.presence = sampling.presence_penalty
-        if self._counts is not None:
-            self._counts.update(slot.token_ids, slot.num_prompt_tokens)
-            ids, in_output = self._counts.tensors()
-            draw.counted, draw.in_output, draw.num_counted = ids.data_ptr(), in_output.data_ptr(), len(ids)
+            counted, in_output = self._counts.tensors()
+        return LogitsChanges(self._allowed, self._forbidden(slot), self._bias_ids, self._bias, counted, in_output)
 
     def _forbidden(self, slot: SampleSlot) -> Tensor:
         """Ids masked now: single bad words, the last token of every word whose beginning stands at the end of the text
         (prompt included), and the ids that end it while it is too short."""
-        too_short = len(slot.token_ids) - slot.num_prompt_tokens < self.sampling.min_tokens
+        too_short = len(slot.token_ids) - slot.num_prompt_tokens < self._sampling.min_tokens
         ids = (*self._bad_tokens, *self._completions(slot.token_ids), *(slot.stop_ids if too_short else ()))
         if ids != self._forbidden_now[0]:
             self._forbidden_now = (ids, self._ids(ids))
@@ -105,20 +72,6 @@ class LogitsProcessor:
             if len(token_ids) >= len(begun) and list(token_ids[-len(begun) :]) == begun:
                 found.append(phrase[-1])
         return found
-
-    def _penalise(self, row: Tensor, counts: TokenCounts) -> None:
-        """Repetition over prompt and output (arXiv 1909.05858, as transformers and vLLM), then the two over output."""
-        ids, in_output = counts.tensors()
-        if not len(ids):
-            return
-        sampling = self.sampling
-        scores = row[ids]
-        if sampling.repetition_penalty != 1:
-            penalty = sampling.repetition_penalty
-            scores = torch.where(scores < 0, scores * penalty, scores / penalty)
-        scores -= sampling.frequency_penalty * in_output
-        scores -= sampling.presence_penalty * (in_output > 0)
-        row.index_copy_(0, ids, scores)
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self._device)

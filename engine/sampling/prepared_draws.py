@@ -1,25 +1,20 @@
-"""What the compiled draw is told of each live sequence, kept from step to step.
+"""What a backend's draws are told of each live sequence, kept from step to step.
 
-Responsible for turning sample slots into `kernels.cpu.Draw`: settings are written once per sequence, a step adds the row,
-the uniform number and what its processor has to say. It computes no logits and knows nothing of scheduling.
+Responsible for turning sample slots into `kernels.Draw`: settings are written once per sequence, a step adds the row, the
+uniform number and what its processor has to say. It computes no logits and knows nothing of scheduling.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from windlass.engine.sampling.draw import MIN_TEMPERATURE, uniform
-from windlass.engine.sampling.penalties import LogitsProcessor, changes_logits
+from windlass.engine.sampling.penalties import LogitsProcessor, changes_logits, penalties_of
+from windlass.engine.sampling.uniform import uniform
 from windlass.engine.scheduling.plan import SampleSlot
-from windlass.kernels import cpu
-from windlass.kernels.cpu.sampling import LOWEST, MAX_VOCAB
-
-_CPU = torch.device("cpu")
+from windlass.kernels import Backend, Draw, Filters
 
 
 @dataclass(slots=True)
@@ -27,28 +22,19 @@ class _Prepared:
     """call: the last call that used it, so that two slots of one sequence in one call do not share it."""
 
     slot: SampleSlot
-    draw: cpu.Draw
+    draw: Draw
     processor: LogitsProcessor | None
     call: int = -1
 
 
 class PreparedDraws:
-    """Draws for up to `vocab_size` logits a row; see `refusal`."""
+    """Draws from rows of `vocab_size` logits."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, backend: Backend) -> None:
+        self._vocab_size, self._device = vocab_size, backend.device
+        self._drawer = backend.drawer(vocab_size)
         self._kept: dict[int, _Prepared] = {}
-        self._memory: Tensor | None = None
         self._calls = 0
-
-    @staticmethod
-    def refusal(vocab_size: int, device: torch.device) -> str | None:
-        """Why compiled draws cannot serve these logits, or None when they can."""
-        if device.type != "cpu":
-            return f"logits are on {device}"
-        if vocab_size > MAX_VOCAB:
-            return f"a vocabulary of {vocab_size} has sums that float64 rounds"
-        return cpu.unavailable_reason()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -61,33 +47,24 @@ class PreparedDraws:
         """Drop what is kept for every other sequence."""
         self._kept = {seq_id: kept for seq_id, kept in self._kept.items() if seq_id in seq_ids}
 
-    def draw(
-        self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]], masks: Sequence[Tensor | None] | None
-    ) -> list[tuple[int, int]]:
-        """(token id, or -1; status as in `cpu.Draw`) of each slot; arguments as of `Sampler.sample`, logits float32."""
+    def draw(self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]]) -> list[tuple[int, int]]:
+        """(token id, or -1; `DrawStatus`) of each slot; arguments as of `Sampler.sample`, logits float32."""
         self._calls += 1
-        alive, draws = [], []  # a draw names memory of its processor
-        for i, (row, slot) in enumerate(slots):
+        draws = []
+        for row, slot in slots:
             kept = self._prepared(slot)
-            alive.append(kept)
             one = kept.draw
             one.row = row
             drawn = len(slot.token_ids) - slot.num_prompt_tokens
-            if one.temperature > 0:
+            if slot.sampling.temperature > 0:
                 one.uniform = uniform(slot.seed, slot.index, drawn)
-            mask = None if masks is None else masks[i]
-            if kept.processor is None and (mask is not None or drawn < slot.sampling.min_tokens):
-                kept.processor = LogitsProcessor(slot, self._vocab_size, _CPU)
+            if kept.processor is None and drawn < slot.sampling.min_tokens:
+                kept.processor = LogitsProcessor(slot, self._device)
             if kept.processor is not None:
-                kept.processor.describe(one, slot, mask)
+                one.change(kept.processor.changes(slot))
             draws.append(one)
-        cpu.draw_tokens(logits, draws, self._working_memory())
+        self._drawer.draw(logits, draws)
         return [(one.token, one.status) for one in draws]
-
-    def _working_memory(self) -> Tensor:
-        if self._memory is None:
-            self._memory = cpu.drawing_memory(self._vocab_size, torch.get_num_threads())
-        return self._memory
 
     def _prepared(self, slot: SampleSlot) -> _Prepared:
         kept = self._kept.get(slot.seq_id)
@@ -105,12 +82,6 @@ class PreparedDraws:
 
     def _prepare(self, slot: SampleSlot) -> _Prepared:
         s = slot.sampling
-        draw = cpu.Draw(
-            repetition=1.0,
-            temperature=max(s.temperature, MIN_TEMPERATURE) if s.temperature > 0 else 0.0,
-            floor=math.log(s.min_p) if s.min_p > 0 else LOWEST,
-            top_k=s.top_k if s.top_k < self._vocab_size else 0,
-            top_p=s.top_p,
-            typical_p=s.typical_p,
-        )
-        return _Prepared(slot, draw, LogitsProcessor(slot, self._vocab_size, _CPU) if changes_logits(s) else None)
+        filters = Filters(s.temperature, s.min_p, s.top_k if s.top_k < self._vocab_size else 0, s.top_p, s.typical_p)
+        draw = self._drawer.new(filters, penalties_of(s))
+        return _Prepared(slot, draw, LogitsProcessor(slot, self._device) if changes_logits(s) else None)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
-from windlass.kernels.cpu import attention, library, linear, ops, packed, panels, recording, rotary
+from windlass.kernels.cpu import attention, library, linear, ops, packed, panels, recording, rotary, sampling
 from windlass.kernels.cpu.arena import Arena
+from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
@@ -161,6 +162,22 @@ class CompiledBackend(Backend):
     def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         """Each query as the last token of a sequence of its own length: the bits that decoding gives."""
         return self._decode(q, pages, call.token_by_token())
+
+    def row_maxima(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        return self._torch.row_maxima(logits)
+
+    def drawer(self, vocab_size: int) -> Drawer:
+        # Sums of a larger vocabulary are more than float64 has exactly.
+        return (
+            sampling.CompiledDrawer(vocab_size, self._library)
+            if vocab_size <= sampling.MAX_VOCAB
+            else self._torch.drawer(vocab_size)
+        )
+
+    def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+        if logits.shape[1] > sampling.MAX_VOCAB:
+            return self._torch.token_logprobs(logits, rows, targets, k)
+        return sampling.token_logprobs(logits, rows, targets, k, library=self._library)
 
     @property
     def recording_refusal(self) -> str | None:

@@ -1,21 +1,23 @@
 """Draws tokens from rows of logits, and their log-probabilities, through the compiled kernels. Knows no requests.
 
-The arithmetic and the order of a draw are those of `windlass.engine.sampling`, to the bit.
+The arithmetic and the order of a draw are those of `windlass.kernels.torch.draw`, to the bit.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from windlass.kernels import draws
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import Library, load
+from windlass.kernels.draws import MIN_TEMPERATURE, Filters, LogitsChanges, Penalties, TopLogprobs
 
 LOWEST = torch.finfo(torch.float32).min
 MAX_VOCAB = 1 << 19  # weights are at most 1 and multiples of 2^-34: so many sum up exactly in float64
@@ -28,7 +30,7 @@ class Draw(ctypes.Structure):
     """One row to draw from: what is done to its logits, how it is narrowed, and what came of it.
 
     row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output): addresses of int64 ids (of
-    float32 numbers) and how many there are; whoever sets one keeps the memory. An allowed of None allows all.
+    float32 numbers) and how many there are; whoever sets one keeps the memory, as `change` does. An allowed of None allows all.
     temperature: 0 is greedy. floor: log(min_p), LOWEST for off. top_k: 0 is off. top_p, typical_p: 1 is off. uniform: [0, 1).
     token: the drawn id where status is OK, else -1.
     """
@@ -58,7 +60,24 @@ class Draw(ctypes.Structure):
         ("token", _LONG),
     )
 
-    OK, BAD_LOGITS, NOTHING_LEFT, NO_SUCH_ID = range(4)
+    if TYPE_CHECKING:
+        row: int
+        uniform: float
+        temperature: float
+        token: int
+        status: int
+
+    def change(self, changes: LogitsChanges) -> None:
+        """See `draws.Draw`."""
+        self._changes = changes  # whose memory is named below
+        allowed, forbidden, biased, counted = changes.allowed, changes.forbidden, changes.biased, changes.counted
+        if allowed is None:
+            self.allowed, self.num_allowed = None, 0
+        else:  # an empty tensor may have no address, which would allow all
+            self.allowed, self.num_allowed = allowed.data_ptr() or 8, len(allowed)
+        self.forbidden, self.num_forbidden = forbidden.data_ptr(), len(forbidden)
+        self.biased, self.bias, self.num_biased = biased.data_ptr(), changes.bias.data_ptr(), len(biased)
+        self.counted, self.in_output, self.num_counted = counted.data_ptr(), changes.in_output.data_ptr(), len(counted)
 
 
 def drawing_memory(vocab: int, threads: int) -> Tensor:
@@ -104,17 +123,29 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], memory: Tensor, *, librar
         raise IndexError("draw_tokens: a row lies outside the logits")
 
 
-class TopLogprobs(NamedTuple):
-    """Natural logarithms of probabilities of N tokens, and of the k most likely ones of their rows.
+class CompiledDrawer(draws.Drawer):
+    """Draws for rows of `vocab` logits, at most MAX_VOCAB."""
 
-    chosen: [N] float32. ranks: [N] int64, 1 for the most likely, 0 where the row holds NaN or infinity and the rest means
-    nothing. top_ids: [N, k] int64 and top: [N, k] float32, best first, those of equal logits by id.
-    """
+    def __init__(self, vocab: int, library: Library) -> None:
+        self._vocab, self._library = vocab, library
+        self._memory: Tensor | None = None
 
-    chosen: NDArray[np.float32]
-    ranks: NDArray[np.int64]
-    top_ids: NDArray[np.int64]
-    top: NDArray[np.float32]
+    def new(self, filters: Filters, penalties: Penalties) -> Draw:
+        return Draw(
+            repetition=penalties.repetition,
+            frequency=penalties.frequency,
+            presence=penalties.presence,
+            temperature=max(filters.temperature, MIN_TEMPERATURE) if filters.temperature > 0 else 0.0,
+            floor=math.log(filters.min_p) if filters.min_p > 0 else LOWEST,
+            top_k=filters.top_k if filters.top_k < self._vocab else 0,
+            top_p=filters.top_p,
+            typical_p=filters.typical_p,
+        )
+
+    def draw(self, logits: Tensor, draws: Sequence[draws.Draw]) -> None:
+        if self._memory is None:
+            self._memory = drawing_memory(self._vocab, torch.get_num_threads())
+        draw_tokens(logits, cast(Sequence[Draw], draws), self._memory, library=self._library)
 
 
 def token_logprobs(

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
+from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
-from windlass.kernels.torch import batched, linear, quantized, reference, rowwise
+from windlass.kernels.torch import batched, draw, linear, logprobs, quantized, reference, rowwise
+from windlass.kernels.torch.drawer import TorchDrawer
 
 
 class TorchBackend(Backend):
@@ -96,6 +98,15 @@ class TorchBackend(Backend):
         if batched.attention_refusal(call):
             return reference.paged_attention(q, pages, call)
         return batched.paged_attention(q, pages, call)
+
+    def row_maxima(self, logits: Tensor) -> tuple[list[int], list[float]]:
+        return draw.row_maxima(logits)
+
+    def drawer(self, vocab_size: int) -> Drawer:
+        return TorchDrawer()
+
+    def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+        return logprobs.token_logprobs(logits, rows, targets, k)
 
     @property
     def recording_refusal(self) -> str | None:

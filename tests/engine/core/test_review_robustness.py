@@ -17,7 +17,8 @@ from windlass import kernels
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
-from windlass.engine.sampling.draw import Filters, draw
+from windlass.kernels import Filters
+from windlass.kernels.torch.draw import draw
 
 
 @pytest.fixture

@@ -10,16 +10,20 @@ import pytest
 import torch
 
 from windlass.engine.api.request import SamplingParams
-from windlass.engine.sampling.prepared_draws import PreparedDraws
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.plan import SampleSlot
-from windlass.kernels import cpu
-from windlass.kernels.cpu.sampling import MAX_VOCAB
+from windlass.kernels import bind, cpu
+from windlass.kernels.backend import BackendOptions
+from windlass.kernels.cpu.sampling import MAX_VOCAB, CompiledDrawer
+from windlass.kernels.torch.backend import TorchBackend
+from windlass.kernels.torch.drawer import TorchDrawer
 
 
-def test_refusals_say_why() -> None:
-    assert "meta" in str(PreparedDraws.refusal(100, torch.device("meta")))
-    assert "vocabulary" in str(PreparedDraws.refusal(MAX_VOCAB + 1, torch.device("cpu")))
+@pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="nothing is drawn by compiled kernels")
+def test_what_the_compiled_draw_does_not_take_goes_to_torch() -> None:
+    assert isinstance(bind("cpu").drawer(MAX_VOCAB), CompiledDrawer)
+    assert isinstance(bind("cpu").drawer(MAX_VOCAB + 1), TorchDrawer)
+    assert isinstance(bind("meta").drawer(100), TorchDrawer)
 
 
 @pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="it compares with compiled draws")
@@ -39,7 +43,8 @@ def test_mixed_batches_draw_the_same_with_and_without_the_compiled_draw() -> Non
         {"temperature": 1.7},
     ]
     vocab, stops = 417, tuple(range(0, 400, 2))
-    fast, plain = Sampler(vocab, "cpu"), Sampler(vocab, "cpu", compiled=False)
+    compiled, plain_torch = bind("cpu"), TorchBackend(BackendOptions(torch.device("cpu")))
+    fast, plain = Sampler(vocab, compiled), Sampler(vocab, plain_torch)
     slots = [
         SampleSlot(
             i,
@@ -58,15 +63,9 @@ def test_mixed_batches_draw_the_same_with_and_without_the_compiled_draw() -> Non
         if step % 5 == 0:
             logits[0, 3] = math.nan
         rows = [int(r) for r in rng.permutation(len(chosen))]
-        masks = [
-            torch.from_numpy(rng.random(vocab) < 0.9)
-            if rng.random() < 0.3 and not one.sampling.allowed_token_ids
-            else None
-            for one in chosen
-        ]
         pairs = list(zip(rows, chosen, strict=True))
-        got = fast.sample(logits, pairs, masks)
-        want = plain.sample(logits, pairs, masks)
+        got = fast.sample(logits, pairs)
+        want = plain.sample(logits, pairs)
         assert [(d.token_id, str(d.error)) for d in got] == [(d.token_id, str(d.error)) for d in want]
         for d, other in zip(got, want, strict=True):
             assert (d.logprobs is None) == (other.logprobs is None)
@@ -74,8 +73,8 @@ def test_mixed_batches_draw_the_same_with_and_without_the_compiled_draw() -> Non
                 assert [token for token, _ in d.logprobs.top] == [token for token, _ in other.logprobs.top]
                 assert d.logprobs.rank == other.logprobs.rank
                 assert d.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-5)
-        for (row, one), mask, d in zip(pairs, masks, got, strict=True):
-            assert Sampler(vocab, "cpu").sample(logits[row : row + 1], [(0, one)], [mask])[0].token_id == d.token_id
+        for (row, one), d in zip(pairs, got, strict=True):
+            assert Sampler(vocab, compiled).sample(logits[row : row + 1], [(0, one)])[0].token_id == d.token_id
             if d.error is None:
                 one.token_ids.append(d.token_id)
         if step == 15:

@@ -12,12 +12,14 @@ from transformers.generation import logits_process as hf
 
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.errors import EngineError
-from windlass.engine.sampling.draw import Filters, candidates, uniform
-from windlass.engine.sampling.penalties import LogitsProcessor
-from windlass.engine.sampling.prepared_draws import PreparedDraws
+from windlass.engine.sampling.penalties import LogitsProcessor, penalties_of
 from windlass.engine.sampling.sampler import Drawn, Sampler, token_logprobs
+from windlass.engine.sampling.uniform import uniform
 from windlass.engine.scheduling.plan import SampleSlot
-from windlass.kernels import cpu
+from windlass.kernels import Backend, Filters, bind, cpu
+from windlass.kernels.torch.backend import TorchBackend
+from windlass.kernels.torch.draw import candidates
+from windlass.kernels.torch.drawer import TorchDraw
 
 VOCAB = 97
 
@@ -26,10 +28,15 @@ VOCAB = 97
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test of this file holds for compiled draws and for plain torch."""
     if request.param == "plain":
-        monkeypatch.setattr(PreparedDraws, "refusal", staticmethod(lambda vocab_size, device: "for this test"))
+        monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "for this test"))
+        assert isinstance(the_backend(), TorchBackend)
     elif cpu.unavailable_reason() is not None:
         pytest.skip(str(cpu.unavailable_reason()))
     return str(request.param)
+
+
+def the_backend() -> Backend:
+    return bind("cpu")
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -49,8 +56,8 @@ def slot(
     return SampleSlot(seq_id, index, SamplingParams(**sampling), seed, prompt, token_ids, stop_ids)
 
 
-def sample_one(logits: torch.Tensor, one: SampleSlot, mask: torch.Tensor | None = None) -> Drawn:
-    return Sampler(logits.shape[-1], "cpu").sample(logits.view(1, -1), [(0, one)], [mask])[0]
+def sample_one(logits: torch.Tensor, one: SampleSlot) -> Drawn:
+    return Sampler(logits.shape[-1], the_backend()).sample(logits.view(1, -1), [(0, one)])[0]
 
 
 def kept_ids(logits: torch.Tensor, filters: Filters) -> list[set[int]]:
@@ -67,7 +74,7 @@ def kept_by_transformers(logits: torch.Tensor, warper: Any) -> list[set[int]]:
 
 def frequencies(logits: torch.Tensor, draws: int, **sampling: Any) -> np.ndarray:
     """How often each token is drawn from one row, over as many seeds, in one call."""
-    sampler = Sampler(len(logits), "cpu")
+    sampler = Sampler(len(logits), the_backend())
     params = SamplingParams(**sampling)
     slots = [(0, SampleSlot(0, 0, params, seed, 3, [1, 2, 3])) for seed in range(draws)]
     tokens = [drawn.token_id for drawn in sampler.sample(logits.view(1, -1), slots)]
@@ -225,8 +232,8 @@ def test_a_draw_depends_on_seed_sample_and_position_only() -> None:
         (row, slot(seq_id=i, seed=i * 7, index=i % 3, token_ids=[1, 2, 3, *range(i)], **variety[i % 5]))
         for i, row in enumerate([0, 1, 2, 3, 4, 5, 0, 2])
     ]
-    together = Sampler(500, "cpu").sample(logits, slots)
-    backwards = Sampler(500, "cpu").sample(logits, slots[::-1])[::-1]
+    together = Sampler(500, the_backend()).sample(logits, slots)
+    backwards = Sampler(500, the_backend()).sample(logits, slots[::-1])[::-1]
     alone = [sample_one(logits[row], one) for row, one in slots]
     assert [d.token_id for d in together] == [d.token_id for d in alone] == [d.token_id for d in backwards]
     # A different sample index, seed or position draws elsewhere (equal tokens in a few of 40 are chance).
@@ -246,7 +253,7 @@ def test_greedy_is_argmax_and_leaves_the_logits_alone() -> None:
     logits = random_logits(9)
     before = logits.clone()
     slots = [(row, slot(seq_id=row, temperature=t, top_k=5)) for row, t in enumerate([0.0] * 8 + [1.0])]
-    drawn = Sampler(VOCAB, "cpu").sample(logits, slots)
+    drawn = Sampler(VOCAB, the_backend()).sample(logits, slots)
     assert [d.token_id for d in drawn[:8]] == logits[:8].argmax(-1).tolist()
     assert torch.equal(logits, before)
 
@@ -254,17 +261,19 @@ def test_greedy_is_argmax_and_leaves_the_logits_alone() -> None:
 def test_slots_of_one_sequence_in_one_call_keep_apart() -> None:
     logits = random_logits(1, seed=21)
     slots = [(0, slot(seq_id=4, seed=s, logit_bias={s: 50.0}, token_ids=[1, 2, s])) for s in range(30)]
-    drawn = Sampler(VOCAB, "cpu").sample(logits, slots)
+    drawn = Sampler(VOCAB, the_backend()).sample(logits, slots)
     assert [d.token_id for d in drawn] == list(range(30))
 
 
-# --- masks, biases, penalties ---------------------------------------------------------------------------------------
+# --- allowed ids, biases, penalties ---------------------------------------------------------------------------------------
 
 
 def processed(logits: torch.Tensor, one: SampleSlot) -> np.ndarray:
     """The logits a slot ends up with."""
     row = logits.clone()
-    LogitsProcessor(one, len(logits), torch.device("cpu")).apply(row, one, None)
+    drawn = TorchDraw(Filters(), penalties_of(one.sampling))
+    drawn.change(LogitsProcessor(one, torch.device("cpu")).changes(one))
+    drawn.apply(row)
     return row.numpy()
 
 
@@ -289,7 +298,7 @@ def test_repetition_penalty_is_transformers() -> None:
 
 def test_counts_kept_between_steps_equal_counts_from_scratch() -> None:
     generator = np.random.default_rng(0)
-    sampler, tokens = Sampler(VOCAB, "cpu"), [int(t) for t in generator.integers(0, VOCAB, 10)]
+    sampler, tokens = Sampler(VOCAB, the_backend()), [int(t) for t in generator.integers(0, VOCAB, 10)]
     params = {"repetition_penalty": 1.2, "frequency_penalty": 0.7, "presence_penalty": 0.2, "temperature": 0.0}
     one = slot(seq_id=1, token_ids=tokens, prompt=10, **params)
     for step in range(60):
@@ -306,7 +315,7 @@ def test_counts_kept_between_steps_equal_counts_from_scratch() -> None:
 
 
 def test_keep_only_drops_every_other_sequence() -> None:
-    sampler = Sampler(VOCAB, "cpu")
+    sampler = Sampler(VOCAB, the_backend())
     slots = [(0, slot(seq_id=i, repetition_penalty=1.2)) for i in range(4)]
     sampler.sample(random_logits(1), slots)
     assert sampler.num_tracked == 4
@@ -325,7 +334,7 @@ def test_a_step_looks_only_at_new_tokens() -> None:
             return super().__getitem__(key)
 
     tokens = Counting([i % VOCAB for i in range(5000)])
-    sampler = Sampler(VOCAB, "cpu")
+    sampler = Sampler(VOCAB, the_backend())
     one = slot(token_ids=tokens, prompt=4000, repetition_penalty=1.1, bad_words=((1, 2, 3),), temperature=0.0)
     sampler.sample(random_logits(1), [(0, one)])
     Counting.reads = 0
@@ -344,15 +353,13 @@ def test_logit_bias_is_added_and_can_decide() -> None:
     assert sample_one(logits, slot(logit_bias={12: 100.0})).token_id == 12
 
 
-def test_allowed_tokens_and_masks_intersect() -> None:
+def test_only_allowed_tokens_are_drawn() -> None:
     logits = random_logits(1, seed=11)[0]
-    mask = torch.zeros(VOCAB, dtype=torch.bool)
-    mask[[2, 3, 5]] = True
-    for seed in range(20):
-        drawn = sample_one(logits, slot(seed=seed, allowed_token_ids=(1, 2, 3), temperature=5.0), mask).token_id
-        assert drawn in (2, 3)
-    best = max((2, 3), key=lambda token: float(logits[token]))
-    assert sample_one(logits, slot(allowed_token_ids=(1, 2, 3), temperature=0.0), mask).token_id == best
+    for seed in range(40):
+        drawn = sample_one(logits, slot(seed=seed, allowed_token_ids=(1, 2, 3), temperature=5.0)).token_id
+        assert drawn in (1, 2, 3)
+    best = 1 + int(logits[1:4].argmax())
+    assert sample_one(logits, slot(allowed_token_ids=(1, 2, 3), temperature=0.0)).token_id == best
 
 
 def test_bias_and_penalties_cannot_bring_a_masked_token_back() -> None:
@@ -391,8 +398,8 @@ def test_a_broken_row_fails_alone(bad: float, temperature: float) -> None:
     logits = random_logits(3)
     logits[1, 8] = bad
     slots = [(row, slot(seq_id=row, temperature=temperature, logprobs=2)) for row in range(3)]
-    healthy = Sampler(VOCAB, "cpu").sample(random_logits(3), slots)
-    drawn = Sampler(VOCAB, "cpu").sample(logits, slots)
+    healthy = Sampler(VOCAB, the_backend()).sample(random_logits(3), slots)
+    drawn = Sampler(VOCAB, the_backend()).sample(logits, slots)
     assert isinstance(drawn[1].error, EngineError)
     assert "NaN" in str(drawn[1].error)
     assert [drawn[0], drawn[2]] == [healthy[0], healthy[2]]
@@ -412,7 +419,7 @@ def test_nothing_left_to_draw_says_why(temperature: float) -> None:
 
 def test_a_mask_of_the_wrong_width_is_a_programming_error() -> None:
     with pytest.raises(ValueError, match="columns"):
-        Sampler(VOCAB + 1, "cpu").sample(random_logits(1), [(0, slot())])
+        Sampler(VOCAB + 1, the_backend()).sample(random_logits(1), [(0, slot())])
 
 
 # --- log-probabilities ----------------------------------------------------------------------------------------------
@@ -437,31 +444,30 @@ def test_logprobs_come_from_the_raw_logits() -> None:
 def test_each_slot_gets_the_number_of_alternatives_it_asked_for() -> None:
     wanted = [None, 0, 3, 1, VOCAB]
     slots = [(0, slot(seq_id=i, logprobs=k, temperature=0.0)) for i, k in enumerate(wanted)]
-    drawn = Sampler(VOCAB, "cpu").sample(random_logits(1), slots)
+    drawn = Sampler(VOCAB, the_backend()).sample(random_logits(1), slots)
     assert [None if d.logprobs is None else len(d.logprobs.top) for d in drawn] == wanted
 
 
-def test_token_logprobs_over_many_rows_equals_row_by_row(backend: str) -> None:
-    compiled = backend == "compiled"
+def test_token_logprobs_over_many_rows_equals_row_by_row() -> None:
     logits = random_logits(150, seed=13)
     targets = torch.arange(150) % VOCAB
     raw = torch.log_softmax(logits.double(), -1)
-    found = token_logprobs(logits, targets, 3, compiled=compiled)
+    found = token_logprobs(the_backend(), logits, targets, 3)
     assert len(found) == 150
     for row, entry in enumerate(found):
         assert entry.token_id == int(targets[row])
         assert entry.logprob == pytest.approx(float(raw[row, targets[row]]), abs=1e-5)
         assert entry.rank == 1 + int((raw[row] > raw[row, targets[row]]).sum())
         assert [token for token, _ in entry.top] == raw[row].topk(3).indices.tolist()
-    assert token_logprobs(logits[:0], targets[:0], 3, compiled=compiled) == []
+    assert token_logprobs(the_backend(), logits[:0], targets[:0], 3) == []
     rows = torch.arange(149, -1, -1)
-    assert token_logprobs(logits.flip(0), targets, 3, rows, compiled=compiled) == found
+    assert token_logprobs(the_backend(), logits.flip(0), targets, 3, rows) == found
     logits[149, 0] = math.nan
     with pytest.raises(EngineError, match="NaN"):
-        token_logprobs(logits, targets, 0, compiled=compiled)
+        token_logprobs(the_backend(), logits, targets, 0)
 
 
-def test_equal_alternatives_are_listed_by_id(backend: str) -> None:
+def test_equal_alternatives_are_listed_by_id() -> None:
     logits = torch.zeros(1, VOCAB)
-    (entry,) = token_logprobs(logits, torch.tensor([0]), VOCAB, compiled=backend == "compiled")
+    (entry,) = token_logprobs(the_backend(), logits, torch.tensor([0]), VOCAB)
     assert [token for token, _ in entry.top] == list(range(VOCAB))

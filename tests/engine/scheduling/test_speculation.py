@@ -21,10 +21,11 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
 from windlass.engine.evaluation.bench import run_engine_benchmark
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.sampling.accept import Extended, draw_tokens
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.verify import Extended, draw_tokens
 from windlass.engine.scheduling.plan import SampleSlot, ScheduledSequence
 from windlass.engine.scheduling.speculation import Pace
+from windlass.kernels import bind
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 Results = dict[tuple[str, int], Finished]
@@ -431,7 +432,7 @@ def rows(*best: int) -> torch.Tensor:
 def test_proposed_tokens_stand_up_to_the_first_that_differs(
     draft: tuple[int, ...], best: tuple[int, ...], stands: tuple[int, ...], sampling: dict[str, Any]
 ) -> None:
-    (result,) = draw_tokens(Sampler(10, "cpu"), rows(*best), [(0, scheduled(draft, **sampling))])
+    (result,) = draw_tokens(Sampler(10, bind("cpu")), rows(*best), [(0, scheduled(draft, **sampling))])
     assert result.token_ids == stands
     if "logprobs" in sampling:
         assert result.logprobs is not None
@@ -443,7 +444,7 @@ def test_proposed_tokens_stand_up_to_the_first_that_differs(
 
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}], ids=str)
 def test_bad_logits_after_tokens_that_stand_wait_for_their_turn(sampling: dict[str, Any]) -> None:
-    sampler, logits = Sampler(10, "cpu"), rows(4, 5, 6, 7)
+    sampler, logits = Sampler(10, bind("cpu")), rows(4, 5, 6, 7)
     logits[2] = torch.nan
     (result,) = draw_tokens(sampler, logits, [(0, scheduled((4, 5, 6), **sampling))])
     assert result.error is None and result.token_ids == (4, 5)
@@ -457,7 +458,7 @@ def test_penalties_count_tokens_of_a_proposal_only_once_they_stand() -> None:
     item = scheduled((4, 4, 4), presence_penalty=2.0)
     logits = rows(4, 4, 4, 4)
     logits[:, 8] = 4.0
-    (result,) = draw_tokens(Sampler(10, "cpu"), logits, [(0, item)])
+    (result,) = draw_tokens(Sampler(10, bind("cpu")), logits, [(0, item)])
     assert result.token_ids == (4, 8)
 
 

@@ -1,4 +1,4 @@
-"""Compiled draws against the reference in engine/sampling/draw.py, token for token, on rows that leave no room for luck."""
+"""Compiled draws against the reference in kernels/torch/draw.py, token for token, on rows that leave no room for luck."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 
-from windlass.engine.sampling.draw import Filters, candidates, draw, weigh
-from windlass.kernels import cpu
+from windlass.kernels import DrawStatus, Filters, cpu
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.sampling import LOWEST
+from windlass.kernels.torch.draw import candidates, draw, weigh
 
 SIZES = (1, 2, 15, 16, 17, 127, 128, 129, 500, 2309)
 FILTERS = (
@@ -75,7 +75,7 @@ def rows_of(kind: str, vocab: int) -> torch.Tensor:
 
 def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.Draw]) -> list[int]:
     cpu.draw_tokens(logits, draws, cpu.drawing_memory(logits.shape[1], 2), library=form)
-    assert [d.status for d in draws] == [cpu.Draw.OK] * len(draws)
+    assert [d.status for d in draws] == [DrawStatus.OK] * len(draws)
     return [d.token for d in draws]
 
 
@@ -172,8 +172,8 @@ def test_rows_fail_alone(form: Library) -> None:
     outside, also = changed(row=4, temperature=1.0, biased=ids(300), bias=torch.ones(1))
     draws += [nothing, outside]
     cpu.draw_tokens(logits, draws, cpu.drawing_memory(300, 1), library=form)
-    bad = cpu.Draw.BAD_LOGITS
-    statuses = [0, bad, bad, bad, 0, cpu.Draw.NOTHING_LEFT, cpu.Draw.NO_SUCH_ID]
+    bad = DrawStatus.BAD_LOGITS
+    statuses = [0, bad, bad, bad, 0, DrawStatus.NOTHING_LEFT, DrawStatus.NO_SUCH_ID]
     assert [d.status for d in draws] == statuses
     assert [d.token == -1 for d in draws] == [status != 0 for status in statuses]
     assert kept and also

@@ -1,6 +1,6 @@
-"""Draws the tokens of a step, and takes of proposed tokens those that would have been drawn anyway.
+"""Draws the tokens of a step, and accepts of proposed tokens those that would have been drawn anyway.
 
-A proposed token stands if the draw at the row before it, made exactly as it would have been made without a proposal
+A proposed token is accepted if the draw at the row before it, made exactly as it would have been made without a proposal
 (the same logits, penalties, filters, seed and position), comes to that very token. So the answer is the one without
 speculation at any temperature, and for a proposal that is certain of itself no rule accepts more: the chance is the
 token's own probability, as in rejection sampling (arXiv 2211.17192).
@@ -46,7 +46,7 @@ class Extended(Sequence[int]):
 
 
 def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[tuple[int, ScheduledSequence]]) -> list[StepResult]:
-    """What each sequence has drawn: a token per sample, or the proposed ones that stand and the model's own after them.
+    """What each sequence has drawn: a token per sample, or the proposed ones that are accepted and the model's own after them.
 
     logits: [R, V]. wanted: (row after the last known token, sequence); the rows after proposed tokens follow it.
     """
@@ -65,17 +65,17 @@ def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[tuple[int, Sc
             slow.append((row, item, found))
         else:
             found += [next(drawn) for _ in item.draft]
-            results.append(_result(item.seq_id, _standing(item, found)))
+            results.append(_result(item.seq_id, _accepted(item, found)))
     while going := [entry for entry in slow if _goes_on(*entry[1:])]:
         rows = torch.tensor([row + len(found) for row, _, found in going], device=logits.device)
         slots = [(at, _slot_after(item, len(found))) for at, (_, item, found) in enumerate(going)]
         for (_, _, found), one in zip(going, sampler.sample(logits[rows], slots), strict=True):
             found.append(one)
-    return results + [_result(item.seq_id, _standing(item, found)) for _, item, found in slow]
+    return results + [_result(item.seq_id, _accepted(item, found)) for _, item, found in slow]
 
 
 def _one_by_one(item: ScheduledSequence) -> bool:
-    """Whether the sampler counts the tokens before each row, so that a row may be drawn only once those stand."""
+    """Whether the sampler counts the tokens before each row, so that a row may be drawn only once those are accepted."""
     return bool(item.draft) and penalises(item.samples[0].sampling)
 
 
@@ -92,12 +92,12 @@ def _goes_on(item: ScheduledSequence, found: Sequence[Drawn]) -> bool:
     )
 
 
-def _standing(item: ScheduledSequence, found: Sequence[Drawn]) -> list[Drawn]:
+def _accepted(item: ScheduledSequence, found: Sequence[Drawn]) -> list[Drawn]:
     """The draws that count: each one up to the first that differs from what was proposed there, that one included."""
     count = 1
     while count < len(found) and _goes_on(item, found[:count]):
         count += 1
-    # What fails after tokens that stand fails again in the next step, when those are out.
+    # What fails after accepted tokens fails again in the next step, when those are out.
     return list(found[: count - 1 if count > 1 and found[count - 1].error is not None else count])
 
 

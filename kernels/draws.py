@@ -1,0 +1,112 @@
+"""What drawing tokens from logits is told, and what it answers, on any backend.
+
+Responsible for the values only; the order of a draw is: what is allowed and forbidden, biases, penalties, temperature, the
+filters, and the first token in the order of their ids at which the kept weight exceeds the uniform number's share.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+# Below the smallest normal float32 a temperature would become 0; it means greedy long before that.
+MIN_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """How one row is narrowed before the draw; the defaults keep everything. A temperature of 0 takes the largest logit."""
+
+    temperature: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+
+    @property
+    def keep_all(self) -> bool:
+        return self.min_p <= 0 and self.top_k <= 0 and self.top_p >= 1 and self.typical_p >= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """On tokens that were there before: repetition divides (arXiv 1909.05858), the others are taken off, as often as the
+    output holds the token or once."""
+
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsChanges:
+    """What is done to a row's logits, by lists of distinct ids, int64, on the device of the logits.
+
+    allowed: the only ids that stay, None for all. A bias is added to each of `biased`; `counted` are the tokens that
+    penalties meet, and in_output how often the output holds each. A forbidden token stays at -inf throughout.
+    """
+
+    allowed: Tensor | None
+    forbidden: Tensor
+    biased: Tensor
+    bias: Tensor  # float32
+    counted: Tensor
+    in_output: Tensor  # float32
+
+
+class DrawStatus(IntEnum):
+    OK = 0
+    BAD_LOGITS = 1  # NaN or infinity
+    NOTHING_LEFT = 2
+    NO_SUCH_ID = 3
+
+
+class Draw(Protocol):
+    """A draw from one row, kept from step to step. Settable: row of the logits; uniform, in [0, 1).
+
+    token: the drawn id where the status is OK, else -1.
+    """
+
+    row: int
+    uniform: float
+    token: int
+    status: int
+
+    def change(self, changes: LogitsChanges) -> None:
+        """What to do to the row's logits, from now on; the tensors may be written to until the draw is made."""
+
+
+class Drawer(ABC):
+    """Draws from rows of logits of one width."""
+
+    @abstractmethod
+    def new(self, filters: Filters, penalties: Penalties) -> Draw:
+        """A draw with these settings from row 0, without changes."""
+
+    @abstractmethod
+    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> None:
+        """Fill token and status of each draw, which this drawer has made.
+
+        logits: [R, V] float32, left unchanged. A row with NaN or infinity fails alone. What a draw yields depends on its
+        row and settings, never on the rows beside it, and is the same on every backend.
+        """
+
+
+class TopLogprobs(NamedTuple):
+    """Natural logarithms of probabilities of N tokens, and of the k most likely ones of their rows.
+
+    chosen: [N] float32. ranks: [N] int64, 1 for the most likely, 0 where the row holds NaN or infinity and the rest means
+    nothing. top_ids: [N, k] int64 and top: [N, k] float32, best first, those of equal logits by id.
+    """
+
+    chosen: NDArray[np.float32]
+    ranks: NDArray[np.int64]
+    top_ids: NDArray[np.int64]
+    top: NDArray[np.float32]

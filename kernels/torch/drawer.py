@@ -1,0 +1,105 @@
+"""Changes of logits and draws from them in plain torch; the arithmetic of a draw is that of `draw`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
+from windlass.kernels.torch.draw import draw, row_maxima
+
+
+class TorchDraw:
+    """See `Draw`."""
+
+    def __init__(self, filters: Filters, penalties: Penalties) -> None:
+        self.filters, self._penalties = filters, penalties
+        self.row, self.uniform = 0, 0.0
+        self.token, self.status = -1, int(DrawStatus.NOTHING_LEFT)
+        self._changes: LogitsChanges | None = None
+        self._others: Tensor | None = None  # [V] bool, True where the changes do not allow; made when first needed
+
+    def change(self, changes: LogitsChanges) -> None:
+        if self._changes is None or changes.allowed is not self._changes.allowed:
+            self._others = None
+        self._changes = changes
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the token is that of the row's largest logit, unchanged."""
+        return self.filters.temperature <= 0 and self._changes is None
+
+    def settle(self, token: int, status: DrawStatus = DrawStatus.OK) -> None:
+        self.token, self.status = token, int(status)
+
+    def apply(self, row: Tensor) -> None:
+        """Change a row [V] float32 in place: ids, bias, repetition, frequency and presence penalties."""
+        changes = self._changes
+        if changes is None:
+            return
+        if changes.allowed is not None:
+            if self._others is None:
+                self._others = torch.ones(len(row), dtype=torch.bool, device=row.device)
+                self._others[changes.allowed] = False
+            row.masked_fill_(self._others, -math.inf)
+        if len(changes.forbidden):
+            row.index_fill_(0, changes.forbidden, -math.inf)
+        if len(changes.biased):
+            row.index_add_(0, changes.biased, changes.bias)
+        if len(changes.counted):
+            self._penalise(row, changes.counted, changes.in_output)
+
+    def _penalise(self, row: Tensor, ids: Tensor, in_output: Tensor) -> None:
+        penalties, scores = self._penalties, row[ids]
+        if penalties.repetition != 1:
+            scores = torch.where(scores < 0, scores * penalties.repetition, scores / penalties.repetition)
+        scores -= penalties.frequency * in_output
+        scores -= penalties.presence * (in_output > 0)
+        row.index_copy_(0, ids, scores)
+
+
+class TorchDrawer(Drawer):
+    """See `Drawer`."""
+
+    def new(self, filters: Filters, penalties: Penalties) -> TorchDraw:
+        return TorchDraw(filters, penalties)
+
+    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> None:
+        best, highest = row_maxima(logits)
+        changed: list[TorchDraw] = []  # their logits are copied before they are changed or drawn from
+        for one in cast(Sequence[TorchDraw], draws):
+            if not math.isfinite(highest[one.row]):
+                one.settle(-1, DrawStatus.BAD_LOGITS)
+            elif one.takes_largest:
+                one.settle(best[one.row])
+            else:
+                changed.append(one)
+        if changed:
+            rows = torch.tensor([one.row for one in changed], device=logits.device)
+            _draw_from(logits.index_select(0, rows), changed)
+
+
+def _draw_from(work: Tensor, draws: Sequence[TorchDraw]) -> None:
+    """work: [S, V], a row for each draw, to be changed."""
+    for row, one in zip(work, draws, strict=True):
+        one.apply(row)
+    # The changes may have left nothing, a penalty may have overflowed: only these rows fail.
+    best, highest = row_maxima(work)
+    drawn: list[int] = []
+    for at, one in enumerate(draws):
+        if not math.isfinite(highest[at]):
+            one.settle(-1, DrawStatus.NOTHING_LEFT)
+        elif one.filters.temperature <= 0:
+            one.settle(best[at])
+        else:
+            drawn.append(at)
+    if drawn:
+        chosen = [draws[at] for at in drawn]
+        rows = work if len(drawn) == len(work) else work[drawn]
+        tokens = draw(rows, [one.filters for one in chosen], [one.uniform for one in chosen])
+        for one, token in zip(chosen, tokens, strict=True):
+            one.settle(token)

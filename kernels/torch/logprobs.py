@@ -1,0 +1,41 @@
+"""Log-probabilities of tokens in plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from windlass.kernels.draws import TopLogprobs
+
+# Rows reduced at once: the temporaries stay a few rows of the vocabulary wide.
+_ROWS = 64
+
+
+def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+    """What rows of logits [R, V] say of a token each. rows, targets: [N] int64. k: 0 .. V."""
+    count = len(targets)
+    found = TopLogprobs(
+        np.empty(count, np.float32),
+        np.zeros(count, np.int64),
+        np.empty((count, k), np.int64),
+        np.empty((count, k), np.float32),
+    )
+    for first in range(0, count, _ROWS):
+        part = slice(first, first + _ROWS)
+        _fill(found, part, logits[rows[part].to(logits.device)].float(), targets[part].to(logits.device))
+    return found
+
+
+def _fill(found: TopLogprobs, part: slice, rows: Tensor, targets: Tensor) -> None:
+    normaliser = rows.logsumexp(-1, keepdim=True)  # [N, 1]
+    chosen = rows.gather(1, targets.unsqueeze(1))
+    ranks = ((rows > chosen).sum(-1) + 1).where(normaliser.squeeze(1).isfinite(), 0)
+    found.ranks[part] = ranks.cpu().numpy()
+    found.chosen[part] = (chosen - normaliser).squeeze(1).cpu().numpy()
+    k = found.top.shape[1]
+    if k:
+        values, ids = rows.topk(k, dim=-1)
+        ids, order = ids.sort(dim=-1)  # then by logit, of which two may have one logarithm
+        values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+        found.top_ids[part] = ids.gather(1, order).cpu().numpy()
+        found.top[part] = (values - normaliser).cpu().numpy()
