@@ -28,8 +28,7 @@ from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_ou
 from windlass.engine.model.loading.preflight import no_room
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
-from windlass.engine.rotary.policy import RotaryPlan, make_plan
+from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.scheduler import Scheduler
@@ -50,11 +49,11 @@ class EngineCore:
             torch.set_num_threads(threads)
         model = load_model(config, progress)
         decoder, spec = model.decoder, model.decoder.spec
-        self._groups: tuple[RotaryGroup, ...] = spec.rotary_groups
-        self._rope_update = config.rotary.update
+        self._planner = RotaryPlanner(spec.rotary_groups, config.rotary.update)
         plan = _plan(config, model)
         cache = _allocate(config, model, plan)
-        tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, [g.base for g in self._groups], decoder.backend)
+        bases = [group.base for group in spec.rotary_groups]
+        tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, bases, decoder.backend)
         sampler = Sampler(spec.vocab_size, decoder.backend)
         self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size)
         layouts = [
@@ -75,7 +74,7 @@ class EngineCore:
     def warm_up(self, most_seconds: float = 0.5) -> None:
         """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.warm_up`."""
         room = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
-        specs = make_plan(self._groups, room, "frozen").stage(1).specs
+        specs = self._planner.plan(room, update="frozen").stage(1).specs
         warm_up(
             self.runner,
             specs,
@@ -93,8 +92,7 @@ class EngineCore:
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
         longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.info.max_model_len)
-        groups = apply_scaling(self._groups, request.rope_scaling)
-        return make_plan(groups, longest, request.rope_update or self._rope_update, exact=request.rope_exact)
+        return self._planner.plan(longest, request.rope_scaling, request.rope_update, exact=request.rope_exact)
 
     def abort(self, request_id: str) -> None:
         """Drop a request with all its samples and free what it holds at once; unknown ids are ignored."""

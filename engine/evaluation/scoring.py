@@ -23,8 +23,7 @@ from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.weights import Progress
-from windlass.engine.rotary.groups import apply_scaling
-from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, make_plan
+from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec
 from windlass.engine.rotary.tables import RotaryTables, rerotation_angles
 
@@ -66,7 +65,7 @@ class Scorer:
         exact: bool = False,
     ) -> RotaryPlan:
         """The plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
-        return make_plan(apply_scaling(self.decoder.spec.rotary_groups, scaling), longest, rope_update, exact=exact)
+        return RotaryPlanner(self.decoder.spec.rotary_groups).plan(longest, scaling, rope_update, exact=exact)
 
     def logprobs(self, token_ids: Sequence[int], plan: RotaryPlan, *, rows: Sequence[int] | None = None) -> Tensor:
         """Log-probability (nats, float32 on the CPU) of token i + 1 at each row i; rows None: all but the last.

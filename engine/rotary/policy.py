@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.scaling import RotarySpec, effective_length, last_length, resolve
+from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
+from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
 
 RopeUpdate = Literal["frozen", "recompute", "rotate"]
 ROPE_UPDATES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
@@ -119,3 +119,26 @@ def make_plan(
         longrope = any(group.scaling.rope_type == "longrope" for group in groups)
         rope_update = "recompute" if longrope else "frozen"
     return RotaryPlan(groups, rope_update, longest, exact and rope_update == "recompute")
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryPlanner:
+    """Plans the rotation of requests, in the engine and wherever else one asks what a request will run under.
+
+    groups, update: the model's rotary groups and the policy that requests run under which ask for nothing else; update None:
+    the default of the kinds.
+    """
+
+    groups: tuple[RotaryGroup, ...]
+    update: RopeUpdate | None = None
+
+    def plan(
+        self,
+        longest: int,
+        scaling: RopeScaling | None = None,
+        update: RopeUpdate | None = None,
+        *,
+        exact: bool = False,
+    ) -> RotaryPlan:
+        """The plan of a request of at most `longest` tokens that asks for these; raises RequestError where they do not fit."""
+        return make_plan(apply_scaling(self.groups, scaling), longest, update or self.update, exact=exact)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import DeadlineError, EngineDeadError
-from windlass.engine.rotary.policy import RotaryPlan, RotaryReport
+from windlass.engine.rotary.policy import RotaryReport
 from windlass.server.app.metrics import ServerMetrics
-from windlass.server.generation.rotary import report_at
+from windlass.server.generation.rotary import Rotation, report_at
 from windlass.server.text.detokenizer import Detokenizer
 from windlass.server.text.service import Prompt
 
@@ -41,14 +41,14 @@ class TextOptions:
 class Plan:
     """A request ready to run: one engine request per prompt, `samples` outputs each.
 
-    rotary_plans: how each of the requests rotates, for samples that end before the engine tells.
+    rotation: what the requests asked for, for samples that end before the engine tells what they ran under.
     answer_bytes: how large the answer may become, as estimated.
     window: prompts that are on the engine at once; the others wait here and do not fill the engine's queue.
     """
 
     prompts: list[Prompt]
     requests: list[EngineRequest]
-    rotary_plans: list[RotaryPlan]
+    rotation: Rotation
     answer_bytes: int
     samples: int
     text: TextOptions
@@ -195,9 +195,9 @@ class Generation:
             token_ids, logprobs = token_ids[:taken], logprobs[:taken]
             reason, stop_reason = "stop", detokenizer.stopped
             if rotary is None or taken < len(output.token_ids):  # the engine does not know of stop strings and goes on
-                plan = self.plan.rotary_plans[sample.prompt_index]
-                prompt = self.plan.prompts[sample.prompt_index].token_ids
-                rotary = report_at(plan, len(prompt), detokenizer.num_tokens)
+                request = self.plan.requests[sample.prompt_index]
+                prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+                rotary = report_at(self.plan.rotation.plan(prompt + max_tokens), prompt, detokenizer.num_tokens)
         elif output.stop_token_id is not None:
             stop_reason = output.stop_token_id
         self.tally.completion_tokens += len(token_ids)

@@ -146,7 +146,7 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
         words = await state.text.encode_words(body.bad_words, param="bad_words", caller=job.caller)
         sampling = replace(sampling, bad_words=words)
     rotation = job.rotation
-    requests, rotary_plans = [], []
+    requests = []
     for prompt in prompts:
         if not prompt.token_ids:
             raise bad_request("the prompt is empty: give at least one token", param)
@@ -164,11 +164,10 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
                 deadline=job.deadline,
             )
         )
-        rotary_plans.append(rotation.plan(len(prompt.token_ids) + max_tokens))
     return Plan(
         prompts=prompts,
         requests=requests,
-        rotary_plans=rotary_plans,
+        rotation=rotation,
         answer_bytes=_answer_bytes(job, requests),
         samples=sampling.n,
         text=TextOptions(

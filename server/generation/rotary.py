@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
-from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryReport, make_plan
+from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling, original_len
 from windlass.server.generation.profiles import OPTION
 from windlass.server.startup.settings import ServerSettings
@@ -27,20 +27,21 @@ _NAMES_SHOWN = 20  # of profiles in an error
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What a request asked for, found to fit the model. None means the server's default.
-
-    groups: the model's rotary groups under it. default_update: the server's, for a request that names none.
-    """
+    """What a request asked for, found to fit the model. None means the server's default."""
 
     scaling: RopeScaling | None
     update: RopeUpdate | None
     exact: bool
-    groups: tuple[RotaryGroup, ...]
-    default_update: RopeUpdate | None
+    planner: RotaryPlanner
 
     def plan(self, longest: int) -> RotaryPlan:
-        """The engine's plan for a request of at most `longest` tokens."""
-        return make_plan(self.groups, longest, self.update or self.default_update, exact=self.exact)
+        """What the engine plans for a request of at most `longest` tokens."""
+        return self.planner.plan(longest, self.scaling, self.update, exact=self.exact)
+
+
+def planner_of(settings: ServerSettings, info: ModelInfo) -> RotaryPlanner:
+    """Plans as the engine does."""
+    return RotaryPlanner(info.rotary_groups, settings.rope_update)
 
 
 def rotation_of(
@@ -62,11 +63,11 @@ def read_rotation(
     rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings, info: ModelInfo
 ) -> Rotation:
     """`rotation_of` whatever the operator allows, for questions that generate nothing."""
-    scaling = _scaling_of(rope_scaling, settings.rope_profiles)
-    groups = apply_scaling(info.rotary_groups, scaling)
+    scaling, planner = _scaling_of(rope_scaling, settings.rope_profiles), planner_of(settings, info)
+    apply_scaling(planner.groups, scaling)
     if rope_update is None:
-        return Rotation(scaling, None, False, groups, settings.rope_update)
-    return Rotation(scaling, rope_update.policy, bool(rope_update.exact), groups, settings.rope_update)
+        return Rotation(scaling, None, False, planner)
+    return Rotation(scaling, rope_update.policy, bool(rope_update.exact), planner)
 
 
 def check_profiles(profiles: Mapping[str, RopeScaling], groups: tuple[RotaryGroup, ...]) -> None:

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint, make_plan
+from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.server.app.body import read_body
 from windlass.server.app.errors import unavailable
 from windlass.server.app.state import ServerState
-from windlass.server.generation.rotary import describe_groups, read_rotation
+from windlass.server.generation.rotary import describe_groups, planner_of, read_rotation
 from windlass.server.protocol.text import RotaryInspectRequest
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
 
@@ -29,7 +29,7 @@ async def rotary(request: Request) -> Response:
     """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
     info, settings = _loaded(state), state.settings
-    default = make_plan(info.rotary_groups, info.max_model_len, settings.rope_update)
+    default = planner_of(settings, info).plan(info.max_model_len)
     return _json(
         {
             "model": describe_groups(info.model_rotary_groups),
