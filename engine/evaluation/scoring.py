@@ -178,7 +178,7 @@ class _Sequence:
         ]
         plain = rerotation_angles(backend, (), (), positions)  # no pair rotates: a copy
         for index, layer in enumerate(self._decoder.spec.layers):
-            group = layer.attention.rotary_group
+            group = layer.mixer.rotary_group
             cos, sin = plain if group is None else angles[group]
             backend.rerotate_cached_keys(self._cache.pages(index), sources, targets, cos, sin)
 

@@ -24,7 +24,7 @@ class KeyMover:
 
     def __init__(self, spec: ModelSpec, cache: KVStorage, block_size: int, backend: Backend) -> None:
         self._layers = [
-            [(layer, spec.layers[layer].attention.rotary_group) for layer in group.layers] for group in spec.kv_groups
+            [(layer, spec.layers[layer].mixer.rotary_group) for layer in group.layers] for group in spec.kv_groups
         ]
         self._cache = cache
         self._block_size = block_size

@@ -1,61 +1,54 @@
 """A declarative description of a decoder: everything the one decoder class needs to reproduce a model family.
 
-Only shapes, switches and numbers live here; names in checkpoints and config files belong to `families`.
+Only shapes, switches and numbers live here, and the list of the weights that follows from them; names of config files
+belong to `config_json`, what distinguishes families to `families`. Imports no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 from windlass.engine.cache.layout import KVGroupSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm
 from windlass.engine.rotary.groups import RotaryGroup
+
+HEAD_TENSOR = "lm_head.weight"  # stored by some checkpoints although it is the embedding
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """One attention layer. scale multiplies q·k; window: keys a query sees, itself included; soft_cap: see kernels.
+class LayerNorms:
+    """Where a layer has norms, by the names of a checkpoint's tensors within it. The outputs' are there or not (Gemma, GLM 4)."""
 
-    rotary_group and kv_group index into the model's groups; rotary_group None: the layer does not rotate (NoPE).
-    qk_norm: RMS norm per head, before or after the rotation.
-    """
+    mixer: str = "input_layernorm"
+    mixer_output: str | None = None
+    feed_forward: str = "post_attention_layernorm"
+    feed_forward_output: str | None = None
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rotary_group: int | None = 0
-    kv_group: int = 0
-    window: int | None = None
-    soft_cap: float | None = None
-    qkv_bias: bool = False
-    out_bias: bool = False
-    qk_norm: Literal["before", "after"] | None = None
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The fields of `LayerNormWeights`."""
+        stored = {
+            "mixer_norm": self.mixer,
+            "feed_forward_norm": self.feed_forward,
+            "mixer_output_norm": self.mixer_output,
+            "feed_forward_output_norm": self.feed_forward_output,
+        }
+        return tuple(norm(name, tensor, hidden_size) for name, tensor in stored.items() if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """norms "pre": before attention and MLP. "sandwich": before and after both (Gemma 2 and 3)."""
+    """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place."""
 
-    attention: AttentionSpec
-    intermediate_size: int
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    mlp_bias: bool = False
-    norms: Literal["pre", "sandwich"] = "pre"
+    mixer: AttentionSpec
+    feed_forward: GatedSpec
+    norms: LayerNorms = LayerNorms()
 
-
-@dataclass(frozen=True, slots=True)
-class CheckpointLayout:
-    """How a family's checkpoints differ from what the decoder holds; `weights` acts on it while loading.
-
-    interleaved: pairs are (2j, 2j+1), not (j, j + d/2). fused_qkv, fused_gate_up: stored as one matrix. norms: which of
-    the known ways of naming the layers' norms.
-    """
-
-    interleaved: bool = False
-    fused_qkv: bool = False
-    fused_gate_up: bool = False
-    norms: Literal["llama", "gemma", "glm4", "hunyuan"] = "llama"
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """Every weight of the layer, about in the order in which they are used."""
+        first, *norms = self.norms.weights(hidden_size)
+        return first, *self.mixer.weights(hidden_size), *norms, *self.feed_forward.weights(hidden_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +72,22 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     temperature: tuple[float, int] | None = None
-    checkpoint: CheckpointLayout = field(default_factory=CheckpointLayout)
     notices: tuple[str, ...] = ()
+
+    def weights(self) -> tuple[WeightSpec, ...]:
+        """Every weight of the model, each once. Names are those of a layer's fields behind "layers.0." and so on."""
+        return self.outer_weights() + tuple(
+            weight.below(f"layers.{index}.", f"model.layers.{index}.")
+            for index, layer in enumerate(self.layers)
+            for weight in layer.weights(self.hidden_size)
+        )
+
+    def outer_weights(self) -> tuple[WeightSpec, ...]:
+        """Those around the layers. A head that is the embedding is not listed beside it."""
+        hidden, vocab = self.hidden_size, self.vocab_size
+        table = (StoredTensor("model.embed_tokens.weight", vocab),)
+        final_norm = norm("final_norm", "model.norm", hidden)
+        if self.tied_embeddings:
+            return WeightSpec("embedding", "table and head", (vocab, hidden), table), final_norm
+        head = WeightSpec("head", "head", (vocab, hidden), (StoredTensor(HEAD_TENSOR, vocab),))
+        return WeightSpec("embedding", "table", (vocab, hidden), table), head, final_norm

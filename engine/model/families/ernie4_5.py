@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import Family, Flag
-from windlass.engine.model.spec import CheckpointLayout
 
 _BIAS = Flag("use_bias")
 
@@ -24,6 +23,6 @@ ERNIE4_5 = Family(
     ),
     qkv_bias=_BIAS,
     out_bias=_BIAS,
-    mlp_bias=_BIAS,
-    checkpoint=CheckpointLayout(interleaved=True),
+    feed_forward_bias=_BIAS,
+    interleaved=True,
 )

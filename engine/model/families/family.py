@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.spec import CheckpointLayout
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.spec import LayerNorms
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,13 @@ MLP_BIAS = Flag("mlp_bias")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture as it differs from the plain decoder: RMS norms before each part, a silu-gated MLP, no biases.
+    """One architecture as it differs from the plain decoder: Llama's norms and names, a silu-gated feed-forward, no biases.
 
     architecture, model_type: as config.json has them. A bias is there always, never, or where config.json says so.
     activation: of the feed-forward where config.json names none under `activation_key`. norm_offset: norms multiply by
     (offset + weight). scaled_embeddings: by the root of hidden_size. query_pre_attn_scalar: the default of the number
-    whose inverse root scales q·k; None: the head's dimension. soft_caps: those of config.json hold.
+    whose inverse root scales q·k; None: the head's dimension. soft_caps: those of config.json hold. interleaved:
+    checkpoints hold rotated pairs as (2j, 2j + 1). norms: where there are norms, with their names.
     """
 
     architecture: str
@@ -40,13 +43,15 @@ class Family:
     rules: ConfigRules
     qkv_bias: bool | Flag = False
     out_bias: bool | Flag = False
-    mlp_bias: bool | Flag = False
+    feed_forward_bias: bool | Flag = False
     qk_norm: Literal["before", "after"] | None = None
-    norms: Literal["pre", "sandwich"] = "pre"
     norm_offset: float = 0.0
     activation: str = "silu"
     activation_key: str = "hidden_act"
     scaled_embeddings: bool = False
     query_pre_attn_scalar: float | None = None
     soft_caps: bool = False
-    checkpoint: CheckpointLayout = field(default_factory=CheckpointLayout)
+    interleaved: bool = False
+    attention_names: AttentionNames = field(default_factory=AttentionNames)
+    feed_forward_names: GatedNames = field(default_factory=GatedNames)
+    norms: LayerNorms = field(default_factory=LayerNorms)

@@ -7,7 +7,7 @@ from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_size
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
-from windlass.engine.model.spec import CheckpointLayout
+from windlass.engine.model.spec import LayerNorms
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 
@@ -43,12 +43,16 @@ GEMMA3 = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     qk_norm="before",
-    norms="sandwich",
     norm_offset=1.0,
     activation="gelu_pytorch_tanh",
     activation_key="hidden_activation",
     scaled_embeddings=True,
     query_pre_attn_scalar=256.0,
     soft_caps=True,
-    checkpoint=CheckpointLayout(norms="gemma"),
+    norms=LayerNorms(
+        mixer="input_layernorm",
+        mixer_output="post_attention_layernorm",
+        feed_forward="pre_feedforward_layernorm",
+        feed_forward_output="post_feedforward_layernorm",
+    ),
 )

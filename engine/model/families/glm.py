@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import Family, Flag
-from windlass.engine.model.spec import CheckpointLayout
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.spec import LayerNorms
 
 _BIAS = Flag("attention_bias", default=True)
+_GATE_UP = GatedNames(gate_up="mlp.gate_up_proj")
 _RULES = ConfigRules(
     max_position_embeddings=131_072,
     num_hidden_layers=40,
@@ -22,7 +24,8 @@ GLM = Family(
     model_type="glm",
     rules=_RULES,
     qkv_bias=_BIAS,
-    checkpoint=CheckpointLayout(interleaved=True, fused_gate_up=True),
+    interleaved=True,
+    feed_forward_names=_GATE_UP,
 )
 
 GLM4 = Family(
@@ -30,6 +33,7 @@ GLM4 = Family(
     model_type="glm4",
     rules=_RULES,
     qkv_bias=_BIAS,
-    norms="sandwich",
-    checkpoint=CheckpointLayout(interleaved=True, fused_gate_up=True, norms="glm4"),
+    interleaved=True,
+    feed_forward_names=_GATE_UP,
+    norms=LayerNorms(mixer_output="post_self_attn_layernorm", feed_forward_output="post_mlp_layernorm"),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family
-from windlass.engine.model.spec import CheckpointLayout
 
 HELIUM = Family(
     architecture="HeliumForCausalLM",
@@ -20,6 +19,6 @@ HELIUM = Family(
         rope_theta=100_000.0,
     ),
     qkv_bias=ATTENTION_BIAS,
-    mlp_bias=MLP_BIAS,
-    checkpoint=CheckpointLayout(interleaved=True),
+    feed_forward_bias=MLP_BIAS,
+    interleaved=True,
 )

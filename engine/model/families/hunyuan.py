@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
-from windlass.engine.model.spec import CheckpointLayout
+from windlass.engine.model.mixers.attention_spec import AttentionNames
 
 HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
@@ -13,5 +13,5 @@ HUNYUAN = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     qk_norm="after",
-    checkpoint=CheckpointLayout(norms="hunyuan"),
+    attention_names=AttentionNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
 )

@@ -11,5 +11,5 @@ LLAMA = Family(
     rules=ConfigRules(max_position_embeddings=2048),
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
-    mlp_bias=MLP_BIAS,
+    feed_forward_bias=MLP_BIAS,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from windlass.engine.model.config_json.patterns import windowed_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import Family
-from windlass.engine.model.spec import CheckpointLayout
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.mixers.attention_spec import AttentionNames
 
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
@@ -18,5 +19,6 @@ PHI3 = Family(
         original_max_position_embeddings=4096,
         longrope_names=("su", "yarn"),
     ),
-    checkpoint=CheckpointLayout(fused_qkv=True, fused_gate_up=True),
+    attention_names=AttentionNames(qkv="self_attn.qkv_proj"),
+    feed_forward_names=GatedNames(gate_up="mlp.gate_up_proj"),
 )

@@ -6,8 +6,6 @@ family, opens no file and imports no torch.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.known_keys import refuse_other_mathematics, unread_keys
@@ -16,11 +14,13 @@ from windlass.engine.model.config_json.unsupported import describe_architecture,
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
 from windlass.engine.model.families.family import Family, Flag
 from windlass.engine.model.families.registry import FAMILIES
-from windlass.engine.model.spec import AttentionSpec, LayerSpec, ModelSpec
+from windlass.engine.model.feed_forward.gated_spec import Activation, GatedSpec
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.groups import RotaryGroup
 
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -58,7 +58,6 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         logit_soft_cap=read_number(config, "final_logit_softcapping") if family.soft_caps else None,
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
-        checkpoint=family.checkpoint,
         notices=unread_keys(config),
     )
 
@@ -120,11 +119,16 @@ def _layers(
     scaled_by: float = dim
     if family.query_pre_attn_scalar is not None:
         scaled_by = read_number(config, "query_pre_attn_scalar") or family.query_pre_attn_scalar
-    intermediate, activation = read_size(config, "intermediate_size"), _activation(config, family)
+    feed_forward = GatedSpec(
+        intermediate_size=read_size(config, "intermediate_size"),
+        activation=_activation(config, family),
+        bias=_is_set(config, family.feed_forward_bias),
+        names=family.feed_forward_names,
+    )
     windows = list(dict.fromkeys(layer.window for layer in layout.layers))
     layers = tuple(
         LayerSpec(
-            attention=AttentionSpec(
+            mixer=AttentionSpec(
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=dim,
@@ -136,10 +140,12 @@ def _layers(
                 qkv_bias=_is_set(config, family.qkv_bias),
                 out_bias=_is_set(config, family.out_bias),
                 qk_norm=family.qk_norm,
+                interleaved_dims=layout.groups[group].base.rotary_dim
+                if family.interleaved and group is not None
+                else 0,
+                names=family.attention_names,
             ),
-            intermediate_size=intermediate,
-            activation=activation,
-            mlp_bias=_is_set(config, family.mlp_bias),
+            feed_forward=feed_forward,
             norms=family.norms,
         )
         for layer, group in zip(layout.layers, layout.layer_groups, strict=True)
@@ -155,7 +161,7 @@ def _is_set(config: Config, switch: bool | Flag) -> bool:
     return read_flag(config, switch.key, switch.default) if isinstance(switch, Flag) else switch
 
 
-def _activation(config: Config, family: Family) -> Literal["silu", "gelu_tanh"]:
+def _activation(config: Config, family: Family) -> Activation:
     name = config.get(family.activation_key) or family.activation
     activation = _ACTIVATIONS.get(name) if isinstance(name, str) else None
     if activation is None:

@@ -33,5 +33,5 @@ SMOLLM3 = Family(
     ),
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
-    mlp_bias=MLP_BIAS,
+    feed_forward_bias=MLP_BIAS,
 )

@@ -164,7 +164,7 @@ def check_quantization(config: EngineConfig, device: str) -> None:
 
 def check_width(config: EngineConfig, spec: ModelSpec, max_columns: int) -> None:
     """LoadError for matrices that are wider than the sums of quantized products allow."""
-    widest = max(max(spec.hidden_size, layer.intermediate_size) for layer in spec.layers)
+    widest = max(weight.shape[1] for weight in spec.weights() if weight.kind in ("matrix", "head", "table and head"))
     quantization = config.compute.quantization
     if quantization != "none" and widest > max_columns:
         raise LoadError(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from math import prod
+
 from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.weight_spec import WeightKind
 
 _INT4_BYTES = 0.5 + 2 / 32  # half a byte, and for every 32 of them a scale of two bytes
 
@@ -12,13 +16,10 @@ def weight_bytes(spec: ModelSpec, item_bytes: int, quantization: str = "none") -
 
     item_bytes: of an element that is not quantized. quantization: none, int8 or int4, as `compute.quantization` has it.
     """
-    layers = 0
-    for layer in spec.layers:
-        attention = layer.attention
-        heads = 2 * (attention.num_heads + attention.num_kv_heads)  # of q and the output, of k and v
-        layers += spec.hidden_size * (heads * attention.head_dim + 3 * layer.intermediate_size)
-    table = spec.vocab_size * spec.hidden_size
+    sizes: Counter[WeightKind] = Counter()
+    for weight in spec.weights():
+        sizes[weight.kind] += prod(weight.shape)
+    matrices, tables, heads = sizes["matrix"], sizes["table"], sizes["head"] + sizes["table and head"]
     if quantization == "none":
-        return (layers + table * (1 if spec.tied_embeddings else 2)) * item_bytes
-    embedding = 0 if spec.tied_embeddings else table * item_bytes
-    return int(layers * (1 if quantization == "int8" else _INT4_BYTES)) + table + embedding  # the head has 8 bits
+        return (matrices + tables + heads) * item_bytes
+    return int(matrices * (1 if quantization == "int8" else _INT4_BYTES)) + heads + tables * item_bytes

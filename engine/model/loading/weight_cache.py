@@ -29,11 +29,11 @@ import windlass
 from windlass import kernels
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
-from windlass.engine.model.decoder import Decoder, LayerWeights
+from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.safetensors_file import read_layout, read_tensors, write_tensors
 from windlass.engine.model.loading.weights import Progress
-from windlass.kernels import PackedWeight, PanelWeight, Weight
+from windlass.kernels import PackedWeight, PanelWeight
 
 BESIDE = "beside"
 FOLDER = (
@@ -178,17 +178,12 @@ def without_effect(config: EngineConfig, option: str) -> tuple[str, ...]:
 
 
 def decoder_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """Every tensor that makes up a decoder's weights, by a name of our own; a packed weight is two."""
-    weights: dict[str, Weight | None] = {"embedding": decoder.embedding, "final_norm": decoder.final_norm}
-    if not decoder.spec.tied_embeddings:
-        weights["head"] = decoder.head
-    for i, layer in enumerate(decoder.layers):
-        weights |= {f"layers.{i}.{name}": getattr(layer, name) for name in LayerWeights.__slots__}
+    """Every tensor that makes up a decoder's weights, by the name of the weight; a packed weight is two."""
     tensors: dict[str, Tensor] = {}
-    for name, weight in weights.items():
+    for name, weight in decoder.weights().items():
         if isinstance(weight, PackedWeight):
             tensors |= {f"{name}.data": weight.data, f"{name}.scales": weight.scales}
-        elif weight is not None:
+        else:
             tensors[name] = weight.data if isinstance(weight, PanelWeight) else weight
     return tensors
 

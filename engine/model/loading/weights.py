@@ -1,6 +1,6 @@
 """Fills a Decoder's tensors: from safetensors files, streamed part by part into place, or with random numbers.
 
-Owns the names tensors have in checkpoints. Reads safetensors only, never pickle.
+Which tensor goes where is said by the specs of the weights. Reads safetensors only, never pickle.
 """
 
 from __future__ import annotations
@@ -18,34 +18,17 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.safetensors_file import Part, Place, read_tensors
-from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.spec import HEAD_TENSOR
+from windlass.engine.model.weight_spec import StoredTensor
 from windlass.kernels import Backend, PackedRows, PackedWeight, PanelRows, PanelWeight, Weight
 from windlass.kernels.layouts.packed import PANEL
 
 Progress = Callable[[str, int, int], None]
 _Rows = PackedRows | PanelRows
 
-_HEAD = "lm_head.weight"
 _RANDOM_BYTES = 4 << 20  # drawn at a time for a weight in panels: they are still in a cache when they are packed
 # Buffers some exporters save. They follow from the config; learned frequencies are read by `learned_frequencies`.
 _DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.attention\.(masked_bias|bias)$")
-
-
-# Our names of a layer's norms -> those of each `CheckpointLayout.norms`; a name whose tensor the model lacks is skipped.
-_QK_NORMS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
-_PRE_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_NORM_NAMES = {
-    "llama": {**_PRE_NORMS, **_QK_NORMS},
-    "gemma": {
-        "input_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "post_mlp_norm": "post_feedforward_layernorm",
-        **_QK_NORMS,
-    },
-    "glm4": {**_PRE_NORMS, "post_attention_norm": "post_self_attn_layernorm", "post_mlp_norm": "post_mlp_layernorm"},
-    "hunyuan": {**_PRE_NORMS, "q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,65 +90,23 @@ def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
 
 
 def _targets(decoder: Decoder) -> dict[str, _Target]:
-    """Checkpoint name -> destination, for the decoder-only naming that all supported families share."""
-    spec = decoder.spec
-    offset = spec.norm_offset
-    result = {
-        "model.embed_tokens.weight": _Target(_whole(decoder.embedding)),
-        "model.norm.weight": _Target(decoder.final_norm, offset),
-    }
-    if not spec.tied_embeddings:
-        result[_HEAD] = _Target(_whole(decoder.head))
-    for i, (layer, w) in enumerate(zip(spec.layers, decoder.layers, strict=True)):
-        prefix = f"model.layers.{i}."
-        for suffix, qkv, gate_up, out, down in (
-            ("weight", w.qkv, w.gate_up, w.out, w.down),
-            ("bias", w.qkv_bias, w.gate_up_bias, w.out_bias, w.down_bias),
-        ):
-            parts: dict[str, _Target] = {}
-            if qkv is not None:
-                parts |= _qkv_targets(spec, layer, qkv)
-            if gate_up is not None and spec.checkpoint.fused_gate_up:
-                parts["mlp.gate_up_proj"] = _Target(_whole(gate_up))
-            elif gate_up is not None:
-                gate, up = _split(gate_up, [gate_up.shape[0] // 2] * 2)
-                parts |= {"mlp.gate_proj": _Target(gate), "mlp.up_proj": _Target(up)}
-            if out is not None:
-                parts["self_attn.o_proj"] = _Target(_whole(out))
-            if down is not None:
-                parts["mlp.down_proj"] = _Target(_whole(down))
-            result |= {f"{prefix}{name}.{suffix}": target for name, target in parts.items()}
-        norms = {name: getattr(w, ours) for ours, name in _NORM_NAMES[spec.checkpoint.norms].items()}
-        # A norm's weights apply to rotated dims as the checkpoint numbers them.
-        rows = {f"self_attn.{x}_norm": _order(spec, layer, 1) for x in "qk"}
-        result |= {
-            f"{prefix}{name}.weight": _Target(tensor, offset, rows.get(name))
-            for name, tensor in norms.items()
-            if tensor is not None
-        }
-    return result
+    """Checkpoint name -> destination, as the specs of the weights say."""
+    weights, targets = decoder.weights(), {}
+    for spec in decoder.spec.weights():
+        offset = decoder.spec.norm_offset if spec.kind == "norm" else 0.0
+        views = _split(weights[spec.name], [tensor.rows for tensor in spec.stored])
+        for tensor, view in zip(spec.stored, views, strict=True):
+            targets[tensor.name] = _Target(view, offset, _order(tensor))
+    return targets
 
 
-def _order(spec: ModelSpec, layer: LayerSpec, num_heads: int) -> Tensor | None:
-    group = layer.attention.rotary_group
-    if not spec.checkpoint.interleaved or group is None:
+def _order(tensor: StoredTensor) -> Tensor | None:
+    """Which row of the checkpoint's tensor becomes each row here; None: in order."""
+    heads = tensor.interleaved
+    if heads is None:
         return None
-    return half_split_order(num_heads, layer.attention.head_dim, spec.rotary_groups[group].base.rotary_dim)
-
-
-def _qkv_targets(spec: ModelSpec, layer: LayerSpec, qkv: Weight) -> dict[str, _Target]:
-    """Query, key and value projections (or their biases) inside the decoder's fused tensor [(Hq + 2 Hkv) * D, …]."""
-    attention = layer.attention
-    heads, kv_heads, dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    orders = _order(spec, layer, heads), _order(spec, layer, kv_heads), None
-    if not spec.checkpoint.fused_qkv:
-        views = _split(qkv, [heads * dim, kv_heads * dim, kv_heads * dim])
-        names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        return {n: _Target(view, rows=rows) for n, view, rows in zip(names, views, orders, strict=True)}
-    rows = _order(spec, layer, heads + kv_heads)  # the heads of q, then those of k
-    if rows is not None:
-        rows = torch.cat((rows, torch.arange(len(rows), qkv.shape[0])))
-    return {"self_attn.qkv_proj": _Target(_whole(qkv), rows=rows)}
+    order = half_split_order(heads.heads, heads.head_dim, heads.rotary_dim)
+    return torch.cat((order, torch.arange(len(order), tensor.rows)))
 
 
 def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = None) -> None:
@@ -179,7 +120,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
 
     def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
         target = targets.get(name)
-        if (name == _HEAD and target is None) or (target is not None and target.rows is not None):
+        if (name == HEAD_TENSOR and target is None) or (target is not None and target.rows is not None):
             return torch.empty(shape, dtype=dtype)  # wanted whole
         if target is None or not isinstance(target.view, Tensor):
             return None
@@ -197,7 +138,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
                 "its training diverged: download or copy it again, or take another"
             )
         if target is None:
-            if name == _HEAD and decoder.spec.tied_embeddings:
+            if name == HEAD_TENSOR and decoder.spec.tied_embeddings:
                 tied_copy = tensor
                 continue
             if _DERIVED.search(name):

@@ -47,7 +47,7 @@ def test_memory_counts_codes_and_scales(tmp_path: Path) -> None:
     directory = make_model("gemma3", tmp_path)
     core, wide = core_of(directory, kv_cache_memory=1 << 20), core_of(directory, kv_cache_dtype="float32")
     assert core.info.kv_cache_dtype == "int8"
-    attention = [layer.attention for layer in core.runner.decoder.spec.layers]
+    attention = [layer.mixer for layer in core.runner.decoder.spec.layers]
     assert core.info.kv_bytes_per_token == sum(2 * a.num_kv_heads * (a.head_dim + 4) for a in attention)
     assert wide.info.kv_bytes_per_token == sum(2 * a.num_kv_heads * a.head_dim * 4 for a in attention)
     pages = [core.runner.cache.pages(layer) for layer in range(len(attention))]

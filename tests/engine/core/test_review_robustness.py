@@ -139,7 +139,7 @@ def test_gemma3_without_layer_types_reads_one_pattern_everywhere(tmp_path: Path)
     model = make_model("gemma3", tmp_path / "model")
     edit_config(model, drop=("layer_types", "rope_parameters"), _sliding_window_pattern=2, rope_local_base_freq=10_000)
     spec = make_core(model).runner.decoder.spec
-    assert [layer.attention.window for layer in spec.layers] == [8, 8, 8, 8]
+    assert [layer.mixer.window for layer in spec.layers] == [8, 8, 8, 8]
     assert [group.name for group in spec.rotary_groups] == ["sliding_attention"]
 
 

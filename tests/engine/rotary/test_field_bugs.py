@@ -234,8 +234,9 @@ def test_biases_are_permuted_with_their_rows(tmp_path: Path) -> None:
     helium = make_model("helium", tmp_path)
     tensors, decoder = load_file(helium / "model.safetensors"), make_core(helium).runner.decoder
     for i, layer in enumerate(decoder.layers):
-        assert layer.qkv_bias is not None
-        for name, heads, view in zip("qk", (4, 2), torch.split(layer.qkv_bias, [64, 32, 32])[:2], strict=True):
+        bias = layer.mixer.weights.qkv_bias
+        assert bias is not None
+        for name, heads, view in zip("qk", (4, 2), torch.split(bias, [64, 32, 32])[:2], strict=True):
             stored = tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"]
             pairs = stored.view(heads, 8, 2)  # (2j, 2j + 1)
             assert torch.equal(view.view(heads, 2, 8), pairs.transpose(1, 2))

@@ -15,8 +15,10 @@ from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.loading.weights import half_split_order, load_weights
-from windlass.engine.model.spec import AttentionSpec, CheckpointLayout, LayerSpec, ModelSpec
+from windlass.engine.model.mixers.attention_spec import AttentionNames, AttentionSpec
+from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.kernels.torch.reference import rotate_half_split
@@ -44,9 +46,19 @@ def test_the_order_goes_head_by_head() -> None:
     assert half_split_order(2, 6, 4).tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
 
 
-def layer(group: int | None) -> LayerSpec:
-    attention = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, group, qkv_bias=True, qk_norm="before")
-    return LayerSpec(attention, intermediate_size=8)
+def layer(group: int | None, fused: bool) -> LayerSpec:
+    attention = AttentionSpec(
+        HEADS,
+        KV_HEADS,
+        DIM,
+        DIM**-0.5,
+        group,
+        qkv_bias=True,
+        qk_norm="before",
+        interleaved_dims=0 if group is None else 8,
+        names=AttentionNames(qkv="self_attn.qkv_proj") if fused else AttentionNames(),
+    )
+    return LayerSpec(attention, GatedSpec(intermediate_size=8))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -58,12 +70,11 @@ def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, posit
         architecture="made up",
         vocab_size=16,
         hidden_size=HIDDEN,
-        layers=(layer(0), layer(None)),
+        layers=(layer(0, fused), layer(None, fused)),
         rotary_groups=(RotaryGroup("full_attention", base, RopeScaling()),),
         kv_groups=(KVGroupSpec((0, 1), KV_HEADS, DIM, None),),
         trained_len=64,
         norm_eps=1e-6,
-        checkpoint=CheckpointLayout(interleaved=True, fused_qkv=fused),
     )
     decoder = Decoder(spec, kernels.bind("cpu"))
     generator = torch.Generator().manual_seed(1)

@@ -41,9 +41,13 @@ def whole_logits(directory: Path, ids: list[int], **options: Any) -> torch.Tenso
 
 def write_back(decoder: Any) -> None:
     """Replace every packed weight by the float32 matrix that it stands for."""
-    for weights in decoder.layers:
-        for name in ("qkv", "out", "gate_up", "down"):
-            setattr(weights, name, getattr(weights, name).dequantize())
+    for layer in decoder.layers:
+        for weights, names in (
+            (layer.mixer.weights, ("qkv", "out")),
+            (layer.feed_forward.weights, ("gate_up", "down")),
+        ):
+            for name in names:
+                setattr(weights, name, getattr(weights, name).dequantize())
     if isinstance(decoder.embedding, PackedWeight):
         decoder.embedding = decoder.embedding.dequantize()
     decoder.head = decoder.head.dequantize()
@@ -119,7 +123,7 @@ def test_dummy_weights(models: dict[str, Path], width: str) -> None:
     (models["llama"] / "empty").mkdir(exist_ok=True)
     core = make_core(models["llama"], load_format="dummy", quantization=width)
     decoder = core.runner.decoder
-    weight = decoder.layers[0].down
+    weight = decoder.layers[0].feed_forward.weights.down
     assert isinstance(weight, PackedWeight)
     values = weight.dequantize()
     assert float(values.std()) == pytest.approx((1 / weight.columns) ** 0.5, rel=0.1)

@@ -11,7 +11,7 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.model.decoder import Decoder, LayerWeights
+from windlass.engine.model.decoder import Decoder
 from windlass.kernels import Backend, PanelWeight, cpu
 from windlass.kernels.cpu.backend import CompiledBackend
 
@@ -28,10 +28,7 @@ def stored_as(directory: Path, dtype: str) -> Path:
 
 def as_rows(decoder: Decoder) -> dict[str, torch.Tensor]:
     """Every weight, those in panels as rows."""
-    weights = {"head": decoder.head, "embedding": decoder.embedding, "final_norm": decoder.final_norm}
-    for i, layer in enumerate(decoder.layers):
-        weights |= {f"{i} {name}": getattr(layer, name) for name in LayerWeights.__slots__}
-    return {n: w.unpack() if isinstance(w, PanelWeight) else w for n, w in weights.items() if w is not None}
+    return {n: w.unpack() if isinstance(w, PanelWeight) else w for n, w in decoder.weights().items()}
 
 
 def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +56,9 @@ def test_the_weights_are_those_of_the_files(
     core = make_core(directory)
     decoder = core.runner.decoder
     tied = decoder.spec.tied_embeddings
-    assert isinstance(decoder.layers[0].down, PanelWeight) and isinstance(decoder.embedding, torch.Tensor)
+    assert isinstance(decoder.layers[0].feed_forward.weights.down, PanelWeight) and isinstance(
+        decoder.embedding, torch.Tensor
+    )
     assert isinstance(decoder.head, torch.Tensor) == tied
     got = run(core, [request])["a", 0]
     without_panels(monkeypatch)
@@ -83,7 +82,7 @@ def test_dummy_weights_are_the_same_in_panels(dtype: str, tmp_path: Path, monkey
     (directory / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
     monkeypatch.setattr("windlass.engine.model.loading.weights._RANDOM_BYTES", 3000)  # several draws a matrix
     decoder = make_core(directory, load_format="dummy", seed=3).runner.decoder
-    assert isinstance(decoder.layers[0].qkv, PanelWeight)
+    assert isinstance(decoder.layers[0].mixer.weights.qkv, PanelWeight)
     without_panels(monkeypatch)
     rows = as_rows(make_core(directory, load_format="dummy", seed=3).runner.decoder)
     for name, weight in as_rows(decoder).items():
@@ -96,7 +95,7 @@ def test_deterministic_bits_do_not_depend_on_company(compute: str, tmp_path: Pat
     options = {"deterministic": True, "prefix_caching": False, "dtype": compute}
     sent = [greedy(str(i), range(3, 9 + 11 * i), 12) for i in range(5)]
     core = make_core(directory, **options)
-    assert isinstance(core.runner.decoder.layers[0].qkv, PanelWeight)
+    assert isinstance(core.runner.decoder.layers[0].mixer.weights.qkv, PanelWeight)
     together = run(core, sent)
     for request in sent:
         for budget in (2048, 7):

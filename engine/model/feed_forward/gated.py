@@ -1,0 +1,37 @@
+"""The gated feed-forward (SwiGLU and its kin, 2002.05202): what one layer does. Knows its spec, its weights and the backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from windlass.engine.model.allocation import allocate
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.kernels import Backend, Weight
+
+
+@dataclass(slots=True)
+class GatedWeights:
+    """As `GatedSpec.weights` lists them."""
+
+    gate_up: Weight  # [2 * intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+class GatedFeedForward:
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, spec: GatedSpec, hidden_size: int, backend: Backend) -> None:
+        """Allocate uninitialised weights."""
+        self.spec = spec
+        self.weights = GatedWeights(**allocate(backend, spec.weights(hidden_size)))
+        self._backend = backend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, hidden], normed. Returns [T, hidden]."""
+        w, backend = self.weights, self._backend
+        y = backend.gated_activation(backend.linear(x, w.gate_up, w.gate_up_bias), self.spec.activation)
+        return backend.linear(y, w.down, w.down_bias)

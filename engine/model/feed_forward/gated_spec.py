@@ -1,0 +1,45 @@
+"""The description of a gated feed-forward: its width and activation, and its weights with their names in checkpoints.
+
+Imports no torch: the API process reads specs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projection
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNames:
+    """Of a checkpoint's tensors, within their layer. gate_up: where the two are stored as one."""
+
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    gate_up: str | None = None
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class GatedSpec:
+    """down(activation(gate(x)) * up(x)); bias: on all three."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+    names: GatedNames = GatedNames()
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The fields of `GatedWeights`: gate and up fused, so that the input is read once."""
+        names, size = self.names, self.intermediate_size
+        if names.gate_up is not None:
+            gate_up = [StoredTensor(names.gate_up, 2 * size)]
+        else:
+            gate_up = [StoredTensor(names.gate, size), StoredTensor(names.up, size)]
+        return (
+            *projection("gate_up", gate_up, hidden_size, bias=self.bias),
+            *projection("down", [StoredTensor(names.down, hidden_size)], size, bias=self.bias),
+        )

@@ -1,0 +1,106 @@
+"""Attention over the cached keys and values of a sequence: what one layer does, and what the layers of a step share.
+
+Knows its spec, its weights and the backend. It knows no other layer, no checkpoint and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windlass.engine.model.allocation import allocate
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.kernels import AttentionCall, Backend, KVPages, Weight
+
+
+@dataclass(slots=True)
+class AttentionWeights:
+    """As `AttentionSpec.weights` lists them. Norm weights are float32, offset applied."""
+
+    qkv: Weight  # [(Hq + 2 Hkv) * D, hidden]
+    out: Weight  # [hidden, Hq * D]
+    qkv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None  # [D]
+
+
+@dataclass(slots=True)
+class AttentionInputs:
+    """What the attention layers of one step take of its batch."""
+
+    rotations: list[tuple[Tensor, Tensor, Tensor]]  # per rotary group cos and sin [T, d/2], q_scale [T]
+    slots: list[Tensor]  # per KV group [T]
+    calls: list[AttentionCall]  # per kind of layer, see `SharedAttention`
+
+
+class SharedAttention:
+    """Makes the views that layers take of a batch once per step instead of once per layer.
+
+    kind_of_layer: layers of one kind ask the same of attention; per layer an index into `AttentionInputs.calls`.
+    """
+
+    def __init__(self, specs: Sequence[AttentionSpec], rotary_dims: Sequence[int]) -> None:
+        """rotary_dims: of every rotary group."""
+        kinds = [(spec.kv_group, spec.scale, spec.window, spec.soft_cap) for spec in specs]
+        self._kinds = list(dict.fromkeys(kinds))
+        self.kind_of_layer = [self._kinds.index(kind) for kind in kinds]
+        self._rotated_pairs = [dim // 2 for dim in rotary_dims]
+
+    def inputs(self, batch: ForwardBatch) -> AttentionInputs:
+        rotations = [
+            # The batch's cosines are as wide as the widest group's.
+            (batch.cos[group, :, :pairs], batch.sin[group, :, :pairs], batch.q_scale[group])
+            for group, pairs in enumerate(self._rotated_pairs)
+        ]
+        tables = batch.block_tables.unbind(0)
+        calls = [
+            AttentionCall(
+                tables[group], batch.query_start, batch.seq_lens, batch.score_scale, scale, window=window, soft_cap=cap
+            )
+            for group, scale, window, cap in self._kinds
+        ]
+        return AttentionInputs(rotations, list(batch.slots.unbind(0)), calls)
+
+
+class Attention:
+    """Projects, norms and rotates the heads, appends keys and values to the pages, attends, projects back.
+
+    kind: of this layer, see `SharedAttention`.
+    """
+
+    def __init__(self, spec: AttentionSpec, hidden_size: int, norm_eps: float, kind: int, backend: Backend) -> None:
+        """Allocate uninitialised weights."""
+        self.spec = spec
+        self.weights = AttentionWeights(**allocate(backend, spec.weights(hidden_size)))
+        self._backend, self._eps, self._kind = backend, norm_eps, kind
+        self._unit_norm = torch.ones(spec.head_dim, dtype=torch.float32, device=backend.device)
+
+    def forward(self, x: Tensor, inputs: AttentionInputs, pages: KVPages) -> Tensor:
+        """x: [T, hidden], normed. Returns [T, hidden]."""
+        spec, w, backend = self.spec, self.weights, self._backend
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        cos, sin, q_scale = inputs.rotations[spec.rotary_group or 0]
+        if spec.rotary_group is None:  # it takes none of the cosines
+            cos, sin = cos[:, :0], sin[:, :0]
+        qkv = backend.linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
+        q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)  # [T, H, D] views
+        after = spec.qk_norm == "after"
+        if after:
+            # The original norms what the attention factor has made longer; that comes out again but for the norm's eps.
+            grown = q_scale.sqrt()[:, None, None]  # [T, 1, 1]
+            q, k = (q * grown).to(x.dtype), (k * grown).to(x.dtype)
+            q_scale = torch.ones_like(q_scale)
+        if w.q_norm is not None and w.k_norm is not None:
+            # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
+            q = backend.rms_norm(q, self._unit_norm if after else w.q_norm, self._eps)
+            k = backend.rms_norm(k, self._unit_norm if after else w.k_norm, self._eps)
+        backend.rotate_and_append(q, k, v, cos, sin, q_scale, pages, inputs.slots[spec.kv_group])
+        if after and w.q_norm is not None and w.k_norm is not None:
+            q.mul_(w.q_norm * w.k_norm)
+        attended = backend.paged_attention(q, pages, inputs.calls[self._kind])  # [T, Hq, D]
+        return backend.linear(attended.view(attended.shape[0], -1), w.out, w.out_bias)

@@ -1,0 +1,66 @@
+"""The description of one weight: what it is for, its shape, and which tensors of a checkpoint make it up.
+
+Every kind of layer lists its weights so; allocating, loading, caching, quantizing and counting them go by these lists and
+know no layer. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+# "table": rows are gathered from it. "head": it is multiplied by and kept at 8 bits where matrices are narrower.
+WeightKind = Literal["table", "head", "table and head", "matrix", "bias", "norm"]
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedHeads:
+    """Rows that a checkpoint holds with rotated pairs as (2j, 2j + 1), where the decoder has (j, j + rotary_dim / 2).
+
+    They are the first rotary_dim rows, out of head_dim, of each of the first `heads` heads of a tensor.
+    """
+
+    heads: int
+    head_dim: int
+    rotary_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint. rows: of the weight that it becomes a part of."""
+
+    name: str
+    rows: int
+    interleaved: InterleavedHeads | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One weight. shape: [rows, columns], or [size] of a bias or a norm. stored: what makes it up, from its first row on."""
+
+    name: str
+    kind: WeightKind
+    shape: tuple[int, ...]
+    stored: tuple[StoredTensor, ...]
+
+    def below(self, name: str, stored: str) -> WeightSpec:
+        """The same with its own name and those of its tensors put behind these prefixes."""
+        tensors = tuple(replace(tensor, name=stored + tensor.name) for tensor in self.stored)
+        return replace(self, name=name + self.name, stored=tensors)
+
+
+def projection(name: str, stored: Sequence[StoredTensor], columns: int, *, bias: bool) -> tuple[WeightSpec, ...]:
+    """A matrix [rows, columns] made up of `stored`, named there without their ".weight"; with its bias, if there is one."""
+
+    def part(suffix: str) -> tuple[StoredTensor, ...]:
+        return tuple(replace(tensor, name=f"{tensor.name}.{suffix}") for tensor in stored)
+
+    rows = sum(tensor.rows for tensor in stored)
+    matrix = WeightSpec(name, "matrix", (rows, columns), part("weight"))
+    return (matrix, WeightSpec(f"{name}_bias", "bias", (rows,), part("bias"))) if bias else (matrix,)
+
+
+def norm(name: str, stored: str, size: int, interleaved: InterleavedHeads | None = None) -> WeightSpec:
+    """The weight of an RMS norm over `size` elements. stored: the tensor's name without its ".weight"."""
+    return WeightSpec(name, "norm", (size,), (StoredTensor(f"{stored}.weight", size, interleaved),))
