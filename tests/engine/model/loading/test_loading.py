@@ -106,11 +106,16 @@ def test_unknown_keys_are_named(model: Path) -> None:
 
 
 def test_options_that_do_not_fit(model: Path) -> None:
-    refused(model, "100000 tokens does not fit.*kv-cache-memory", max_model_len=100_000)
+    refused(model, "100000 tokens does not fit.*`cache.memory`", max_model_len=100_000)
     refused(model, "unknown dtype 'int3'.*float32", dtype="int3")
     refused(model, "device", device="cuda:77")
-    for options in ({"max_num_batched_tokens": 0}, {"max_num_seqs": -1}, {"block_size": 24}, {"kv_cache_memory": 0}):
-        refused(model, f"--{next(iter(options)).replace('_', '-')}", **options)
+    for field, options in (
+        ("scheduling.max_num_batched_tokens", {"max_num_batched_tokens": 0}),
+        ("scheduling.max_num_seqs", {"max_num_seqs": -1}),
+        ("cache.block_size", {"block_size": 24}),
+        ("cache.memory", {"kv_cache_memory": 0}),
+    ):
+        refused(model, f"`{field}", **options)
 
 
 def test_context_defaults_to_what_the_cache_holds(model: Path) -> None:

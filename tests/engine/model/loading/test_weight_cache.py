@@ -427,7 +427,7 @@ def status(name):
     lines = open("/proc/self/status").read().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
 before = status("VmRSS")
-compute, loading = ComputeConfig(quantization="int8", device="cpu"), LoadingConfig(weight_cache="beside")
+compute, loading = ComputeConfig(quantization="int8", device="cpu"), LoadingConfig(weight_cache='beside')
 loaded = load_model(EngineConfig(model=sys.argv[1], compute=compute, loading=loading))
 print(status("VmHWM") - before, loaded.decoder.weight_bytes(), *loaded.notices)
 """
