@@ -45,7 +45,7 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _POINTER, _INT, _LONG, _POINTER),  # pages, slots
         *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG, _INT),  # tokens, heads, kv heads, dim, value dim, half, past caches
     ],
-    "move_cached_keys": [
+    "rerotate_cached_keys": [
         *(_POINTER, _POINTER, _INT, _LONG, _POINTER, _POINTER, _LONG),  # pages, sources, targets
         *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
         *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
@@ -56,7 +56,7 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER),  # pages, their scales, block size, slots
         *(_LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # tokens, heads, kv heads, dim, value dim, half
     ],
-    "move_cached_keys_int8": [
+    "rerotate_cached_keys_int8": [
         *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # pages, their scales, block size
         *(_LONG, _POINTER, _POINTER, _LONG),  # slots, sources, targets
         *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
@@ -112,9 +112,9 @@ class Library:
     linear_packed: Function
     pack_weight: Function
     rotate_and_append: Function
-    move_cached_keys: Function
+    rerotate_cached_keys: Function
     rotate_and_append_int8: Function
-    move_cached_keys_int8: Function
+    rerotate_cached_keys_int8: Function
     rotary_angles: Function
     rms_norm: Function
     gated_activation: Function

@@ -173,9 +173,9 @@ def rerotate_cached_keys(
     addresses = key_pages.data_ptr(), value_pages.data_ptr()
     if key_scales is not None and value_scales is not None:
         scales = key_scales.data_ptr(), value_scales.data_ptr(), block_size
-        code = library.move_cached_keys_int8(*addresses, *scales, *entries)
+        code = library.rerotate_cached_keys_int8(*addresses, *scales, *entries)
     else:
-        code = library.move_cached_keys(*addresses, TYPE_CODES[key_pages.dtype], *entries)
+        code = library.rerotate_cached_keys(*addresses, TYPE_CODES[key_pages.dtype], *entries)
     if code == 1:
         raise MemoryError("rerotate_cached_keys: no memory for a head")
     if code:

@@ -3,7 +3,7 @@
 Keys: [num_blocks, Hkv, P / 16, ceil(D / 4), 16, 4], so 64 bytes hold four dims (a quad) of 16 tokens and a quad of the
 query meets all of them at once. Dims past D are zeros. Values: [num_blocks, Hkv, P / 4, Dv, 4], so 64 bytes hold 16 dims of
 four tokens. Scales, float32, of both: [num_blocks, Hkv, P]. P is a multiple of 16. What one head of one block holds is
-one run of memory, and nothing is ever turned or moved across lanes to be read.
+one run of memory, and nothing is ever moved across lanes to be read.
 
 Rows below are the same codes token by token, [num_blocks, P, Hkv, D].
 """

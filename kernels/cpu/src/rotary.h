@@ -1,4 +1,4 @@
-// Rotary position embedding: angles, rotation with the append to the cache, and moves of cached keys.
+// Rotary position embedding: angles, rotation with the append to the cache, and re-rotation of cached keys.
 
 #pragma once
 
@@ -194,13 +194,13 @@ EXPORT int WINDLASS_NAME(rotate_and_append)(
     return 0;
 }
 
-// Keys at sources turn by the given angles and go to targets, values go along; an entry whose source is its target turns
-// in place. No target may be another entry's source or target. Pages: [slots, kv_heads, dim], contiguous, one type; dims
+// Keys at sources are rotated by the given angles and go to targets, values go along; an entry whose source is its target is
+// rotated in place. No target may be another entry's source or target. Pages: [slots, kv_heads, dim], contiguous, one type; dims
 // past 2 * half and values are copied bit by bit. Returns 2 for a slot outside the pages, with nothing touched.
-EXPORT int WINDLASS_NAME(move_cached_keys)(void *key_pages, void *value_pages, int page_type, long num_slots,
-                                           const int64_t *sources, const int64_t *targets, long count, const float *cos,
-                                           long cos_row, const float *sin, long sin_row, long kv_heads, long dim,
-                                           long value_dim, long half) {
+EXPORT int WINDLASS_NAME(rerotate_cached_keys)(void *key_pages, void *value_pages, int page_type, long num_slots,
+                                               const int64_t *sources, const int64_t *targets, long count, const float *cos,
+                                               long cos_row, const float *sin, long sin_row, long kv_heads, long dim,
+                                               long value_dim, long half) {
     for (long n = 0; n < count; n++)
         if (sources[n] < 0 || sources[n] >= num_slots || targets[n] < 0 || targets[n] >= num_slots) return 2;
     with_type(page_type, [&](auto *page) {

@@ -1,4 +1,4 @@
-// Rotation with append, and moves of keys, for caches of int8 codes with one float32 scale per token and head.
+// Rotation with append, and re-rotation of keys, for caches of int8 codes with one float32 scale per token and head.
 //
 // code = round(x / scale) with scale = largest |x| / 127, so every head uses its whole range. A head of (almost) nothing
 // has scale 0; one that holds an infinity or a NaN has scale NaN, so that whatever reads it shows it.
@@ -91,10 +91,10 @@ EXPORT int WINDLASS_NAME(rotate_and_append_int8)(
     return 0;
 }
 
-// As move_cached_keys, on codes: a key is widened, turned and rounded once; values, and keys that no pair turns, are
+// As rerotate_cached_keys, on codes: a key is widened, rotated and rounded once; values, and keys without pairs, are
 // copied. dim: of a key with its padding. value_dim: 0 where values stay. Returns 1 when out of memory, 2 for a slot
 // outside the pages, with nothing touched.
-EXPORT int WINDLASS_NAME(move_cached_keys_int8)(
+EXPORT int WINDLASS_NAME(rerotate_cached_keys_int8)(
     int8_t *key_pages, int8_t *value_pages, float *key_scales, float *value_scales, long block_size, long num_slots,
     const int64_t *sources, const int64_t *targets, long count, const float *cos, long cos_row, const float *sin,
     long sin_row, long kv_heads, long dim, long value_dim, long half) {
