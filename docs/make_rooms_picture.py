@@ -22,7 +22,7 @@ from rooms_imports import FLOORS, Edges, Node, print_table, read_imports, reduce
 ROOT = Path(__file__).parents[1]
 WIDTH, LEFT, RIGHT, GAP = 900, 16, 884, 18
 SIDE = 672  # where the clients' band begins
-ROW, BOX, HEAD = 70, 42, 30
+ROW, BOX, HEAD = 64, 42, 30
 BACKGROUND = {"server": "#e8f1fb", "engine": "#eaf6ec", "kernels": "#fdf3e1", "clients": "#f3edfa"}
 INK = {"server": "#1d4e89", "engine": "#1f6b3a", "kernels": "#8a5a00", "clients": "#5b3a8c"}
 CIRCLE = "#c62828"
@@ -129,16 +129,18 @@ def columns(table: list[list[Node]], pieces: set[tuple[Node, Node]], wide: dict[
         x |= {node: LEFT + (RIGHT - LEFT) * (index + 1) / (len(row) + 1) for index, node in enumerate(row)}
     for sweep in range(400):
         for number in range(len(table)) if sweep % 2 == 0 else range(len(table) - 1, -1, -1):
-            for part in ([n for n in table[number] if not beside(n)], [n for n in table[number] if beside(n)]):
-                low, high = float(LEFT + 12), float(RIGHT - 12)
-                if spans["engine"][0] <= number:
-                    low, high = (SIDE + 8.0, high) if part and beside(part[0]) else (low, SIDE - 24.0)
+            row, low, high = table[number], LEFT + 12.0, RIGHT - 12.0
+            parts = [(row, low, high)]
+            if spans["engine"][0] <= number:
+                parts = [([node for node in row if not beside(node)], low, SIDE - 24.0)]
+                parts.append(([node for node in row if beside(node)], SIDE + 8.0, high))
+            for part, low, high in parts:
                 wanted = {}
                 for node in part:
                     # Long arrows run straight: what passes holds on to what passes.
                     weights: list[tuple[float, float]]
                     weights = [(40 if ">" in node and ">" in o else 1, x[o]) for o in near.get(node, ())]
-                    weights.append((0.02, (low + high) / 2))
+                    weights.append((0.02 if ">" in node else 0.4, (low + high) / 2))
                     wanted[node] = sum(w * place for w, place in weights) / sum(w for w, _ in weights)
                 x |= spread(part, wanted, wide, low, high)
     return x

@@ -55,6 +55,8 @@ def rooms_of(tree: Path, imports: set[tuple[str, str]]) -> tuple[dict[Node, str]
         for folder in entries(tree / floor):
             if any(code_files(folder)):
                 boxes[f"{floor}/{folder.name}"] = contents(folder)
+        if f"{floor}/*.py" not in boxes and any(imported == floor for _, imported in imports):
+            boxes[f"{floor}/__init__.py"] = "the public names"
     edges: Counter[tuple[Node, Node]] = Counter()
     for importer, imported in imports:
         a, b = node_of(importer, boxes), node_of(imported, boxes)
@@ -66,16 +68,17 @@ def rooms_of(tree: Path, imports: set[tuple[str, str]]) -> tuple[dict[Node, str]
 def contents(folder: Path) -> str:
     files, compiled = len(code_files(folder)), len(code_files(folder, "*.cpp")) + len(code_files(folder, "*.h"))
     inside = [path.name + "/" for path in entries(folder) if path.is_dir() and any(code_files(path))]
+    if len(inside) > 2:
+        inside = [f"{len(inside)} folders"]
     parts = [f"{files} file{'s' if files != 1 else ''}", *inside, *([f"{compiled} of C++"] if compiled else [])]
     return " · ".join(parts)
 
 
 def node_of(module: str, boxes: Iterable[Node]) -> Node:
     floor, *rest = module.split(".")
-    if not rest:
-        return f"{floor}/__init__.py"
-    choices = (f"{floor}/{rest[0]}", f"{floor}/{rest[0]}.py", f"{floor}/*.py")
-    return next((choice for choice in choices if choice in boxes), f"{floor}/{rest[0]}")
+    first = rest[0] if rest else "__init__"
+    choices = (f"{floor}/{first}", f"{floor}/{first}.py", f"{floor}/*.py")
+    return next((choice for choice in choices if choice in boxes), f"{floor}/{first}")
 
 
 def without_circles(edges: Edges) -> tuple[Edges, Edges]:
