@@ -26,12 +26,12 @@ from windlass.engine.rotary.policy import RotaryReport, make_plan
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 from windlass.server.app.app import create_app
 from windlass.server.cli import main as cli
-from windlass.server.generation.rotary import report_at, report_object
+from windlass.server.generation.request_rotation import report_at, report_object
+from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.generation import StreamOptions
 from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
-from windlass.server.startup.settings import ServerSettings
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

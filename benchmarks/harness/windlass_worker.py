@@ -100,8 +100,7 @@ class WindlassHandler:
             del runner.execute
 
     def _pretend(self, plan: SchedulerOutput) -> list[StepResult]:
-        self.core.runner.follow(plan)
-        return [StepResult(seq_id, token_ids=(11,)) for item in plan.sequences for seq_id in item.samples]
+        return [StepResult(slot.seq_id, token_ids=(11,)) for item in plan.sequences for slot in item.samples]
 
     def _randomise_cache(self) -> None:
         for layer in range(self.core.info.num_layers):

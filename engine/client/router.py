@@ -16,7 +16,7 @@ from windlass.engine.core.wire import Abort, Aborted, Add, EndSample, Message, P
 from windlass.engine.errors import EngineError, RequestError
 
 
-class _Stream:
+class _RequestStream:
     """Outputs of one request that its consumer has not taken yet. Unbounded: the engine never waits for a consumer."""
 
     __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "cut_short", "error")
@@ -94,7 +94,7 @@ class RequestRouter:
     def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
         self._send = send
         self._require_engine = require_engine
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _RequestStream] = {}
         self._aborting: dict[str, asyncio.Future[None]] = {}
 
     @property
@@ -112,7 +112,7 @@ class RequestRouter:
             self._require_engine()
         if request_id in self._streams:
             raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
-        stream = self._streams[request_id] = _Stream(request.sampling.n)
+        stream = self._streams[request_id] = _RequestStream(request.sampling.n)
         try:
             self._send(Add(request))
             while (output := await stream.get()) is not None:

@@ -33,7 +33,7 @@ ORPHAN_GRACE = 2.0  # seconds the main thread has to end by itself after the soc
 PROGRESS_INTERVAL = 0.05  # seconds between progress frames of one stage
 
 
-class Connection:
+class ParentSocket:
     """The child's end of the socket: an inbox filled by one thread, and `emit`, whose queue another thread empties."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -89,7 +89,7 @@ class Connection:
 class _ProgressFrames:
     """Passes progress on, thinned out: a loader may report every tensor."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ParentSocket) -> None:
         self._connection = connection
         self._stage: str | None = None
         self._sent_at = 0.0
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
-    connection = Connection(sock)
+    connection = ParentSocket(sock)
 
     first = connection.inbox.get()
     if not isinstance(first, Load):
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(core: str, config: EngineConfig, connection: Connection) -> Core | None:
+def _load(core: str, config: EngineConfig, connection: ParentSocket) -> Core | None:
     """Build the core, or send `LoadFailed` and return None."""
     try:
         return _factory(core)(config, _ProgressFrames(connection))

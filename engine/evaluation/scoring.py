@@ -100,7 +100,7 @@ class Scorer:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.decoder.spec.vocab_size:
             raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
         if rows:
-            sequence = _Sequence(self.decoder, self._cache_dtype, ids[: rows[-1] + 1], self._chunk)
+            sequence = _ScoredSequence(self.decoder, self._cache_dtype, ids[: rows[-1] + 1], self._chunk)
             stages = _stages(plan, rows[-1] + 1, prompt)
             walk = sequence.rotate(stages) if plan.policy == "rotate" else sequence.recompute(stages, rows)
             wanted = set(rows)
@@ -120,7 +120,7 @@ def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[tuple[int, i
         first, context = end, end + 1
 
 
-class _Sequence:
+class _ScoredSequence:
     """The cache of one sequence and its passes. Each yields (first row, hidden states [R, hidden])."""
 
     def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, ids: Tensor, chunk: int) -> None:

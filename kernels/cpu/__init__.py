@@ -17,7 +17,7 @@ from windlass.kernels.cpu.ops import (
 )
 from windlass.kernels.cpu.packed import linear_packed, pack_rows
 from windlass.kernels.cpu.panels import linear_panels, linear_panels_widened, pack_panels
-from windlass.kernels.cpu.recording import Recording, record
+from windlass.kernels.cpu.recording import CompiledRecording, record
 from windlass.kernels.cpu.rotary import (
     rerotate_cached_keys,
     rerotate_refusal,
@@ -25,14 +25,14 @@ from windlass.kernels.cpu.rotary import (
     rotate_and_append,
     rotate_refusal,
 )
-from windlass.kernels.cpu.sampling import Draw, draw_tokens, drawing_memory, token_logprobs
+from windlass.kernels.cpu.sampling import CompiledDraw, draw_tokens, drawing_memory, token_logprobs
 
 __all__ = [
     "Arena",
-    "Draw",
+    "CompiledDraw",
+    "CompiledRecording",
     "KernelsUnavailableError",
     "Library",
-    "Recording",
     "attention_refusal",
     "draw_tokens",
     "drawing_memory",

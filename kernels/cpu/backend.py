@@ -187,7 +187,7 @@ class CompiledBackend(Backend):
         return _ArenaRecorder(self, Arena(capacity))
 
     @contextmanager
-    def record(self, arena: Arena) -> Iterator[recording.Recording]:
+    def record(self, arena: Arena) -> Iterator[recording.CompiledRecording]:
         """Record what this backend is asked to do; see `Recorder.record`."""
         ordinary = self._library
         with recording.record(ordinary, arena) as (recorded, self._library):
@@ -204,6 +204,6 @@ class _ArenaRecorder(Recorder):
         self._backend, self._arena = backend, arena
 
     @contextmanager
-    def record(self) -> Iterator[recording.Recording]:
+    def record(self) -> Iterator[recording.CompiledRecording]:
         with self._backend.record(self._arena) as recorded:
             yield recorded

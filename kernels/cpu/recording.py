@@ -58,7 +58,7 @@ _OFTEN_HARMLESS = frozenset({"aten::to.dtype", "aten::reshape", "aten::contiguou
 
 
 @dataclass(slots=True)
-class Recording(backend.Recording):
+class CompiledRecording(backend.Recording):
     """The calls in order, and the memory they need. library: whose functions are called."""
 
     library: Library
@@ -76,7 +76,7 @@ class Recording(backend.Recording):
         return not self.library.repeat_calls(ctypes.addressof(self._packed[0]), len(self.calls))
 
     def same_values(self, other: backend.Recording) -> bool:
-        if not isinstance(other, Recording):
+        if not isinstance(other, CompiledRecording):
             return False
         return [self._values(*call) for call in self.calls] == [other._values(*call) for call in other.calls]
 
@@ -110,12 +110,12 @@ def _as_number(argument: Any) -> float:
 
 
 @contextmanager
-def record(library: Library, arena: Arena) -> Iterator[tuple[Recording, Library]]:
+def record(library: Library, arena: Arena) -> Iterator[tuple[CompiledRecording, Library]]:
     """Record what is called meanwhile of the library that comes with the recording; it calls `library`'s functions.
 
     See `backend.Recorder.record`. Tensors are made in the arena whatever makes them.
     """
-    recording = Recording(library, arena)
+    recording = CompiledRecording(library, arena)
     tensors = ArenaTensors(arena)
     try:
         with _Watch(recording, tensors):
@@ -124,12 +124,12 @@ def record(library: Library, arena: Arena) -> Iterator[tuple[Recording, Library]
         recording.num_bytes = tensors.peak
 
 
-def _recording_library(library: Library, recording: Recording) -> Library:
+def _recording_library(library: Library, recording: CompiledRecording) -> Library:
     functions = {f.name: getattr(library, f.name) for f in fields(library) if f.name in SIGNATURES}
     return replace(library, **{name: _recorded(name, call, recording) for name, call in functions.items()})  # type: ignore[arg-type]
 
 
-def _recorded(name: str, function: Function, recording: Recording) -> Function:
+def _recorded(name: str, function: Function, recording: CompiledRecording) -> Function:
     def call(*arguments: Any) -> int:
         if name not in _REPEATABLE:
             recording.obstacle = f"{name} cannot be repeated"
@@ -142,7 +142,7 @@ def _recorded(name: str, function: Function, recording: Recording) -> Function:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has tensors made in the arena, and notes operations that are more than bookkeeping."""
 
-    def __init__(self, recording: Recording, tensors: ArenaTensors) -> None:
+    def __init__(self, recording: CompiledRecording, tensors: ArenaTensors) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._tensors = recording, tensors
 

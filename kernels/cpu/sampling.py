@@ -26,7 +26,7 @@ _SPAN = 128
 _LONG, _FLOAT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_void_p
 
 
-class Draw(ctypes.Structure):
+class CompiledDraw(ctypes.Structure):
     """One row to draw from: what is done to its logits, how it is narrowed, and what came of it.
 
     row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output): addresses of int64 ids (of
@@ -97,7 +97,9 @@ def _check_logits(name: str, logits: Tensor) -> None:
     )
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[Draw], memory: Tensor, *, library: Library | None = None) -> None:
+def draw_tokens(
+    logits: Tensor, draws: Sequence[CompiledDraw], memory: Tensor, *, library: Library | None = None
+) -> None:
     """Fill token and status of each draw.
 
     logits: [R, V] float32, any row stride, left unchanged. memory: from `drawing_memory`. A row with NaN or infinity fails
@@ -130,8 +132,8 @@ class CompiledDrawer(draws.Drawer):
         self._vocab, self._library = vocab, library
         self._memory: Tensor | None = None
 
-    def new(self, filters: Filters, penalties: Penalties) -> Draw:
-        return Draw(
+    def new(self, filters: Filters, penalties: Penalties) -> CompiledDraw:
+        return CompiledDraw(
             repetition=penalties.repetition,
             frequency=penalties.frequency,
             presence=penalties.presence,
@@ -145,7 +147,7 @@ class CompiledDrawer(draws.Drawer):
     def draw(self, logits: Tensor, draws: Sequence[draws.Draw]) -> None:
         if self._memory is None:
             self._memory = drawing_memory(self._vocab, torch.get_num_threads())
-        draw_tokens(logits, cast(Sequence[Draw], draws), self._memory, library=self._library)
+        draw_tokens(logits, cast(Sequence[CompiledDraw], draws), self._memory, library=self._library)
 
 
 def token_logprobs(

@@ -11,11 +11,11 @@ from pydantic_core import to_json
 
 from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.rotary.policy import RotaryReport
+from windlass.server.answers.logprob_layouts import prompt_logprobs_object
 from windlass.server.answers.pieces import JsonList, encode, encode_pieces
-from windlass.server.app.errors import answer_too_large
-from windlass.server.generation.generation import Delta, Tally
-from windlass.server.generation.logprobs import prompt_logprobs_object
-from windlass.server.generation.rotary import report_object
+from windlass.server.errors import answer_too_large
+from windlass.server.generation.deltas import Delta, Tally
+from windlass.server.generation.request_rotation import report_object
 from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.server.answers.base import AnswerWriter, Result
+from windlass.server.answers.logprob_layouts import chat_logprobs
 from windlass.server.answers.pieces import JsonList
-from windlass.server.generation.generation import Delta
-from windlass.server.generation.logprobs import chat_logprobs
+from windlass.server.generation.deltas import Delta
 
 
 class ChatWriter(AnswerWriter):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.request import TokenLogprobs
 from windlass.server.answers.base import AnswerOptions, AnswerWriter, Result, in_pieces
+from windlass.server.answers.logprob_layouts import CompletionLogprobLists
 from windlass.server.answers.pieces import JsonList
-from windlass.server.generation.generation import Delta, Tally
-from windlass.server.generation.logprobs import CompletionLogprobs
+from windlass.server.generation.deltas import Delta, Tally
 from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class CompletionWriter(AnswerWriter):
     ) -> None:
         super().__init__(tokenizer, prompts, tally, options, envelope)
         self._echoes = None if echoes is None else [_Echo(text) for text in echoes]
-        self._layouts: dict[int, CompletionLogprobs] = {}
+        self._layouts: dict[int, CompletionLogprobLists] = {}
         self._lists: dict[int, dict[str, JsonList]] = {}  # log-probabilities by choice
 
     def take_prompt_logprobs(self, prompt_index: int, entries: Sequence[TokenLogprobs | None]) -> None:
@@ -111,16 +111,16 @@ class CompletionWriter(AnswerWriter):
             fields["stop_reason"] = stop_reason
         return fields
 
-    def _layout(self, choice: int) -> CompletionLogprobs:
+    def _layout(self, choice: int) -> CompletionLogprobLists:
         layout = self._layouts.get(choice)
         if layout is None:
             end = 0 if self._echoes is None else self._echoes[choice // self.options.samples].end
             layout = self._layouts[choice] = self._new_layout(end)
         return layout
 
-    def _new_layout(self, start: int) -> CompletionLogprobs:
+    def _new_layout(self, start: int) -> CompletionLogprobLists:
         top = self.options.logprobs or 0
-        return CompletionLogprobs(
+        return CompletionLogprobLists(
             self.tokenizer, top, skip_special_tokens=self.options.skip_special_tokens, start=start
         )
 

@@ -1,1 +1,1 @@
-"""The application around the endpoints: authentication, bounds of a body, errors, state, streams, metrics."""
+"""The application: its routes behind the middleware that asks for keys and bounds headers and bodies."""

@@ -18,10 +18,11 @@ from windlass import __version__
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
 from windlass.server.app.auth import AuthMiddleware
-from windlass.server.app.errors import ApiError, error_response, from_exception, internal_error
 from windlass.server.app.limits import LimitsMiddleware
-from windlass.server.app.request_id import RequestIdMiddleware
-from windlass.server.app.state import ServerState
+from windlass.server.errors import ApiError, error_response, from_exception, internal_error
+from windlass.server.exchange.request_id import RequestIdMiddleware
+from windlass.server.exchange.state import ServerState
+from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.protocol.completions import Completion, CompletionRequest
@@ -34,7 +35,6 @@ from windlass.server.protocol.text import (
 )
 from windlass.server.routes import chat, completions, health, models, rotary, text
 from windlass.server.routes.common import REF
-from windlass.server.startup.settings import ServerSettings
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer

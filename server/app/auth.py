@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.server.app.errors import ApiError, error_response
+from windlass.server.errors import ApiError, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 

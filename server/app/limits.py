@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.server.app.errors import ApiError, error_response
+from windlass.server.errors import ApiError, error_response
 
 # A client that is mid-upload may never see an answer sent before it is done: up to this many bytes beyond the limit
 # are read and thrown away first.

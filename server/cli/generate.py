@@ -17,8 +17,8 @@ from windlass.clients import APIConnectionError, APIError, APIStatusError, Clien
 from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.errors import EngineError, LoadError, RequestError
-from windlass.server.cli.display import LoadingDisplay
-from windlass.server.cli.options import EngineOptions
+from windlass.server.options.engine import EngineOptions
+from windlass.server.startup.display import LoadingDisplay
 from windlass.server.startup.hub import resolve_model
 from windlass.server.startup.launch import check_model, make_client
 from windlass.server.text.tokenizer_file import find_tokenizer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class GenerateOptions:
     """What to generate. chat: the prompt is a user's message, rendered by the model's chat template."""
 
     prompt: str
@@ -49,12 +49,12 @@ class Generation:
             raise LoadError(f"--top-p must be more than 0 and at most 1, got {self.top_p:g}")
 
 
-def generate_here(wanted: Generation, model: str | None, options: EngineOptions, log_level: str) -> None:
+def generate_here(wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str) -> None:
     """Load the model, write the continuation, end. Raises EngineError subclasses, one line each."""
     asyncio.run(_generate_here(wanted, model, options, log_level))
 
 
-async def _generate_here(wanted: Generation, model: str | None, options: EngineOptions, log_level: str) -> None:
+async def _generate_here(wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str) -> None:
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     path = resolve_model(model)
     check_model(options, path)
@@ -102,7 +102,7 @@ async def _generate_here(wanted: Generation, model: str | None, options: EngineO
         await client.close()
 
 
-async def _prompt_ids(wanted: Generation, tokenizer: Tokenizer) -> list[int]:
+async def _prompt_ids(wanted: GenerateOptions, tokenizer: Tokenizer) -> list[int]:
     text = await _rendered(wanted.prompt, tokenizer) if wanted.chat else wanted.prompt
     ids = tokenizer.encode(text, add_special_tokens=not wanted.chat)
     if not ids and tokenizer.bos_token_id is not None:
@@ -114,9 +114,9 @@ async def _prompt_ids(wanted: Generation, tokenizer: Tokenizer) -> list[int]:
 
 async def _rendered(prompt: str, tokenizer: Tokenizer) -> str:
     """The prompt as a chat. The template is code that came with the model: it runs with limits, as on a server."""
-    from windlass.server.app.errors import ApiError
+    from windlass.server.errors import ApiError
+    from windlass.server.options.settings import ServerSettings
     from windlass.server.protocol.chat import ChatMessage
-    from windlass.server.startup.settings import ServerSettings
     from windlass.server.text.service import TextService
 
     if tokenizer.chat_template is None:
@@ -137,7 +137,7 @@ async def _rendered(prompt: str, tokenizer: Tokenizer) -> str:
 
 
 def generate_remote(
-    wanted: Generation, model: str | None, options: EngineOptions, url: str, api_key: str | None
+    wanted: GenerateOptions, model: str | None, options: EngineOptions, url: str, api_key: str | None
 ) -> None:
     """Ask the server at `url` (with or without /v1), write its stream. Raises EngineError, one line."""
     declared = options.profiles()
@@ -179,7 +179,7 @@ def generate_remote(
         say(f"[{time.monotonic() - start:.2f} s, {reason}]")
 
 
-def _open(client: Client, wanted: Generation, settings: dict[str, Any]) -> Stream[Any, Any]:
+def _open(client: Client, wanted: GenerateOptions, settings: dict[str, Any]) -> Stream[Any, Any]:
     if wanted.chat:
         return client.chat([{"role": "user", "content": wanted.prompt}], stream=True, **settings)
     return client.completions(wanted.prompt, stream=True, **settings)

@@ -16,17 +16,12 @@ from windlass.clients.loadtest.cli.app import add_commands
 from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
-from windlass.server.cli.options import (
-    EngineOptions,
-    LogLevel,
-    ModelArgument,
-    ModelOption,
-    ServerOptions,
-    option,
-)
 from windlass.server.cli.rope.commands import app as rope
-from windlass.server.http.options import ConnectionOptions
+from windlass.server.options.connections import ConnectionOptions
+from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options, to_flat
+from windlass.server.options.server import ServerOptions
+from windlass.server.options.spelling import LogLevel, ModelArgument, ModelOption, option
 
 app = InjectingTyper(
     name="windlass",
@@ -88,10 +83,10 @@ def generate(
     log_level: LogLevel = "warning",
 ) -> None:
     """Continue one prompt on the terminal."""
-    from windlass.server.cli.generate import Generation, generate_here, generate_remote
-    from windlass.server.cli.options import check_log_level
+    from windlass.server.cli.generate import GenerateOptions, generate_here, generate_remote
+    from windlass.server.options.spelling import check_log_level
 
-    wanted = Generation(
+    wanted = GenerateOptions(
         prompt=sys.stdin.read() if prompt == "-" else prompt,
         chat=chat,
         max_tokens=max_tokens,
@@ -118,7 +113,7 @@ def bench_engine(
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
     from windlass.engine.core.threads import prepare_this_process
-    from windlass.server.cli.display import LoadingDisplay
+    from windlass.server.startup.display import LoadingDisplay
     from windlass.server.startup.hub import resolve_model
     from windlass.server.startup.launch import check_model
 

@@ -1,1 +1,1 @@
-"""From a validated body to requests to the engine, and the text of their answers."""
+"""What a request asks of the engine (prompts, sampling, rotation), and the text of its outputs."""

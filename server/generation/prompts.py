@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from windlass.engine.api.request import ModelInfo
-from windlass.server.app.errors import bad_request, context_length_exceeded
+from windlass.server.errors import bad_request, context_length_exceeded
 
 
 def split_prompts(value: Any, *, max_prompts: int) -> list[str] | list[list[int]]:

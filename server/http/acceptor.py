@@ -11,10 +11,10 @@ import logging
 import socket
 from collections.abc import Callable
 
-from windlass.server.http.answers import REFUSALS
 from windlass.server.http.connections import Connections
 from windlass.server.http.occasional import Occasional
-from windlass.server.http.protocol import HttpProtocol
+from windlass.server.http.refusals import REFUSALS
+from windlass.server.http.uvicorn_protocol import HttpProtocol
 
 ACCEPTS_PER_TURN = 32  # of the event loop: requests in progress wait no longer than these take
 PAUSE_SECONDS = 0.25  # after an error; the listener stays readable, and trying at once would take the whole core

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from windlass.server.http.occasional import Occasional
-from windlass.server.http.settings import ConnectionSettings, holder
+from windlass.server.options.connection_settings import ConnectionSettings, holder
 
 _logger = logging.getLogger("windlass.server")
 

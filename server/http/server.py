@@ -18,8 +18,8 @@ import uvicorn
 from windlass.server.http.acceptor import Acceptor
 from windlass.server.http.connections import Connections
 from windlass.server.http.occasional import Occasional
-from windlass.server.http.protocol import HttpProtocol
-from windlass.server.http.settings import ConnectionSettings
+from windlass.server.http.uvicorn_protocol import HttpProtocol
+from windlass.server.options.connection_settings import ConnectionSettings
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

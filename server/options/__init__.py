@@ -1,1 +1,1 @@
-"""What an operator may set: the options as they are spelt, and what they become."""
+"""What an operator may set: options as they are spelt, the settings that become of them, and names of the engine's fields."""

@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from windlass.server.answers.base import AnswerWriter
 from windlass.server.answers.chat import ChatWriter
-from windlass.server.app.body import read_body
-from windlass.server.app.errors import bad_request
-from windlass.server.app.request_id import request_id, set_request_id
-from windlass.server.app.streaming import Exchange
-from windlass.server.generation.generation import Tally
-from windlass.server.generation.pipeline import Job, check, envelope, run
+from windlass.server.errors import bad_request
+from windlass.server.exchange.body import read_body
+from windlass.server.exchange.request_id import request_id, set_request_id
+from windlass.server.exchange.streaming import Exchange
+from windlass.server.generation.deltas import Tally
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
+from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
 from windlass.server.text.service import Prompt
 
 router = APIRouter()
@@ -72,7 +72,7 @@ def _logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-async def _prompt(job: Job, body: ChatRequest) -> list[Prompt]:
+async def _prompt(job: GenerationJob, body: ChatRequest) -> list[Prompt]:
     service, info = job.state.text, job.info
     truncate = body.truncate_prompt_tokens
     text = await service.render(

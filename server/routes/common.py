@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
 
-from windlass.server.app.errors import bad_request
-from windlass.server.app.state import ServerState
+from windlass.server.errors import bad_request
+from windlass.server.exchange.state import ServerState
 
 T = TypeVar("T")
 

@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from windlass.server.answers.base import AnswerWriter
 from windlass.server.answers.completions import CompletionWriter
-from windlass.server.app.body import read_body
-from windlass.server.app.request_id import request_id, set_request_id
-from windlass.server.app.streaming import Exchange
-from windlass.server.generation.generation import Tally
-from windlass.server.generation.pipeline import Job, check, envelope, run
+from windlass.server.exchange.body import read_body
+from windlass.server.exchange.request_id import request_id, set_request_id
+from windlass.server.exchange.streaming import Exchange
+from windlass.server.generation.deltas import Tally
 from windlass.server.generation.prompts import check_token_prompts, split_prompts
 from windlass.server.protocol.completions import Completion, CompletionRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
+from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
 from windlass.server.text.service import Prompt
 
 router = APIRouter()
@@ -66,7 +66,7 @@ async def create_completion(request: Request) -> Response:
     return Exchange(state, work, deadline=job.deadline)
 
 
-async def _prompts(job: Job, body: CompletionRequest) -> list[Prompt]:
+async def _prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
     state, info = job.state, job.info
     given = split_prompts(body.prompt, max_prompts=state.settings.max_prompts)
     truncate = body.truncate_prompt_tokens
@@ -83,7 +83,7 @@ async def _prompts(job: Job, body: CompletionRequest) -> list[Prompt]:
     return [Prompt(ids) for ids in checked]
 
 
-async def _echoes(job: Job, prompts: list[Prompt]) -> list[str]:
+async def _echoes(job: GenerationJob, prompts: list[Prompt]) -> list[str]:
     """What `echo` repeats: the caller's own text where there is one, else what the token ids say."""
     unwritten = [prompt.token_ids for prompt in prompts if prompt.text is None]
     decoded: Iterator[str] = iter(())

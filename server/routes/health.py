@@ -7,8 +7,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.app.metrics import CONTENT_TYPE
-from windlass.server.app.state import ServerState
+from windlass.server.exchange.metrics import CONTENT_TYPE
+from windlass.server.exchange.state import ServerState
 from windlass.server.routes.common import answers, state_of
 
 router = APIRouter()

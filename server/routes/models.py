@@ -9,8 +9,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.app.state import ServerState
-from windlass.server.generation.rotary import describe_groups
+from windlass.server.exchange.state import ServerState
+from windlass.server.generation.request_rotation import describe_groups
 from windlass.server.protocol.answers import Model, ModelList
 from windlass.server.routes.common import answers, state_of
 

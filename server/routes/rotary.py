@@ -14,10 +14,10 @@ from windlass.engine.api.request import ModelInfo
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint
 from windlass.engine.rotary.scaling import RotarySpec
-from windlass.server.app.body import read_body
-from windlass.server.app.errors import unavailable
-from windlass.server.app.state import ServerState
-from windlass.server.generation.rotary import describe_groups, planner_of, read_rotation
+from windlass.server.errors import unavailable
+from windlass.server.exchange.body import read_body
+from windlass.server.exchange.state import ServerState
+from windlass.server.generation.request_rotation import describe_groups, planner_of, read_rotation
 from windlass.server.protocol.text import RotaryInspectRequest
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
 

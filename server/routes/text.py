@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.app.body import read_body
-from windlass.server.app.errors import bad_request
-from windlass.server.app.slices import LargeJson
-from windlass.server.app.state import ServerState
+from windlass.server.errors import bad_request
+from windlass.server.exchange.body import read_body
+from windlass.server.exchange.slices import LargeJson
+from windlass.server.exchange.state import ServerState
 from windlass.server.generation.prompts import check_token_ids
 from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, caller_of, state_of, while_connected

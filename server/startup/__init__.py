@@ -1,1 +1,1 @@
-"""From options to a listening server, and its end."""
+"""From options to a listening server, what a person sees meanwhile, and its end."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from windlass.clients.terminal.lines import say
 from windlass.engine.client.process import ProcessClient
-from windlass.server.app.state import ServerState
+from windlass.server.exchange.state import ServerState
 
 if TYPE_CHECKING:
     from windlass.server.http.server import HttpServer

@@ -22,17 +22,19 @@ from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.preflight import check_start
-from windlass.server.cli.display import LoadingDisplay, summary
-from windlass.server.cli.options import EngineOptions, ServerOptions, check_log_level
-from windlass.server.generation.rotary import check_profiles
+from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
-from windlass.server.http.options import ConnectionOptions
-from windlass.server.http.settings import ConnectionSettings
+from windlass.server.options.connection_settings import ConnectionSettings
+from windlass.server.options.connections import ConnectionOptions
+from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options
+from windlass.server.options.server import ServerOptions
+from windlass.server.options.settings import ServerSettings
+from windlass.server.options.spelling import check_log_level
+from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.hub import resolve_model
 from windlass.server.startup.memory import keep_startup_objects, return_large_pieces
-from windlass.server.startup.settings import ServerSettings
 from windlass.server.text.tokenizer_file import find_tokenizer
 
 if TYPE_CHECKING:

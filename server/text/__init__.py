@@ -1,1 +1,1 @@
-"""Tokenizing, detokenizing and chat templates in processes that can be killed, and what the routes ask of them."""
+"""Tokenizing, detokenizing and chat templates; what may take long runs in processes that can be killed."""

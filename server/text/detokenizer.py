@@ -28,7 +28,7 @@ def _replace_every_byte(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("windlass.replace_every_byte", _replace_every_byte)
 
 
-class _Stream(Protocol):
+class _TextStream(Protocol):
     def feed(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
@@ -213,7 +213,7 @@ class Detokenizer:
         if not all(stop):
             raise ValueError("stop strings must not be empty")
         skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._stream: _Stream
+        self._stream: _TextStream
         if tokenizer.pieces is not None:
             self._stream = _PieceStream(tokenizer, tokenizer.pieces, prompt_token_ids, skipped)
         else:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from windlass.engine.errors import LoadError
-from windlass.server.app.errors import ApiError, bad_request, context_length_exceeded, unavailable
+from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
+from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
-from windlass.server.startup.settings import ServerSettings
 from windlass.server.text.workers.frames import TextSource, count_ids, last_ids, pack_ids, unpack_ids
 from windlass.server.text.workers.lanes import LaneFullError
 from windlass.server.text.workers.pool import (

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks what the assistant wrote, for training masks; when serving it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
@@ -94,7 +94,7 @@ def sandboxed_environment() -> jinja2.Environment:
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        extensions=[_Generation, jinja2.ext.loopcontrols],
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         cache_size=0,
     )
     environment.filters["tojson"] = _tojson

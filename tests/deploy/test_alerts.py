@@ -10,7 +10,7 @@ from helpers.dashboard import PANELS
 from helpers.prometheus import ALERTS, ROOT, needs_prometheus, promtool
 
 from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError, RequestError
-from windlass.server.app.errors import from_exception, internal_error
+from windlass.server.errors import from_exception, internal_error
 
 TESTS = ROOT / "tests" / "deploy" / "alerts_test.yml"
 RULES = {rule["alert"]: rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]}

@@ -17,11 +17,11 @@ from helpers.scripted_engine import ScriptedEngine
 from helpers.toy_tokenizers import byte_level
 
 from windlass.server.app.app import create_app
-from windlass.server.app.state import ServerState
+from windlass.server.exchange.state import ServerState
 from windlass.server.http.connections import Connections
 from windlass.server.http.server import HttpServer
-from windlass.server.http.settings import ConnectionSettings
-from windlass.server.startup.settings import ServerSettings
+from windlass.server.options.connection_settings import ConnectionSettings
+from windlass.server.options.settings import ServerSettings
 from windlass.server.text.tokenizer import Tokenizer
 
 MODEL = "toy"

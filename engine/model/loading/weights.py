@@ -32,7 +32,7 @@ _DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.attention\
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _WeightTarget:
     """Where a checkpoint tensor goes: a view of a decoder tensor, or rows of a weight in a layout of its own.
 
     offset is added once it is there (Gemma's 1 + w); rows take none.
@@ -79,7 +79,7 @@ def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | _Rows]:
 
 
 def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """Rows that make interleaved pairs (2j, 2j+1) half-split ones (j, j + d/2), head by head: [num_heads * head_dim].
+    """Rows that turn interleaved pairs (2j, 2j+1) into half-split ones (j, j + d/2), head by head: [num_heads * head_dim].
 
     With x' = x[order], half-split rotation of x' is interleaved rotation of x in that order, bit for bit. Rows past the
     first rotary_dim of a head stay.
@@ -89,14 +89,14 @@ def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
 
 
-def _targets(decoder: Decoder) -> dict[str, _Target]:
+def _targets(decoder: Decoder) -> dict[str, _WeightTarget]:
     """Checkpoint name -> destination, as the specs of the weights say."""
     weights, targets = decoder.weights(), {}
     for spec in decoder.spec.weights():
         offset = decoder.spec.norm_offset if spec.kind == "norm" else 0.0
         views = _split(weights[spec.name], [tensor.rows for tensor in spec.stored])
         for tensor, view in zip(spec.stored, views, strict=True):
-            targets[tensor.name] = _Target(view, offset, _order(tensor))
+            targets[tensor.name] = _WeightTarget(view, offset, _order(tensor))
     return targets
 
 
@@ -194,7 +194,7 @@ def _equals(backend: Backend, tensor: Tensor, weight: Tensor | PackedWeight) -> 
     if not isinstance(weight, PackedWeight):
         return torch.equal(tensor.to(weight), weight)
     again = PackedWeight.empty(weight.rows, weight.columns, weight.bits)
-    _Target(_whole(again)).fill(backend, tensor)
+    _WeightTarget(_whole(again)).fill(backend, tensor)
     return torch.equal(again.data, weight.data) and torch.equal(again.scales, weight.scales)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.options import ModelArgument, option
+from windlass.server.options.spelling import ModelArgument, option
 from windlass.server.startup.hub import resolve_model
 
 app = typer.Typer(help="Show what a rotary scaling does to a model.", no_args_is_help=True)
@@ -89,7 +89,7 @@ def sweep(
     from windlass.server.cli.rope.pictures import require_matplotlib
 
     require_matplotlib()
-    from windlass.server.cli.rope.run import SweepOptions, run_sweep
+    from windlass.server.cli.rope.sweep import SweepOptions, run_sweep
 
     run_sweep(
         SweepOptions(

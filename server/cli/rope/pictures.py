@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.errors import LoadError
 from windlass.server.cli.rope.inspection import Inspection, wavelength
-from windlass.server.cli.rope.results import Curve, SweepResult
+from windlass.server.cli.rope.sweep_results import Curve, ScalingSweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,7 +98,7 @@ def draw_inspection(result: Inspection) -> Figure:
     return figure
 
 
-def draw_sweep(result: SweepResult, ink: str = _INK) -> Figure:
+def draw_sweep(result: ScalingSweep, ink: str = _INK) -> Figure:
     """Perplexity by position, one line per plotted curve, a mark at every multiple of the trained length."""
     from matplotlib.figure import Figure
 

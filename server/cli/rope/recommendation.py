@@ -12,7 +12,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.server.cli.rope.results import TOLERANCE, Curve, SweepResult
+from windlass.server.cli.rope.sweep_results import TOLERANCE, Curve, ScalingSweep
 
 _CLOSE = math.log(1.01)
 # What asks least comes first: nothing to set, one set of frequencies, keys that turn, passes that are done again.
@@ -39,7 +39,7 @@ class Recommendation:
         }
 
 
-def recommend(result: SweepResult) -> Recommendation:
+def recommend(result: ScalingSweep) -> Recommendation:
     """The scaling to serve contexts of `result.target_len` with."""
     target = result.target_len
     usable = [c for c in result.curves if c.kind != "cut" and (c.policy != "frozen" or c.longest == target)]
@@ -74,7 +74,7 @@ def _body(curve: Curve) -> str | None:
     return json.dumps({"rope_scaling": curve.scaling, **update})
 
 
-def _reasons(result: SweepResult, chosen: Curve, others: list[Curve]) -> list[str]:
+def _reasons(result: ScalingSweep, chosen: Curve, others: list[Curve]) -> list[str]:
     target, trained = result.target_len, result.trained_len
     value = result.perplexity(chosen, 0, target)
     none = next(curve for curve in result.curves if curve.kind == "none")

@@ -10,11 +10,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from windlass.server.cli.rope.recommendation import Recommendation
-from windlass.server.cli.rope.results import TOLERANCE, SweepResult
+from windlass.server.cli.rope.sweep_results import TOLERANCE, ScalingSweep
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """Cells of the table; mark tells the recommended row and the reference apart."""
 
     cells: tuple[str, ...]
@@ -26,10 +26,10 @@ class Table:
     """Heads and rows, first the reference and then by overall perplexity within each kind as measured."""
 
     heads: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
 
-def make_table(result: SweepResult, chosen: str) -> Table:
+def make_table(result: ScalingSweep, chosen: str) -> Table:
     """Perplexity of every curve in every range, and how far it holds."""
     rows = []
     for curve in result.curves:
@@ -40,11 +40,11 @@ def make_table(result: SweepResult, chosen: str) -> Table:
         holds = result.holds_to(curve)
         cells.append("" if curve.kind == "cut" else f"{holds:,}" if holds else "nowhere")
         mark: Literal["", "chosen", "reference"] = "reference" if curve.kind == "cut" else ""
-        rows.append(Row(tuple(cells), "chosen" if curve.name == chosen else mark))
+        rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
     return Table(("scaling", *result.ranges, "holds to"), tuple(rows))
 
 
-def facts(result: SweepResult) -> str:
+def facts(result: ScalingSweep) -> str:
     """One line: the model's length, the text, how it was read."""
     return (
         f"Trained on {result.trained_len:,} tokens, read to {result.max_len:,}. Text: {result.text_name}, "
@@ -54,7 +54,7 @@ def facts(result: SweepResult) -> str:
     )
 
 
-def notes(result: SweepResult) -> list[str]:
+def notes(result: ScalingSweep) -> list[str]:
     """What the columns mean and what the policies are."""
     half = result.trained_len // 2
     found = [
@@ -82,7 +82,7 @@ def notes(result: SweepResult) -> list[str]:
     return found
 
 
-def to_html(result: SweepResult, recommendation: Recommendation, svg: str, date: str) -> str:
+def to_html(result: ScalingSweep, recommendation: Recommendation, svg: str, date: str) -> str:
     """The page; it needs nothing from anywhere. svg: a trusted element, everything else is escaped."""
     source = (
         importlib.resources.files("windlass.server.cli.rope").joinpath("report.html.j2").read_text(encoding="utf-8")
@@ -99,7 +99,7 @@ def to_html(result: SweepResult, recommendation: Recommendation, svg: str, date:
     )
 
 
-def to_markdown(result: SweepResult, recommendation: Recommendation, picture: str | None, date: str) -> str:
+def to_markdown(result: ScalingSweep, recommendation: Recommendation, picture: str | None, date: str) -> str:
     """The same for places that show no HTML. picture: the plot's file name beside the page."""
     table = make_table(result, recommendation.curve)
     lines = [f"# Rotary scalings of {_plain(result.model_name)}", "", f"{_plain(facts(result))} Measured {date}.", ""]
@@ -119,7 +119,7 @@ def to_markdown(result: SweepResult, recommendation: Recommendation, picture: st
     return "\n".join(lines) + "\n"
 
 
-def _overlap(result: SweepResult) -> bool:
+def _overlap(result: ScalingSweep) -> bool:
     return any(b - a < result.max_len for a, b in zip(result.starts, result.starts[1:], strict=False))
 
 

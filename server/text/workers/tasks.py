@@ -12,8 +12,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
-from windlass.server.generation.logprobs import TextOffsets
 from windlass.server.text.chat_template import ChatTemplate
+from windlass.server.text.offsets import TextOffsets
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers.frames import pack_ids, unpack_ids
 

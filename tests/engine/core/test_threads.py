@@ -14,7 +14,7 @@ from helpers.configs import engine_config
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.core import threads
 from windlass.engine.errors import LoadError
-from windlass.server.cli.options import EngineOptions
+from windlass.server.options.engine import EngineOptions
 
 MODEL = Path(__file__).parents[3] / "models" / "demo"
 

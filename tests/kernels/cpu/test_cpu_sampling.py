@@ -35,8 +35,8 @@ FILTERS = (
 )
 
 
-def described(filters: Filters, row: int, uniform: float, vocab: int) -> cpu.Draw:
-    return cpu.Draw(
+def described(filters: Filters, row: int, uniform: float, vocab: int) -> cpu.CompiledDraw:
+    return cpu.CompiledDraw(
         row=row,
         repetition=1.0,
         temperature=max(filters.temperature, 1e-30),
@@ -73,7 +73,7 @@ def rows_of(kind: str, vocab: int) -> torch.Tensor:
     return x * 3
 
 
-def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.Draw]) -> list[int]:
+def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.CompiledDraw]) -> list[int]:
     cpu.draw_tokens(logits, draws, cpu.drawing_memory(logits.shape[1], 2), library=form)
     assert [d.status for d in draws] == [DrawStatus.OK] * len(draws)
     return [d.token for d in draws]
@@ -132,7 +132,7 @@ def ids(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def changed(**fields: Any) -> tuple[cpu.Draw, list[torch.Tensor]]:
+def changed(**fields: Any) -> tuple[cpu.CompiledDraw, list[torch.Tensor]]:
     """A draw with lists of ids given as tensors, and what must be kept alive for it."""
     lengths = {"allowed": "num_allowed", "forbidden": "num_forbidden", "biased": "num_biased", "counted": "num_counted"}
     values: dict[str, Any] = {"repetition": 1.0, "floor": LOWEST, "top_p": 1.0, "typical_p": 1.0}
@@ -140,7 +140,7 @@ def changed(**fields: Any) -> tuple[cpu.Draw, list[torch.Tensor]]:
         values[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
         if name in lengths:
             values[lengths[name]] = len(value)
-    return cpu.Draw(**values), [v for v in fields.values() if isinstance(v, torch.Tensor)]
+    return cpu.CompiledDraw(**values), [v for v in fields.values() if isinstance(v, torch.Tensor)]
 
 
 def test_changes_come_in_order(form: Library) -> None:

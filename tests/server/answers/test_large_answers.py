@@ -19,8 +19,8 @@ from windlass.server.answers.base import AnswerOptions
 from windlass.server.answers.chat import ChatWriter
 from windlass.server.answers.completions import CompletionWriter
 from windlass.server.answers.size import estimate_bytes
-from windlass.server.app.errors import ApiError
-from windlass.server.generation.generation import Delta, Tally
+from windlass.server.errors import ApiError
+from windlass.server.generation.deltas import Delta, Tally
 from windlass.server.text.service import Prompt
 
 PROMPTS = [[300 + (7 * row + column) % 3000 for column in range(500)] for row in range(256)]

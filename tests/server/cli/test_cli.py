@@ -28,10 +28,11 @@ from windlass.engine.api.config import (
 )
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli import main as cli
-from windlass.server.cli.options import EngineOptions, ServerOptions
-from windlass.server.http.options import ConnectionOptions
-from windlass.server.http.settings import ConnectionSettings
+from windlass.server.options.connection_settings import ConnectionSettings
+from windlass.server.options.connections import ConnectionOptions
+from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import to_flat
+from windlass.server.options.server import ServerOptions
 from windlass.server.startup import launch
 
 TESTS = Path(__file__).parents[2]

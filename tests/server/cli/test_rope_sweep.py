@@ -21,7 +21,7 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.recommendation import recommend
-from windlass.server.cli.rope.results import Curve, SweepResult
+from windlass.server.cli.rope.sweep_results import Curve, ScalingSweep
 from windlass.server.startup import launch
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -204,8 +204,8 @@ def curve(name: str, kind: str, level: float, inside: float, policy: str | None 
     return Curve(name, name, kind, scaling, policy, rows if policy == "frozen" else None, True, nll)  # type: ignore[arg-type]
 
 
-def result(*curves: Curve) -> SweepResult:
-    return SweepResult("toy", "toy", "t", 100, "", 16, 64, 64, (0, 30), curves)
+def result(*curves: Curve) -> ScalingSweep:
+    return ScalingSweep("toy", "toy", "t", 100, "", 16, 64, 64, (0, 30), curves)
 
 
 NONE, CUT = curve("no scaling", "none", 90, 10), curve("cut", "cut", 11, 10)

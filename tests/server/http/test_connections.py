@@ -25,7 +25,7 @@ from helpers.raw_client import (
 
 from windlass.server.http.connections import Connections
 from windlass.server.http.occasional import PAUSE_SECONDS, Occasional
-from windlass.server.http.settings import ConnectionSettings, holder
+from windlass.server.options.connection_settings import ConnectionSettings, holder
 
 HEALTH = request("/health")
 LONG = {"prompt": "a", "max_tokens": 50_000_000, "ignore_eos": True}

@@ -11,7 +11,7 @@ import pytest
 
 from windlass.engine.api.config import EngineConfig
 from windlass.server.cli.main import bench_engine
-from windlass.server.cli.options import EngineOptions
+from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import flat_names, from_flat, in_options, option_names, to_flat
 
 ENGINE = Path(__file__).parents[3] / "engine"

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from windlass.engine.api.request import EngineStats
 from windlass.server.app import auth
-from windlass.server.startup.settings import ServerSettings
+from windlass.server.options.settings import ServerSettings
 
 KEYS = ("first-key", "zweiter-schlüssel")
 

@@ -194,9 +194,9 @@ def test_streamed_logprobs_equal_whole_ones(live: Live) -> None:
 
 def test_minus_infinity_is_sent_as_a_number(live: Live) -> None:
     from windlass.engine.api.request import TokenLogprobs
-    from windlass.server.generation.logprobs import CompletionLogprobs
+    from windlass.server.answers.logprob_layouts import CompletionLogprobLists
 
-    layout = CompletionLogprobs(live.tokenizer, 2, skip_special_tokens=True)
+    layout = CompletionLogprobLists(live.tokenizer, 2, skip_special_tokens=True)
     entry = TokenLogprobs(65, -math.inf, 300, ((66, 0.0), (67, math.nan)))
     assert layout.layout([65], [entry])["top_logprobs"] == [{"c": 0.0, "d": -9999.0, "b": -9999.0}]
 
@@ -238,7 +238,7 @@ def test_best_of_ranks_by_logprob_per_token() -> None:
 
     from windlass.server.answers.base import AnswerOptions
     from windlass.server.answers.completions import CompletionWriter
-    from windlass.server.generation.generation import Delta, Tally
+    from windlass.server.generation.deltas import Delta, Tally
     from windlass.server.text.service import Prompt
 
     options = AnswerOptions(n=1, samples=3)

@@ -16,7 +16,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
-from windlass.server.generation.rotary import check_profiles
+from windlass.server.generation.request_rotation import check_profiles
 
 PATH, INSPECT = "/v1/completions", "/v1/rotary/inspect"
 LINEAR2, YARN = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0}

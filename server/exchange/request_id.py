@@ -11,7 +11,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.server.app.errors import error_response, internal_error
+from windlass.server.errors import error_response, internal_error
 
 _HEADER = b"x-request-id"
 _VALID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")

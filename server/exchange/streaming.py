@@ -16,10 +16,10 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from windlass.server.app.errors import ApiError, from_exception, internal_error
-from windlass.server.app.request_id import direct_send, request_id
-from windlass.server.app.slices import SLICE, send_whole
-from windlass.server.app.state import ServerState
+from windlass.server.errors import ApiError, from_exception, internal_error
+from windlass.server.exchange.request_id import direct_send, request_id
+from windlass.server.exchange.slices import SLICE, send_whole
+from windlass.server.exchange.state import ServerState
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -16,8 +16,8 @@ from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogpr
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import DeadlineError, EngineDeadError
 from windlass.engine.rotary.policy import RotaryReport
-from windlass.server.app.metrics import ServerMetrics
-from windlass.server.generation.rotary import Rotation, report_at
+from windlass.server.exchange.metrics import ServerMetrics
+from windlass.server.generation.request_rotation import Rotation, report_at
 from windlass.server.text.detokenizer import Detokenizer
 from windlass.server.text.service import Prompt
 
@@ -38,7 +38,7 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GenerationPlan:
     """A request ready to run: one engine request per prompt, `samples` outputs each.
 
     rotation: what the requests asked for, for samples that end before the engine tells what they ran under.
@@ -106,7 +106,7 @@ class Generation:
     engine: EngineClient
     tokenizer: Tokenizer
     metrics: ServerMetrics
-    plan: Plan
+    plan: GenerationPlan
     arrival: float  # time.monotonic() seconds
     tally: Tally = field(default_factory=Tally)
 

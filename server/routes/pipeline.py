@@ -14,12 +14,12 @@ from typing import Any
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions, AnswerWriter
 from windlass.server.answers.size import estimate_bytes
-from windlass.server.app.errors import answer_too_large, bad_request
-from windlass.server.app.state import ServerState
-from windlass.server.app.streaming import Exchange
-from windlass.server.generation.generation import Generation, Plan, Tally, TextOptions
-from windlass.server.generation.rotary import Rotation, rotation_of
-from windlass.server.generation.sampling import (
+from windlass.server.errors import answer_too_large, bad_request
+from windlass.server.exchange.state import ServerState
+from windlass.server.exchange.streaming import Exchange
+from windlass.server.generation.deltas import Generation, GenerationPlan, Tally, TextOptions
+from windlass.server.generation.request_rotation import Rotation, rotation_of
+from windlass.server.generation.sampling_params import (
     build_sampling,
     fit_to_context,
     resolve_max_tokens,
@@ -30,7 +30,7 @@ from windlass.server.text.service import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerationJob:
     """A checked request that waits for its prompts. Made by `check`, run by `run`.
 
     sampling: what all prompts share; max_tokens is clamped per prompt.
@@ -62,7 +62,7 @@ def check(
     logprobs: int | None,
     chat: bool,
     echo: bool = False,
-) -> Job:
+) -> GenerationJob:
     """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
 
     logprobs: alternatives per generated token, None for no log-probabilities. chat: in the layout of chats.
@@ -82,7 +82,7 @@ def check(
     )
     seconds = state.settings.default_timeout if body.timeout is None else body.timeout
     usage = body.stream_options
-    return Job(
+    return GenerationJob(
         state=state,
         body=body,
         info=info,
@@ -110,7 +110,7 @@ def check(
 
 async def run(
     exchange: Exchange,
-    job: Job,
+    job: GenerationJob,
     prompts: Sequence[Prompt],
     *,
     param: str,
@@ -139,7 +139,7 @@ async def run(
         await exchange.send_json(await state.text.on_thread(writer.pieces) if large else writer.pieces())
 
 
-async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
+async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> GenerationPlan:
     state, body, info = job.state, job.body, job.info
     sampling = job.sampling
     if body.bad_words:
@@ -164,7 +164,7 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
                 deadline=job.deadline,
             )
         )
-    return Plan(
+    return GenerationPlan(
         prompts=prompts,
         requests=requests,
         rotation=rotation,
@@ -180,7 +180,7 @@ async def _plan(job: Job, prompts: list[Prompt], param: str) -> Plan:
     )
 
 
-def _answer_bytes(job: Job, requests: Sequence[EngineRequest]) -> int:
+def _answer_bytes(job: GenerationJob, requests: Sequence[EngineRequest]) -> int:
     """How large the answer may become; raises ApiError where that is too much."""
     lengths = ((len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests)
     size = estimate_bytes(job.options, lengths, chat=job.chat, echo=job.echo, stream=bool(job.body.stream))
@@ -189,7 +189,7 @@ def _answer_bytes(job: Job, requests: Sequence[EngineRequest]) -> int:
     return size
 
 
-def envelope(prefix: str, kind: str, job: Job) -> dict[str, Any]:
+def envelope(prefix: str, kind: str, job: GenerationJob) -> dict[str, Any]:
     """The fields an answer begins with. `prefix`: "cmpl" or "chatcmpl"."""
     return {
         "id": f"{prefix}-{job.request_id}",

@@ -8,7 +8,7 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.rope.results import Kind
+from windlass.server.cli.rope.sweep_results import Kind
 
 _DYNAMIC_FACTORS = (1.0, 2.0, 4.0)
 POLICIES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
@@ -16,7 +16,7 @@ POLICIES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One curve to measure; see `results.Curve` for the fields."""
+    """One curve to measure; see `sweep_results.Curve` for the fields."""
 
     name: str
     label: str

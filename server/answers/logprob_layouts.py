@@ -5,11 +5,11 @@ Knows tokens and their texts; knows nothing of where numbers come from or how an
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.request import TokenLogprobs
+from windlass.server.text.offsets import TextOffsets
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
@@ -22,33 +22,7 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
-class TextOffsets:
-    """Where each token begins in the text, in characters, counted from `start`.
-
-    A token that continues a character begins where that character does; special tokens that are left out of the text
-    take no room.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._position = start
-
-    def advance(self, token_id: int) -> int:
-        """The offset of this token; the next call is for the token after it."""
-        start = self._position
-        if token_id not in self._skipped:
-            self._position += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-        return start
-
-    @property
-    def position(self) -> int:
-        """Where the next token will begin."""
-        return self._position
-
-
-class CompletionLogprobs:
+class CompletionLogprobLists:
     """Builds the parallel lists of a completions choice, over as many chunks as it takes.
 
     top: alternatives per token, as the caller asked for. Each of `top_logprobs` also holds the token that stands

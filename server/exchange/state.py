@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.client import EngineClient
-from windlass.server.app.errors import ApiError, unavailable
-from windlass.server.app.metrics import ServerMetrics
-from windlass.server.startup.settings import ServerSettings
+from windlass.server.errors import ApiError, unavailable
+from windlass.server.exchange.metrics import ServerMetrics
+from windlass.server.options.settings import ServerSettings
 from windlass.server.text.service import TextService
 
 if TYPE_CHECKING:

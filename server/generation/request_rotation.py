@@ -15,8 +15,8 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling, original_len
-from windlass.server.generation.profiles import OPTION
-from windlass.server.startup.settings import ServerSettings
+from windlass.server.options.profiles import OPTION
+from windlass.server.options.settings import ServerSettings
 
 if TYPE_CHECKING:
     from windlass.server.protocol.base import RopeUpdateObject

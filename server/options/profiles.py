@@ -1,7 +1,7 @@
 """Named rotary scalings as an operator writes them on the command line or in the environment.
 
-Reads and checks the notation; which profile suits a model is `windlass.server.generation.rotary`'s to say. Imports neither torch
-nor fastapi.
+Reads and checks the notation; whether a profile suits a model is for `windlass.server.generation.request_rotation` to say.
+Imports neither torch nor fastapi.
 """
 
 from __future__ import annotations

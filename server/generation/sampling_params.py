@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from windlass.engine.api.request import ModelInfo, SamplingParams
-from windlass.server.app.errors import bad_request, context_length_exceeded
+from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.protocol.generation import GenerationRequest
 
 GREEDY_BELOW = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite

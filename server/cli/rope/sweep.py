@@ -22,9 +22,7 @@ from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.outputs import check_outputs
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling, original_len
-from windlass.server.cli.display import LoadingDisplay
-from windlass.server.cli.rope.inspection import read_groups
-from windlass.server.cli.rope.plan import (
+from windlass.server.cli.rope.candidates import (
     Candidate,
     factor_of,
     frozen_candidates,
@@ -34,8 +32,10 @@ from windlass.server.cli.rope.plan import (
     static_candidates,
     window_starts,
 )
+from windlass.server.cli.rope.inspection import read_groups
 from windlass.server.cli.rope.recommendation import recommend
-from windlass.server.cli.rope.results import Curve, ExactComparison, ExactPoint, SweepResult
+from windlass.server.cli.rope.sweep_results import Curve, ExactComparison, ExactPoint, ScalingSweep
+from windlass.server.startup.display import LoadingDisplay
 
 if TYPE_CHECKING:
     from windlass.engine.evaluation.scoring import Scorer
@@ -66,7 +66,7 @@ class SweepOptions:
     markdown: Path | None = None
 
 
-def run_sweep(options: SweepOptions) -> SweepResult:
+def run_sweep(options: SweepOptions) -> ScalingSweep:
     """Measure and write; what is wrong with the options is said before the model loads. Raises EngineError, one line."""
     groups = read_groups(options.model)
     main = groups[0]
@@ -103,7 +103,7 @@ def run_sweep(options: SweepOptions) -> SweepResult:
         curves, exact = _measure_all(measure, options, main.scaling, main.base.trained_len, target)
     finally:
         display.stop()
-    result = SweepResult(
+    result = ScalingSweep(
         model=options.model_name,
         model_name=_display_name(options),
         text_name=options.text.name,
@@ -260,7 +260,7 @@ def _measure_all(
     return curves, exact
 
 
-def _write(result: SweepResult, options: SweepOptions) -> None:
+def _write(result: ScalingSweep, options: SweepOptions) -> None:
     from windlass.server.cli.rope.pictures import draw_sweep, save, to_svg
     from windlass.server.cli.rope.report import to_html, to_markdown
 

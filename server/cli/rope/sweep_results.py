@@ -67,7 +67,7 @@ class ExactComparison:
 
 
 @dataclass(frozen=True)
-class SweepResult:
+class ScalingSweep:
     """A whole sweep. model: as the user named it, None for the bundled one. starts: first token of each window."""
 
     model: str | None

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 from pydantic_core import to_json
 
-from windlass.server.app.errors import ApiError, unavailable
+from windlass.server.errors import ApiError, unavailable
 from windlass.server.http.connections import Refusal
 
 RETRY_AFTER_SECONDS = 1

@@ -18,9 +18,9 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from windlass.server.http.access_log import AccessLog
-from windlass.server.http.answers import REQUEST_TIMEOUT
 from windlass.server.http.connections import Connections
 from windlass.server.http.occasional import Occasional
+from windlass.server.http.refusals import REQUEST_TIMEOUT
 from windlass.server.http.warnings_log import WarningsLog
 
 # The system would take megabytes that a client never reads, and nobody would notice for minutes that it does not.

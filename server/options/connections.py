@@ -7,8 +7,8 @@ from ipaddress import ip_network
 from typing import Annotated
 
 from windlass.engine.errors import LoadError
-from windlass.server.cli.options import option, split
-from windlass.server.http.settings import EVERYBODY, ConnectionSettings, Network
+from windlass.server.options.connection_settings import EVERYBODY, ConnectionSettings, Network
+from windlass.server.options.spelling import option, split
 
 _connections = "Connection options"
 

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from windlass.engine.errors import did_you_mean
-from windlass.server.app.errors import ApiError, bad_request
+from windlass.server.errors import ApiError, bad_request
 from windlass.server.protocol.base import MAX_NAME, StrictModel
 
 M = TypeVar("M", bound=StrictModel)

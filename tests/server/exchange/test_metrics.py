@@ -11,7 +11,7 @@ from helpers.scripted_engine import ScriptedEngine
 
 from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError
 from windlass.server.app.app import create_app
-from windlass.server.startup.settings import ServerSettings
+from windlass.server.options.settings import ServerSettings
 
 FAULTS = [
     (QueueFullError("full"), 429, "queue_full"),

@@ -1,0 +1,115 @@
+"""What `windlass serve` takes beside the engine's options, and the settings that become of it. Starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, cast
+
+from windlass.engine.errors import LoadError
+from windlass.server.options.engine import EngineOptions
+from windlass.server.options.settings import RopePolicy, ServerSettings
+from windlass.server.options.spelling import choose, option, read_size, split
+
+_ROPE_POLICIES = ("allow", "profiles", "off")
+
+_server = "Server options"
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerOptions:
+    """What `windlass serve` takes beside the engine's options."""
+
+    host: Annotated[str, option("--host", panel=_server, help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, option("--port", panel=_server, help="Port to listen on; 0 takes a free one.")] = 8000
+    served_model_name: Annotated[
+        str | None,
+        option("--served-model-name", panel=_server, help="The model's id in the API. Default: its directory's name."),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        option("--api-key", panel=_server, help="A key that clients must send; repeat it, or separate several by "
+               "commas. Command lines are visible to other users: prefer the variable or --api-key-file."),
+    ] = None  # fmt: skip
+    api_key_file: Annotated[
+        Path | None, option("--api-key-file", panel=_server, help="A file with one key a line; # starts a comment.")
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        option("--cors-origin", panel=_server, help="Origin whose pages may call the API, such as "
+               "https://example.org; repeatable or comma separated. Default: none."),
+    ] = None  # fmt: skip
+    default_max_tokens: Annotated[
+        int, option("--default-max-tokens", panel=_server, help="Longest answer of a chat that sets no max_tokens.")
+    ] = 1024
+    max_response_bytes: Annotated[
+        str,
+        option("--max-response-bytes", panel=_server, metavar="SIZE", help="Largest answer that is not streamed; what could "
+               "become larger is refused before it is generated."),
+    ] = "64MiB"  # fmt: skip
+    request_timeout: Annotated[
+        float | None,
+        option("--request-timeout", panel=_server, help="Deadline in seconds of requests that set none."),
+    ] = None
+    grace_period: Annotated[
+        float,
+        option("--grace-period", panel=_server, help="Seconds running streams may go on after SIGTERM or ctrl-C."),
+    ] = 30.0
+    rope_policy: Annotated[
+        str,
+        option("--rope-policy", panel=_server, help="What requests may set of rotary scaling: allow (anything), profiles "
+               "(names of --rope-profile only) or off (nothing)."),
+    ] = "allow"  # fmt: skip
+    rope_exact: Annotated[
+        bool,
+        option("--rope-exact/--no-rope-exact", panel=_server, help="Let requests ask for exact recomputing: their whole "
+               "context is computed again for every token past the model's length, which takes much work."),
+    ] = False  # fmt: skip
+    access_log: Annotated[
+        bool, option("--access-log/--no-access-log", panel=_server, help="Log a line per HTTP request.")
+    ] = False
+
+    def to_settings(self, model_name: str, engine: EngineOptions | None = None) -> ServerSettings:
+        """The HTTP side's settings; raises LoadError or RequestError that names the option at fault.
+
+        engine: options the two sides share, None for their defaults.
+        """
+        engine = engine or EngineOptions()
+        choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
+        if not 0 <= self.port <= 65535:
+            raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
+        if self.default_max_tokens < 1:
+            raise LoadError(f"--default-max-tokens must be at least 1, got {self.default_max_tokens}")
+        if self.grace_period < 0:
+            raise LoadError(f"--grace-period must not be negative, got {self.grace_period:g}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise LoadError(f"--request-timeout must be more than 0 seconds, got {self.request_timeout:g}")
+        return ServerSettings(
+            served_model_name=self.served_model_name or model_name,
+            api_keys=self._api_keys(),
+            cors_origins=tuple(split(self.cors_origin)),
+            default_max_tokens=self.default_max_tokens,
+            max_response_bytes=read_size("--max-response-bytes", self.max_response_bytes),
+            default_timeout=self.request_timeout,
+            grace_seconds=self.grace_period,
+            rope_profiles=engine.profiles(),
+            rope_policy=cast(RopePolicy, self.rope_policy),
+            rope_update=engine.parse_rope_update(),
+            rope_exact=self.rope_exact,
+        )
+
+    def _api_keys(self) -> tuple[str, ...]:
+        keys = split(self.api_key)
+        if self.api_key and not keys:
+            raise LoadError("--api-key is empty: give a key, or leave the option out to ask for none")
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise LoadError(f"cannot read --api-key-file {self.api_key_file}: {error}") from error
+            found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+            # An empty file must not open the server to everybody.
+            if not found:
+                raise LoadError(f"--api-key-file {self.api_key_file} holds no key: write one key a line")
+            keys += found
+        return tuple(dict.fromkeys(keys))

@@ -1,0 +1,72 @@
+"""How options are spelt and their values read: each one also an environment variable, and errors that name it.
+
+Knows typer; knows nothing of what an option is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from windlass.engine.api.config import parse_dtype, parse_size
+from windlass.engine.errors import LoadError, did_you_mean
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+Choice = TypeVar("Choice", bound=str)
+
+
+def option(*names: str, help: str, panel: str | None = None, metavar: str | None = None) -> Any:
+    """A typer option that also reads WINDLASS_<FIRST NAME>."""
+    variable = "WINDLASS_" + names[0].split("/")[0].removeprefix("--").replace("-", "_").upper()
+    return typer.Option(*names, help=help, envvar=variable, rich_help_panel=panel, metavar=metavar)
+
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Directory of a Hugging Face model, or a hub id such as Qwen/Qwen3-0.6B. Default: the bundled model.",
+        envvar="WINDLASS_MODEL",
+        show_default=False,
+    ),
+]
+ModelOption = Annotated[str | None, option("--model", help="Directory or hub id. Default: the bundled model.")]
+
+
+LogLevel = Annotated[str, option("--log-level", help=f"{', '.join(_LOG_LEVELS)}.")]
+
+
+def check_log_level(level: str) -> str:
+    """The level in lower case; raises LoadError for an unknown one."""
+    return choose("--log-level", level.lower(), _LOG_LEVELS)
+
+
+def choose(name: str, value: str, known: Sequence[Choice]) -> Choice:
+    """The value, which is one of those known; raises LoadError."""
+    for choice in known:
+        if value == choice:
+            return choice
+    *others, last = known
+    raise LoadError(f"{name} must be {', '.join(others)} or {last}, got {value!r}{did_you_mean(value, known)}")
+
+
+def read_dtype(name: str, value: str, parse: Callable[[str], str] = parse_dtype) -> str:
+    try:
+        return parse(value)
+    except LoadError as error:
+        raise LoadError(f"{name}: {error}") from error
+
+
+def read_size(name: str, value: str) -> int:
+    try:
+        return parse_size(value)
+    except LoadError as error:
+        raise LoadError(f"{name}: {error}") from error
+
+
+def split(values: list[str] | None) -> list[str]:
+    """Repeated options and comma-separated lists alike."""
+    return [part.strip() for value in values or [] for part in value.split(",") if part.strip()]
