@@ -75,10 +75,8 @@ def _call_cost(argtypes: Any) -> float:
     """Seconds that ctypes needs for a function of these argument types which does nothing (getpid ignores them)."""
     nothing = ctypes.CDLL(None).getpid
     nothing.argtypes = argtypes
-    values = [
-        1.0 if kind is ctypes.c_float else 94_000_000_000_000 if kind is ctypes.c_void_p else 4096 for kind in argtypes
-    ]
-    values = [value if kind is not ctypes.c_int else 1 for value, kind in zip(values, argtypes, strict=True)]
+    of_kind = {ctypes.c_float: 1.0, ctypes.c_void_p: 94_000_000_000_000, ctypes.c_int: 1, ctypes.c_long: 4096}
+    values = [of_kind[kind] if kind in of_kind else ctypes.byref(kind._type_()) for kind in argtypes]
     best = 1.0
     for _ in range(20):
         begin = NOW[0]()
