@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from helpers.cpu_kernels import PACKED_FORMS, kernels
 from windlass.kernels import AttentionCall, KVPages, PackedWeight, bind, cpu
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.cpu.recording import Recording
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 HIDDEN, INNER, VOCABULARY = HEADS * DIM, 160, 200
@@ -264,6 +267,29 @@ def test_every_argument_comes_back(backend: CompiledBackend, arena: cpu.Arena) -
     after = residual.clone()
     residual.copy_(start)
     assert all(map(torch.equal, recorded, work())) and torch.equal(residual, after)
+
+
+def test_calls_of_attention_are_alike_but_for_their_addresses(backend: CompiledBackend, arena: cpu.Arena) -> None:
+    """Such a call is a struct, which the recording keeps for its repetitions."""
+
+    def recorded(**options: Any) -> Recording:
+        q, lengths, ones = torch.randn(2, 4, 16), torch.tensor([5, 9]), torch.ones(2)
+        pages = KVPages(torch.randn(3, 16, 2, 16), torch.randn(3, 16, 2, 16))
+        call = AttentionCall.of_single_tokens(torch.tensor([[1], [2]]).int(), lengths, ones, 0.25, **options)
+        held.append((q, lengths, ones, pages, call))
+        with backend.record(arena) as recording:
+            backend.paged_attention(q, pages, call)
+        return recording
+
+    held: list[object] = []
+    first = recorded(window=4)
+    assert first.same_values(recorded(window=4))
+    assert not any(
+        first.same_values(recorded(**other)) for other in ({}, {"window": 5}, {"window": 4, "soft_cap": 1.0})
+    )
+    assert not first.same_values(recorded(window=4, sink_logits=torch.zeros(4)))
+    gc.collect()
+    assert first.obstacle is None and first.repeat()
 
 
 def test_a_call_that_fails_ends_the_repetition(backend: CompiledBackend, arena: cpu.Arena) -> None:
