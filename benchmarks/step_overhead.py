@@ -114,7 +114,7 @@ def measure(core: EngineCore, clock: Clock, empty: dict[str, float], steps: int)
     stages = {
         "schedule": (scheduler, "schedule"),
         "update": (scheduler, "update"),
-        "build_batch": (runner, "build_batch"),
+        "build_batch": (runner.batches, "build"),
         "sampler": (runner.sampler, "sample"),
         "forward": (runner.decoder, "forward"),
         "logits": (runner.decoder, "logits"),

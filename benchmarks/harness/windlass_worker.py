@@ -100,7 +100,8 @@ class WindlassHandler:
             del runner.execute
 
     def _pretend(self, plan: SchedulerOutput) -> list[StepResult]:
-        return [StepResult(slot.seq_id, token_ids=(11,)) for item in plan.sequences for slot in item.samples]
+        self.core.runner.follow(plan)
+        return [StepResult(seq_id, token_ids=(11,)) for item in plan.sequences for seq_id in item.samples]
 
     def _randomise_cache(self) -> None:
         for layer in range(self.core.info.num_layers):

@@ -55,6 +55,9 @@ class TableChanges:
             change.apply(table)
 
 
+UNCHANGED = TableChanges()  # one value for the many steps in which no table changes
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Copy a whole block (all layers of the group) from `source` to `target` before the forward pass."""

@@ -11,11 +11,9 @@ from bisect import bisect_right
 from collections import abc
 from dataclasses import dataclass, field
 
-from windlass.engine.cache.changes import TableChange, TableChanges
+from windlass.engine.cache.changes import UNCHANGED, TableChange, TableChanges
 from windlass.engine.cache.prefix import HashChain
 from windlass.engine.rotary.scaling import RotarySpec
-
-_UNCHANGED = TableChanges()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +226,7 @@ class CacheHandle:
         for table in self._tables:
             if table.changed:
                 return TableChanges(False, tuple([table.take_change() for table in self._tables]))
-        return _UNCHANGED
+        return UNCHANGED
 
     # -- written by engine.cache alone -----------------------------------------------------------------------------
 

@@ -116,18 +116,13 @@ class EngineCore:
             if result.error is not None:
                 outputs += self.scheduler.fail_sequence(result.seq_id, result.error)
         outputs += self.scheduler.update(plan, results)
-        self._forget_ended()
+        if not self.scheduler.has_work():
+            self.runner.follow(self.scheduler.schedule())  # so that nothing is kept of the last that ended
         return outputs
 
     def stats(self) -> EngineStats:
         """A snapshot; the `*_seconds` samples are handed out once."""
         return replace(self.scheduler.stats(), rotary_specs_live=self.runner.tables.num_live)
-
-    def _forget_ended(self) -> None:
-        """Free the sampler's state of ended sequences. It never holds more of them than there are live ones."""
-        sampler = self.runner.sampler
-        if sampler.num_tracked > self.scheduler.num_running + self.scheduler.num_waiting:
-            sampler.keep_only({sequence.seq_id for sequence in self.scheduler.live_sequences()})
 
 
 def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:

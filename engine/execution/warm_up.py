@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from windlass.engine.api.request import SamplingParams
+from windlass.engine.cache.changes import TableChange, TableChanges
 from windlass.engine.execution.runner import Runner
 from windlass.engine.rotary.scaling import RotarySpec
-from windlass.engine.scheduling.plan import SampleSlot, ScheduledSequence, SchedulerOutput
+from windlass.engine.scheduling.plan import (
+    NewSequence,
+    RotaryRow,
+    ScheduledSequence,
+    SchedulerOutput,
+    Snapshot,
+)
 
 _SEQUENCE = -1  # no sequence of a request has this id
 _DECODE_STEPS = 4  # a shape is met, recorded twice, repeated
@@ -34,28 +40,36 @@ def warm_up(
     prompt = min(block_size + 1, room - _DECODE_STEPS)
     if prompt < 1:
         return
-    token_ids = [0] * prompt
-    blocks = list(range(-(-(prompt + _DECODE_STEPS) // block_size)))
-    chunk = ScheduledSequence(
-        seq_id=_SEQUENCE,
-        start=0,
-        num_tokens=prompt,
-        token_ids=token_ids,
-        block_tables=[blocks] * num_groups,
-        rotary_id=runner.tables.acquire(specs),
-        first_position=0,
-        num_prompt_tokens=prompt,
-    )
+    blocks = tuple(range(-(-(prompt + _DECODE_STEPS) // block_size)))
+    row = runner.tables.acquire(specs)
     try:
         for step in range(1 + _DECODE_STEPS):
             if time.monotonic() - started > most_seconds:
                 break
-            sampling = _SAMPLED if step == _DECODE_STEPS else _GREEDY
-            sample = SampleSlot(_SEQUENCE, 0, sampling, seed=0, num_prompt_tokens=prompt, token_ids=token_ids)
-            runner.execute(SchedulerOutput(sequences=[replace(chunk, samples=(sample,))]))
-            chunk = replace(chunk, start=len(token_ids), num_tokens=1)
-            token_ids.append(0)  # not what was drawn: a model may draw nothing at all
+            # Begun anew in every step, with the settings of that step.
+            known = prompt + step
+            sequence = NewSequence(
+                seq_id=_SEQUENCE,
+                index=0,
+                sampling=_SAMPLED if step == _DECODE_STEPS else _GREEDY,
+                seed=0,
+                num_prompt_tokens=prompt,
+                stop_ids=(),
+                token_ids=(0,) * known,  # not what was drawn: a model may draw nothing at all
+                tables=TableChanges(True, (TableChange(appended=blocks),) * num_groups),
+                rotary_id=row,
+            )
+            start = known - 1 if step else 0
+            chunk = ScheduledSequence(_SEQUENCE, start, known - start, known, samples=(_SEQUENCE,))
+            plan = SchedulerOutput(
+                step=step + 1,
+                removed=(_SEQUENCE,) if step else (),
+                rotary_rows=(RotaryRow(row, tuple(specs)),),
+                new=(sequence,),
+                sequences=(chunk,),
+            )
+            runner.execute(plan)
     finally:
-        runner.tables.release(chunk.rotary_id)
-        runner.sampler.forget(_SEQUENCE)
+        runner.tables.release(row)
+        runner.restore(Snapshot(0))
         runner.positions_computed = 0

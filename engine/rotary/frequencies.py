@@ -14,15 +14,15 @@ from collections.abc import Sequence
 Frequencies = tuple[float, ...]
 
 
-def default(theta: float, dim: int, turning: int | None = None) -> Frequencies:
+def default(theta: float, dim: int, rotating: int | None = None) -> Frequencies:
     """w_j = theta^(-2j/dim), the frequencies of RoFormer (arXiv 2104.09864), shape [dim/2].
 
-    turning: only the first so many pairs turn and the rest have frequency 0 (p-RoPE, arXiv 2410.06205; "proportional"
+    rotating: only the first so many pairs rotate and the rest have frequency 0 (p-RoPE, arXiv 2410.06205; "proportional"
     in Gemma 4), with exponents over the whole of dim all the same.
     """
     pairs = dim // 2
-    turning = pairs if turning is None else turning
-    return tuple(theta ** (-2 * j / dim) for j in range(turning)) + (0.0,) * (pairs - turning)
+    rotating = pairs if rotating is None else rotating
+    return tuple(theta ** (-2 * j / dim) for j in range(rotating)) + (0.0,) * (pairs - rotating)
 
 
 def linear(w: Sequence[float], factor: float) -> Frequencies:
@@ -67,17 +67,17 @@ def yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Frequencies:
-    """YaRN's ramp from w (pairs that turn often within `original_len`) to w / factor (arXiv 2309.00071, section 3.2).
+    """YaRN's ramp from w (pairs that rotate often within `original_len`) to w / factor (arXiv 2309.00071, section 3.2).
 
-    w: [dim/2], the unscaled frequencies of base theta. beta_fast, beta_slow: turns within `original_len` at which the
+    w: [dim/2], the unscaled frequencies of base theta. beta_fast, beta_slow: whole rotations within `original_len` at which the
     ramp starts and ends. truncate: round the ramp's ends outwards to whole pairs.
     """
 
-    def pair_that_turns(times: float) -> float:
-        # A sum of logarithms: the quotient would leave float64 for extreme counts of turns.
+    def pair_that_rotates(times: float) -> float:
+        # A sum of logarithms: the quotient would leave float64 for extreme counts of rotations.
         return dim * (math.log(original_len) - math.log(times) - math.log(2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    low, high = pair_that_rotates(beta_fast), pair_that_rotates(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -111,13 +111,13 @@ def llama3(
     """
     frequencies = []
     for one in w:
-        turns = original_len * one / (2 * math.pi)  # within the original length
-        if turns < low_freq_factor:
+        rotations = original_len * one / (2 * math.pi)  # within the original length
+        if rotations < low_freq_factor:
             frequencies.append(one / factor)
-        elif turns > high_freq_factor or low_freq_factor == high_freq_factor:
+        elif rotations > high_freq_factor or low_freq_factor == high_freq_factor:
             frequencies.append(one)
         else:
-            smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            smooth = (rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)
             frequencies.append((1 - smooth) * one / factor + smooth * one)
     return tuple(frequencies)
 

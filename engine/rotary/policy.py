@@ -42,7 +42,7 @@ class RotaryReport:
 
     fingerprint: of the frequencies and factors of all groups together.
     effective_length: tokens the frequencies were formed for last, None for kinds without a length.
-    moves: how often the cached keys were turned to other frequencies.
+    moves: how often the cached keys were re-rotated.
     """
 
     rope_type: str
@@ -84,7 +84,7 @@ class RotaryPlan:
         return RotaryStage(tuple(specs), last, tuple(lengths), single)
 
     def report(self, stage: RotaryStage, moves: int) -> RotaryReport:
-        """What to tell of a sample that ended in `stage` after `moves` turns of its keys."""
+        """What to tell of a sample that ended in `stage` whose keys were re-rotated `moves` times."""
         described: list[dict[str, Any]] = [
             {
                 "rope_type": group.scaling.rope_type,

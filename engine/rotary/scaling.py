@@ -112,7 +112,7 @@ class RotaryBase:
     """What the model brings to a rotary group.
 
     rotary_dim: how many of head_dim elements are rotated, even. trained_len: the model's own context length M.
-    turning_pairs: on a proportional model, how many of the rotary_dim/2 pairs turn at all; None: all of them.
+    rotating_pairs: on a proportional model, how many of the rotary_dim/2 pairs rotate at all; None: all of them.
     inv_freq: frequencies learned with the weights, rotary_dim/2 of them, in place of rope_theta; empty until they have
     been read from the checkpoint.
     """
@@ -121,13 +121,15 @@ class RotaryBase:
     head_dim: int
     rotary_dim: int
     trained_len: int
-    turning_pairs: int | None = None
+    rotating_pairs: int | None = None
     inv_freq: tuple[float, ...] | None = None
 
     def unscaled(self, theta: float | None = None) -> tuple[float, ...]:
         """The model's own frequencies, radians per token, under another base if one is given; [rotary_dim/2]."""
         if self.inv_freq is None:
-            return frequencies.default(self.rope_theta if theta is None else theta, self.rotary_dim, self.turning_pairs)
+            return frequencies.default(
+                self.rope_theta if theta is None else theta, self.rotary_dim, self.rotating_pairs
+            )
         if not self.inv_freq:
             raise ValueError("this model's frequencies are learned and have not been read from its files")
         return self.inv_freq

@@ -45,6 +45,7 @@ class RotaryTables:
         self._q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
         self._row_of: dict[tuple[str, ...], int] = {}
         self._key_of: dict[int, tuple[str, ...]] = {}
+        self._content: dict[int, tuple[str, ...]] = {}  # what was written to each row last
         self._users = [0] * num_rows
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -63,7 +64,10 @@ class RotaryTables:
         key = tuple(spec.fingerprint for spec in specs)
         row = self._row_of.get(key)
         if row is None:
-            row = self._write(specs)
+            if not self._free:
+                raise RuntimeError(f"all {self.num_rows} rotary rows are in use")
+            self.write(self._free[-1], specs)
+            row = self._free.pop()
             self._row_of[key] = row
             self._key_of[row] = key
         self._users[row] += 1
@@ -77,6 +81,23 @@ class RotaryTables:
         if self._users[row] == 0:
             del self._row_of[self._key_of.pop(row)]
             self._free.append(row)
+
+    def write(self, row: int, specs: Sequence[RotarySpec]) -> None:
+        """Let a row hold these specs, one per group, whoever counts its users: nothing is to do where it does already.
+
+        Raises ValueError for specs that do not fit the groups.
+        """
+        key = tuple(spec.fingerprint for spec in specs)
+        if self._content.get(row) == key:
+            return
+        for spec, half in zip(specs, self._half_dims, strict=True):
+            if len(spec.inv_freq) != half:
+                raise ValueError(f"a group rotates {half} pairs, its spec has {len(spec.inv_freq)} frequencies")
+        for group, spec in enumerate(specs):
+            frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
+            self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
+            self._q_scale[group, row] = spec.rotary_scale**2
+        self._content[row] = key
 
     def cos_sin(self, rotary_ids: Tensor, positions: Tensor) -> TokenRotations:
         """Cosines, sines and query scales of T tokens.
@@ -94,19 +115,6 @@ class RotaryTables:
         self._backend.rotary_angles(self.inv_freq, rotary_ids, positions, out=(out.cos, out.sin))
         rows = rotary_ids.numpy()  # none is out of range, else the angles had raised; "clip" spares a copy
         self._q_scale.numpy().take(rows, axis=1, out=out.q_scale.numpy(), mode="clip")
-
-    def _write(self, specs: Sequence[RotarySpec]) -> int:
-        for spec, half in zip(specs, self._half_dims, strict=True):
-            if len(spec.inv_freq) != half:
-                raise ValueError(f"a group rotates {half} pairs, its spec has {len(spec.inv_freq)} frequencies")
-        if not self._free:
-            raise RuntimeError(f"all {self.num_rows} rotary rows are in use")
-        row = self._free.pop()
-        for group, spec in enumerate(specs):
-            frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
-            self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
-            self._q_scale[group, row] = spec.rotary_scale**2
-        return row
 
 
 def rerotation_angles(

@@ -9,7 +9,7 @@ token's own probability, as in rejection sampling (arXiv 2211.17192).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import overload
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from windlass.engine.sampling.penalties import penalises
 from windlass.engine.sampling.sampler import Drawn, Sampler
-from windlass.engine.scheduling.plan import SampleSlot, ScheduledSequence, StepResult
+from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.scheduling.plan import StepResult
 
 
 class Extended(Sequence[int]):
@@ -45,54 +46,67 @@ class Extended(Sequence[int]):
         return self._token_ids[index] if index < known else self._more[index - known]
 
 
-def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[tuple[int, ScheduledSequence]]) -> list[StepResult]:
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What is to be drawn from the rows of one sequence.
+
+    row: that of the last known token, from which a token is drawn for each slot. draft: proposed tokens, whose rows follow;
+    where there are any, there is one slot.
+    """
+
+    row: int
+    slots: tuple[SampleSlot, ...]
+    draft: tuple[int, ...] = ()
+
+
+def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[Draws]) -> list[StepResult]:
     """What each sequence has drawn: a token per sample, or the proposed ones that are accepted and the model's own after them.
 
-    logits: [R, V]. wanted: (row after the last known token, sequence); the rows after proposed tokens follow it.
+    logits: [R, V].
     """
     slots = []
-    for row, item in wanted:
-        slots += [(row, slot) for slot in item.samples]
+    for item in wanted:
+        slots += [(item.row, slot) for slot in item.slots]
         if not _one_by_one(item):
-            slots += [(row + i, _slot_after(item, i)) for i in range(1, len(item.draft) + 1)]
+            slots += [(item.row + i, _slot_after(item, i)) for i in range(1, len(item.draft) + 1)]
     drawn = iter(sampler.sample(logits, slots))
     results, slow = [], []
-    for row, item in wanted:
-        found = [next(drawn) for _ in item.samples]
+    for item in wanted:
+        found = [next(drawn) for _ in item.slots]
         if not item.draft:
-            results += [_result(slot.seq_id, [one]) for slot, one in zip(item.samples, found, strict=True)]
+            results += [_result(slot, [one]) for slot, one in zip(item.slots, found, strict=True)]
         elif _one_by_one(item):
-            slow.append((row, item, found))
+            slow.append((item, found))
         else:
             found += [next(drawn) for _ in item.draft]
-            results.append(_result(item.seq_id, _accepted(item, found)))
-    while going := [entry for entry in slow if _goes_on(*entry[1:])]:
-        rows = torch.tensor([row + len(found) for row, _, found in going], device=logits.device)
-        slots = [(at, _slot_after(item, len(found))) for at, (_, item, found) in enumerate(going)]
-        for (_, _, found), one in zip(going, sampler.sample(logits[rows], slots), strict=True):
+            results.append(_result(item.slots[0], _accepted(item, found)))
+    while going := [entry for entry in slow if _goes_on(*entry)]:
+        rows = torch.tensor([item.row + len(found) for item, found in going], device=logits.device)
+        slots = [(at, _slot_after(item, len(found))) for at, (item, found) in enumerate(going)]
+        for (_, found), one in zip(going, sampler.sample(logits[rows], slots), strict=True):
             found.append(one)
-    return results + [_result(item.seq_id, _accepted(item, found)) for _, item, found in slow]
+    return results + [_result(item.slots[0], _accepted(item, found)) for item, found in slow]
 
 
-def _one_by_one(item: ScheduledSequence) -> bool:
+def _one_by_one(item: Draws) -> bool:
     """Whether the sampler counts the tokens before each row, so that a row may be drawn only once those are accepted."""
-    return bool(item.draft) and penalises(item.samples[0].sampling)
+    return bool(item.draft) and penalises(item.slots[0].sampling)
 
 
-def _slot_after(item: ScheduledSequence, count: int) -> SampleSlot:
+def _slot_after(item: Draws, count: int) -> SampleSlot:
     """The slot of the draw after the first `count` proposed tokens."""
-    slot = item.samples[0]
+    slot = item.slots[0]
     return replace(slot, token_ids=Extended(slot.token_ids, item.draft[:count]))
 
 
-def _goes_on(item: ScheduledSequence, found: Sequence[Drawn]) -> bool:
+def _goes_on(item: Draws, found: Sequence[Drawn]) -> bool:
     """Whether the last draw came to the token that was proposed there."""
     return (
         len(found) <= len(item.draft) and found[-1].error is None and found[-1].token_id == item.draft[len(found) - 1]
     )
 
 
-def _accepted(item: ScheduledSequence, found: Sequence[Drawn]) -> list[Drawn]:
+def _accepted(item: Draws, found: Sequence[Drawn]) -> list[Drawn]:
     """The draws that count: each one up to the first that differs from what was proposed there, that one included."""
     count = 1
     while count < len(found) and _goes_on(item, found[:count]):
@@ -101,11 +115,11 @@ def _accepted(item: ScheduledSequence, found: Sequence[Drawn]) -> list[Drawn]:
     return list(found[: count - 1 if count > 1 and found[count - 1].error is not None else count])
 
 
-def _result(seq_id: int, drawn: Sequence[Drawn]) -> StepResult:
+def _result(slot: SampleSlot, drawn: Sequence[Drawn]) -> StepResult:
     error = drawn[0].error
     logprobs = [one.logprobs for one in drawn if one.logprobs is not None]
     return StepResult(
-        seq_id,
+        slot.seq_id,
         token_ids=() if error else tuple(one.token_id for one in drawn),
         logprobs=tuple(logprobs) or None,
         error=error,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.request import SamplingParams
-from windlass.engine.scheduling.plan import SampleSlot
+from windlass.engine.sampling.slot import SampleSlot
 from windlass.kernels import LogitsChanges, Penalties
 
 

@@ -6,14 +6,14 @@ uniform number and what its processor has to say. It computes no logits and know
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from windlass.engine.sampling.penalties import LogitsProcessor, changes_logits, penalties_of
+from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.uniform import uniform
-from windlass.engine.scheduling.plan import SampleSlot
 from windlass.kernels import Backend, Draw, Filters
 
 
@@ -42,10 +42,6 @@ class PreparedDraws:
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence; unknown ids are ignored."""
         self._kept.pop(seq_id, None)
-
-    def keep_only(self, seq_ids: Set[int]) -> None:
-        """Drop what is kept for every other sequence."""
-        self._kept = {seq_id: kept for seq_id, kept in self._kept.items() if seq_id in seq_ids}
 
     def draw(self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]]) -> list[tuple[int, int]]:
         """(token id, or -1; `DrawStatus`) of each slot; arguments as of `Sampler.sample`, logits float32."""

@@ -1,13 +1,13 @@
 """Turns logits into tokens for every sample of a step.
 
 Responsible for the order of things: log-probabilities from the raw logits, penalties, the draw, and for keeping one
-request's trouble away from the others. The arithmetic is the backend's; of the scheduler it knows only `SampleSlot`.
+request's trouble away from the others. The arithmetic is the backend's; of the scheduler it knows nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from windlass.engine.errors import EngineError
 from windlass.engine.sampling.logprobs import token_logprobs
 from windlass.engine.sampling.penalties import changes_logits
 from windlass.engine.sampling.prepared_draws import PreparedDraws
-from windlass.engine.scheduling.plan import SampleSlot
+from windlass.engine.sampling.slot import SampleSlot
 from windlass.kernels import Backend, DrawStatus
 
 __all__ = ["Drawn", "Sampler", "token_logprobs"]
@@ -45,7 +45,7 @@ class Drawn:
 
 
 class Sampler:
-    """Keeps the penalty counts and settings of live sequences between steps; call `keep_only` (or `forget`) as they end."""
+    """Keeps the penalty counts and settings of live sequences between steps; call `forget` as they end."""
 
     def __init__(self, vocab_size: int, backend: Backend) -> None:
         self._vocab_size, self._backend = vocab_size, backend
@@ -59,10 +59,6 @@ class Sampler:
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence; unknown ids are ignored."""
         self._prepared.forget(seq_id)
-
-    def keep_only(self, seq_ids: Set[int]) -> None:
-        """Drop what is kept for every other sequence."""
-        self._prepared.keep_only(seq_ids)
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]]) -> list[Drawn]:

@@ -1,25 +1,28 @@
 """The plan of one step, as plain data: what the scheduler decides and what the runner reports back.
 
-A `SchedulerOutput` can be sent to other ranks as it is. Inside one process its lists are shared by reference with
-the scheduler (nothing is copied per token); the runner must not change them.
+A `SchedulerOutput` says what is new since the step before and refers to nothing of the scheduler's, so it can be sent
+to other ranks as it is, and its size depends on what happens and not on the length of any context: a sequence brings its
+tokens and blocks once, when it begins to run, and afterwards what is appended to them. Drawn tokens travel too, although
+the side that drew them knows them: a few integers a step, and the scheduler alone says which of them count (a stop string
+or a limit may have ended them).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
-from windlass.engine.cache.changes import BlockCopy, KeyRerotation
+from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, TableChanges
 from windlass.engine.errors import EngineError
+from windlass.engine.rotary.scaling import RotarySpec
 
 
 @dataclass(frozen=True, slots=True)
-class SampleSlot:
-    """One sample drawn from the last row of a scheduled sequence.
+class NewSequence:
+    """All there is to know of a sequence that the executing side does not hold.
 
-    `token_ids` is the sequence's prompt followed by its output so far; `num_prompt_tokens` splits them.
-    `stop_ids` are the ids that `sampling.min_tokens` keeps masked (eos unless ignored, and stop ids).
+    token_ids: prompt and output so far. stop_ids: those that `sampling.min_tokens` keeps masked (eos unless ignored, and
+    stop ids). tables: whole; none while it holds no blocks. first_position: absolute position of token 0.
     """
 
     seq_id: int
@@ -27,18 +30,31 @@ class SampleSlot:
     sampling: SamplingParams
     seed: int
     num_prompt_tokens: int
-    token_ids: Sequence[int]
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    tables: TableChanges
+    rotary_id: int
+    first_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedSequence:
+    """Another sample of a sequence whose prompt ends in this step: the same tokens and settings, no blocks yet."""
+
+    seq_id: int
+    index: int
+    parent: int
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """A chunk of one sequence: tokens `(token_ids + draft)[start : start + num_tokens]` at positions `first_position + …`.
+    """A chunk of one sequence: tokens `start .. start + num_tokens - 1`, the proposed ones of `draft` last.
 
-    block_tables: per KV group the physical block of each logical block; -1 where a window group dropped it.
-    table_version: while it stays the same, a step changes nothing in the tables before the chunk's first block, except
-    that blocks are dropped: so a rank may keep the tables and read only what lies from there on.
-    samples: empty while the chunk does not reach the last known token; several when a prompt forks into n samples.
+    num_known_tokens: tokens of the sequence without proposed ones. token_ids: the last of these, as far as they have been
+    appended since the sequence was last scheduled. tables: what has changed since then. rotary_id: the row of the rotary
+    tables, None while it is still the same.
+    samples: ids of the sequences for which a token is drawn from the last row. Empty while the chunk does not reach the
+    last known token; several when a prompt forks into n samples.
     prompt_logprobs: set while prompt log-probabilities of this chunk's rows are wanted (see SamplingParams).
     draft: proposed tokens behind the last known one, which is all else this chunk holds then; a token is drawn from
     every row.
@@ -47,29 +63,42 @@ class ScheduledSequence:
     seq_id: int
     start: int
     num_tokens: int
-    token_ids: Sequence[int]
-    block_tables: list[list[int]]
-    rotary_id: int
-    first_position: int
-    samples: tuple[SampleSlot, ...] = ()
+    num_known_tokens: int
+    token_ids: tuple[int, ...] = ()
+    tables: TableChanges = UNCHANGED
+    rotary_id: int | None = None
+    samples: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
-    num_prompt_tokens: int = 0
-    table_version: int = 0
     draft: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
-class SchedulerOutput:
-    """One step: the copies, then `set_aside` (copies of originals), then `rerotations`, then one forward pass over all
-    sequences.
+@dataclass(frozen=True, slots=True)
+class RotaryRow:
+    """A row of the rotary tables holds these specs from now on, one per rotary group."""
 
-    No target of one list is a source of the same list.
+    row: int
+    specs: tuple[RotarySpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step: what has changed since the step before, and what to compute.
+
+    step: counts up by one; whoever misses a number cannot follow any more and needs a `Snapshot`.
+    removed: sequences that have ended or lost their places; one of these may come again as a new one, even in this step.
+    The rest in order: the copies, then `set_aside` (copies of originals), then `rerotations`, then one forward pass over
+    all sequences. No target of one list is a source of the same list.
     """
 
-    copies: list[BlockCopy] = field(default_factory=list)
-    set_aside: list[KeyRerotation] = field(default_factory=list)
-    rerotations: list[KeyRerotation] = field(default_factory=list)
-    sequences: list[ScheduledSequence] = field(default_factory=list)
+    step: int
+    removed: tuple[int, ...] = ()
+    rotary_rows: tuple[RotaryRow, ...] = ()
+    new: tuple[NewSequence, ...] = ()
+    forks: tuple[ForkedSequence, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    set_aside: tuple[KeyRerotation, ...] = ()
+    rerotations: tuple[KeyRerotation, ...] = ()
+    sequences: tuple[ScheduledSequence, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -79,6 +108,19 @@ class SchedulerOutput:
     def num_draft_tokens(self) -> int:
         """Those of `num_tokens` that are only proposed."""
         return sum(len(s.draft) for s in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that the plans up to number `step` have said of what still runs, and perhaps a little more.
+
+    Whoever takes it in can follow the plans from `step + 1` on: what those say is said by index, so that hearing it twice
+    does no harm.
+    """
+
+    step: int
+    rotary_rows: tuple[RotaryRow, ...] = ()
+    sequences: tuple[NewSequence, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING
 from windlass.engine.api.config import SchedulerConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, RequestOutput
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.scheduling.admission import Admission
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.deadlines import Deadlines
-from windlass.engine.scheduling.plan import SampleSlot, ScheduledSequence, SchedulerOutput, StepResult
+from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
+from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, PlanWriter
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_of
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
@@ -87,6 +87,7 @@ class Scheduler:
         self._next_arrival = 0
         self.counters = SchedulerCounters()
         self._stages = StageChanges(blocks, rotary, self.counters, namespace)
+        self._writer = PlanWriter()
         self._speculation = Speculation(
             config.speculation,
             blocks,
@@ -200,20 +201,25 @@ class Scheduler:
     # -- planning ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Plan one step. The plan is empty only if there is no work."""
-        output = SchedulerOutput()
+        """Plan one step. It computes nothing only if there is no work."""
+        step = PlannedStep()
         for _ in range(self.config.max_num_seqs + 1):
-            self._plan_chunks(output)
-            if output.sequences:
+            self._plan_chunks(step)
+            if step.chunks:
                 break
             # Those chosen have given up their places to better-ranked ones that were not: choose among the rest.
-        self._speculation.extend(output, self._sequences)
+        self._speculation.extend(step)
         # Rows of one token side by side, which is what attention kernels like; otherwise by rank.
-        output.sequences.sort(key=lambda item: (len(item.token_ids) - item.start > 1, bool(item.draft)))
-        self.counters.num_steps += 1
-        return output
+        step.chunks.sort(key=lambda chunk: (chunk.seq.num_uncomputed_tokens > 1, bool(chunk.draft)))
+        if step.chunks:
+            self.counters.num_steps += 1
+        return self._writer.write(step)
 
-    def _plan_chunks(self, output: SchedulerOutput) -> None:
+    def snapshot(self) -> Snapshot:
+        """For whoever has missed a plan: all that those until now have said and that still matters."""
+        return self._writer.snapshot(self._sequences)
+
+    def _plan_chunks(self, step: PlannedStep) -> None:
         """Take blocks for the chunks of one plan, best rank first, preempting from the other end."""
         plan = self._plan()
         pending = [seq for seq in self._running if seq in plan]
@@ -221,7 +227,7 @@ class Scheduler:
         now = self._clock()
         while pending:
             seq = pending.pop(0)
-            if output.rerotations and seq.due_rerotation() is not None:
+            if step.rerotations and seq.due_rerotation() is not None:
                 continue  # re-rotating keys takes time, and a step should not: one sequence a step
             num_tokens = self._stages.capacity(seq, plan[seq])
             while num_tokens == 0:
@@ -233,8 +239,9 @@ class Scheduler:
                 (pending if pending and pending[-1] is worst else idle).pop()
                 num_tokens = self._stages.capacity(seq, plan[seq])
             if num_tokens > 0:
-                self._stages.rerotate_if_due(seq, output)
-                output.sequences.append(self._schedule_chunk(seq, num_tokens, output.copies, now))
+                self._stages.rerotate_if_due(seq, step)
+                step.copies += self.blocks.allocate(seq.cache, num_tokens)
+                step.chunks.append(self._plan_chunk(seq, num_tokens, now))
 
     def _plan(self) -> dict[Sequence, int]:
         """Tokens to try for each sequence this step, in no particular order; admits what can be admitted."""
@@ -250,32 +257,23 @@ class Scheduler:
         plan.update((seq, granted) for seq, granted in zip(prefills, grants, strict=True) if granted)
         return plan
 
-    def _schedule_chunk(self, seq: Sequence, num_tokens: int, copies: list[BlockCopy], now: float) -> ScheduledSequence:
-        copies += self.blocks.allocate(seq.cache, num_tokens)
-        start = seq.cache.num_computed_tokens
-        end = start + num_tokens
+    def _plan_chunk(self, seq: Sequence, num_tokens: int, now: float) -> PlannedChunk:
+        end = seq.cache.num_computed_tokens + num_tokens
         seq.last_step = self.counters.num_steps
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = now
             self.counters.queue_seconds.append(now - seq.arrival_time)
         self.counters.count_chunk(seq, num_tokens)
         wants_logprobs = seq.wants_prompt_logprobs and end >= len(seq.prompt_logprobs or ())
-        return ScheduledSequence(
-            seq_id=seq.seq_id,
-            start=start,
-            num_tokens=num_tokens,
-            token_ids=seq.token_ids,
-            block_tables=seq.cache.block_tables,
-            rotary_id=seq.rotary_id,
-            first_position=seq.cache.position_of(0),
-            samples=self._sample_slots(seq) if end == seq.num_tokens else (),
+        return PlannedChunk(
+            seq,
+            num_tokens,
+            samples=self._samples(seq) if end == seq.num_tokens else (),
             prompt_logprobs=seq.request.sampling.prompt_logprobs if wants_logprobs else None,
-            num_prompt_tokens=seq.num_prompt_tokens,
-            table_version=seq.cache.version,
         )
 
-    def _sample_slots(self, seq: Sequence) -> tuple[SampleSlot, ...]:
-        """Slots for the last row of `seq`: its own, and at the end of the prompt those of the other samples."""
+    def _samples(self, seq: Sequence) -> tuple[Sequence, ...]:
+        """Who draws from the last row of `seq`: itself, and at the end of the prompt the other samples."""
         sampling = seq.request.sampling
         if sampling.max_tokens == 0:
             return ()
@@ -283,7 +281,7 @@ class Scheduler:
             seq.children = [
                 self._new_child(seq, index) for index in range(1, sampling.n) if index not in seq.ended_samples
             ]
-        return (seq.slot, *(child.slot for child in seq.children or ()))
+        return (seq, *(seq.children or ()))
 
     def _new_child(self, parent: Sequence, index: int) -> Sequence:
         child = Sequence(
@@ -347,6 +345,7 @@ class Scheduler:
             seq.rotary_id = -1
         elif seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
+        self._writer.remove(seq.seq_id)
         self.blocks.free(seq.cache)
 
     def _end(self, seq: Sequence) -> None:
@@ -361,7 +360,7 @@ class Scheduler:
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Tell how long a step took, before `update`; the next prefill chunks are sized by it."""
-        decodes = sum(1 for item in output.sequences if item.start + 1 == len(item.token_ids))
+        decodes = sum(1 for item in output.sequences if item.start + 1 == item.num_known_tokens)
         if not output.rerotations:  # re-rotating keys takes time that no token is to blame for
             self.timer.observe(output.num_tokens - output.num_draft_tokens, decodes, seconds)
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from windlass.engine.api.request import EngineRequest, FinishReason, TokenLogprobs
 from windlass.engine.cache.handle import CacheHandle
-from windlass.engine.scheduling.plan import SampleSlot
 
 if TYPE_CHECKING:
     from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
@@ -33,7 +32,7 @@ class SequenceStatus(Enum):
 class Sequence:
     """Tokens, sampling and status of one sample.
 
-    token_ids: the prompt followed by the output so far; grows in place and is shared by reference with the runner.
+    token_ids: the prompt followed by the output so far; grows in place.
     cache: what it holds in the cache; its computed length chases `num_tokens`.
     rotation, stage: how frequencies depend on the length, and those that the cached keys stand under now.
     rotary_id: row of the rotary tables, -1 while not running.
@@ -77,22 +76,11 @@ class Sequence:
     last_step: int = -1
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    slot: SampleSlot = field(init=False)
     rank: tuple[int, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.rank = (self.request.priority, self.arrival_number, self.index)
-        # The slot is the same in every step: it refers to the growing token list.
-        self.slot = SampleSlot(
-            seq_id=self.seq_id,
-            index=self.index,
-            sampling=sampling,
-            seed=self.seed,
-            num_prompt_tokens=self.num_prompt_tokens,
-            token_ids=self.token_ids,
-            stop_ids=tuple(sorted(self.stop_ids)),
-        )
         if self.prompt_logprobs is None and sampling.prompt_logprobs is not None and self.index == 0:
             self.prompt_logprobs = [None]  # the first token has no context
 

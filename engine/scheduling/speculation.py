@@ -10,14 +10,13 @@ is found by `verify`.
 
 from __future__ import annotations
 
-from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from windlass.engine.api.config import SpeculationConfig
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.ngram import NgramIndex
-from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
+from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep
 from windlass.engine.scheduling.sequence import Sequence
 
 _INDEXED_PER_STEP = 2048  # of a long prompt, so that no step waits for an index; no proposals before it is complete
@@ -84,25 +83,25 @@ class Speculation:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
 
-    def extend(self, output: SchedulerOutput, sequences: abc.Mapping[int, Sequence]) -> None:
-        """Let streams of a finished plan propose tokens, from what budget and blocks the plan has left over.
+    def extend(self, step: PlannedStep) -> None:
+        """Let streams of a planned step propose tokens, from what budget and blocks it has left over.
 
-        So a proposal takes nothing from a prompt and preempts nobody. sequences: the live ones by id.
+        So a proposal takes nothing from a prompt and preempts nobody.
         """
         if self._config.num_tokens == 0:
             return
-        budget = self._max_num_batched_tokens - output.num_tokens
-        for at, item in enumerate(output.sequences):
+        budget = self._max_num_batched_tokens - sum(chunk.num_tokens for chunk in step.chunks)
+        for chunk in step.chunks:
             if budget <= 0:
                 return
-            seq = sequences[item.seq_id]
-            draft = self._propose(seq, item, budget)
+            seq = chunk.seq
+            draft = self._propose(chunk, budget)
             if not draft:
                 continue
             draft = draft[: self._blocks.capacity(seq.cache, 1 + len(draft)) - 1]
             if draft:
-                output.copies += self._blocks.allocate(seq.cache, 1 + len(draft))
-                output.sequences[at] = replace(item, num_tokens=1 + len(draft), draft=draft)
+                step.copies += self._blocks.allocate(seq.cache, 1 + len(draft))
+                chunk.num_tokens, chunk.draft = 1 + len(draft), draft
                 budget -= len(draft)
 
     def observe(self, seq: Sequence, proposed: int, accepted: int) -> None:
@@ -113,9 +112,10 @@ class Speculation:
         if seq.drafting is not None:
             seq.drafting.pace.observe(proposed, accepted)
 
-    def _propose(self, seq: Sequence, item: ScheduledSequence, budget: int) -> tuple[int, ...]:
-        """What `seq` proposes beside the one token planned; nothing while it is not a running stream."""
-        if item.num_tokens != 1 or len(item.samples) != 1 or seq.num_output_tokens == 0:
+    def _propose(self, chunk: PlannedChunk, budget: int) -> tuple[int, ...]:
+        """What a sequence proposes beside the one token planned; nothing while it is not a running stream."""
+        seq = chunk.seq
+        if chunk.num_tokens != 1 or len(chunk.samples) != 1 or seq.num_output_tokens == 0:
             return ()
         room = min(budget, self._room(seq))
         if room < 1:

@@ -15,7 +15,7 @@ from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
 from windlass.engine.rotary.policy import RotaryStage
 from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.scheduling.counters import SchedulerCounters
-from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.scheduling.plan_writer import PlannedStep
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 
 
@@ -45,14 +45,14 @@ class StageChanges:
         reserved = blocks_to_rerotate(self._blocks, seq.cache, stage.specs) if stage else None
         return self._blocks.capacity(seq.cache, wanted, reserved)
 
-    def rerotate_if_due(self, seq: Sequence, output: SchedulerOutput) -> None:
+    def rerotate_if_due(self, seq: Sequence, step: PlannedStep) -> None:
         """Plan the re-rotation of the cached keys of `seq` to the frequencies of its next chunk, if those are others."""
         stage = seq.due_rerotation()
         if stage is None:
             return
         set_aside, rerotations = rerotate(self._blocks, seq.cache, stage.specs)
-        output.set_aside += set_aside
-        output.rerotations += rerotations
+        step.set_aside += set_aside
+        step.rerotations += rerotations
         seq.stage = stage
         self._swap_row(seq)
         self._counters.key_moves += seq.cache.num_computed_tokens

@@ -5,10 +5,14 @@ specs and salt). Beside it stands the spec it was computed under and the one it 
 tables must give exactly the keys of the sequence's own tokens under the frequencies of the moment; a leaked, shared,
 overwritten, stale, wrongly re-rotated or too early dropped block shows as a wrong key. The step order is a real layer's:
 copies, originals set aside, re-rotations, then all writes, then all reads.
+
+It knows of tokens and tables what pickled plans have told it, as a rank in another process would, and every table it
+is told must be the scheduler's. A second one of its kind may miss plans (`lose_plans`), and a snapshot must heal it.
 """
 
 from __future__ import annotations
 
+import pickle
 import random
 import zlib
 from collections import Counter
@@ -20,14 +24,18 @@ from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogp
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import KeyRerotation
 from windlass.engine.cache.layout import KVGroupLayout
+from windlass.engine.execution.sequences import LiveSequences, MissedPlanError
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
+from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.scheduling import sequence
 from windlass.engine.scheduling.plan import (
-    SampleSlot,
     ScheduledSequence,
     SchedulerOutput,
+    Snapshot,
     StepResult,
 )
 from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.engine.scheduling.sequence import SequenceStatus
 
 VOCAB = 6
 EOS = 5
@@ -134,10 +142,71 @@ class FakeExecutor:
     num_rerotated: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    lose_plans: int = 0  # so many more do not reach `other`
+    num_healed: int = 0
     key_memo: dict[int, tuple[object, list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.store = [{} for _ in self.scheduler.blocks.pools]
+        self.sequences = LiveSequences(len(self.store), num_rows=1)
+        self.other = LiveSequences(len(self.store))
+        self.rows: dict[int, object] = {}  # of the rotary tables
+        self.other_rows: dict[int, object] = {}
+
+    def follow(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Take in a plan that came from far away, and compare what is known now with the scheduler's own books."""
+        plan: SchedulerOutput = pickle.loads(pickle.dumps(output))
+        self.sequences.apply(plan)
+        self.rows.update((row.row, row.specs) for row in plan.rotary_rows)
+        if self.lose_plans:
+            self.lose_plans -= 1
+        else:
+            try:
+                self.other.apply(plan)
+                self.other_rows.update((row.row, row.specs) for row in plan.rotary_rows)
+            except MissedPlanError as error:
+                assert "snapshot" in str(error)
+                self.heal()
+        running = self.running()
+        for item in plan.sequences:
+            seq = running[item.seq_id]
+            self.compare(self.sequences, seq)
+            assert len(seq.token_ids) == item.num_known_tokens and self.rows[seq.rotary_id] == seq.stage.specs
+            if self.other.step == plan.step:
+                self.compare(self.other, seq)
+                assert self.other_rows[seq.rotary_id] == seq.stage.specs
+        assert set(self.sequences) <= set(running), "a sequence is remembered that has ended or lost its place"
+        return plan
+
+    def heal(self) -> None:
+        """Bring a snapshot to the side that has missed plans; it then knows every sequence as it stands now."""
+        snapshot: Snapshot = pickle.loads(pickle.dumps(self.scheduler.snapshot()))
+        self.other.restore(snapshot)
+        self.other_rows = {row.row: row.specs for row in snapshot.rotary_rows}
+        assert self.other.step == self.sequences.step
+        running = self.running()
+        assert set(self.other) == set(self.sequences) & set(running)
+        for seq_id in self.other:
+            self.compare(self.other, running[seq_id])
+        self.num_healed += 1
+
+    def running(self) -> dict[int, sequence.Sequence]:
+        """The live sequences that hold a place, or will get their first token by their parent's."""
+        places = (SequenceStatus.RUNNING, SequenceStatus.FORKING)
+        return {seq.seq_id: seq for seq in self.scheduler.live_sequences() if seq.status in places}
+
+    def compare(self, sequences: LiveSequences, seq: sequence.Sequence) -> None:
+        """Everything an executing side knows of a sequence is what the scheduler knows."""
+        live = sequences[seq.seq_id]
+        assert live.token_ids == seq.token_ids and live.slot.token_ids is live.token_ids
+        assert (live.rotary_id, live.first_position) == (seq.rotary_id, seq.cache.position_of(0))
+        held = [(table.blocks, table.num_dropped) for table in seq.cache.tables] or [([], 0)] * len(self.store)
+        tables = [sequences.table(seq.seq_id, group).tolist() for group in range(len(self.store))]
+        assert list(zip(tables, live.num_dropped, strict=True)) == held
+        slot = live.slot
+        assert (slot.seq_id, slot.index, slot.seed) == (seq.seq_id, seq.index, seq.seed)
+        assert (slot.num_prompt_tokens, slot.sampling) == (seq.num_prompt_tokens, seq.request.sampling)
+        assert slot.stop_ids == tuple(sorted(seq.stop_ids))
 
     def keys(self, request: EngineRequest, seq_id: int, token_ids: Sequence[int]) -> list[int]:
         """The right key of every token of a sequence."""
@@ -155,29 +224,31 @@ class FakeExecutor:
 
     def keys_with_draft(self, request: EngineRequest, item: ScheduledSequence) -> list[int]:
         """The right key of every token of a scheduled sequence and of those proposed behind it."""
-        keys = self.keys(request, item.seq_id, item.token_ids)
+        token_ids = self.sequences[item.seq_id].token_ids
+        keys = self.keys(request, item.seq_id, token_ids)
         if not item.draft:
             return keys
-        keys, rotation, length = list(keys), self.rotations[request.request_id], len(item.token_ids)
-        for i, token in enumerate(item.draft, start=length):
-            keys.append(extend_key(keys[-1], token, rotation.specs_of(i, item.num_prompt_tokens, i + 1)))
+        keys, rotation, num_prompt = list(keys), self.rotations[request.request_id], len(request.prompt_token_ids)
+        for i, token in enumerate(item.draft, start=len(token_ids)):
+            keys.append(extend_key(keys[-1], token, rotation.specs_of(i, num_prompt, i + 1)))
         return keys
 
     def verify(self, item: ScheduledSequence) -> StepResult:
         """Draw from the stored key of every row, as long as the draws come to what was proposed."""
-        (slot,) = item.samples
+        (seq_id,) = item.samples
+        slot, table = self.sequences[seq_id].slot, self.sequences.table(item.seq_id, 0).tolist()
         size, drawn = self.scheduler.blocks.block_size, []
         for count in range(len(item.draft) + 1):
             at = item.start + count
-            row, _, _ = self.store[0][item.block_tables[0][at // size], at % size]
-            drawn.append(draw(row, slot, len(item.token_ids) - item.num_prompt_tokens + count))
+            row, _, _ = self.store[0][table[at // size], at % size]
+            drawn.append(draw(row, slot, len(slot.token_ids) - slot.num_prompt_tokens + count))
             if count == len(item.draft) or drawn[-1] != item.draft[count]:
                 break
         self.num_accepted += len(drawn) - 1
         self.seen[item.seq_id] = item.start + len(drawn)
         return StepResult(item.seq_id, tuple(drawn))
 
-    def rerotate(self, rerotations: list[KeyRerotation], holders: list[Counter[int]], *, aside: bool) -> None:
+    def rerotate(self, rerotations: Sequence[KeyRerotation], holders: list[Counter[int]], *, aside: bool) -> None:
         """Carry out re-rotations, or set originals aside. Whatever is read must be an original; nothing shared or hashed is
         written to."""
         size, pools = self.scheduler.blocks.block_size, self.scheduler.blocks.pools
@@ -211,6 +282,7 @@ class FakeExecutor:
         assert not read & written, "a source is the target of another re-rotation"
 
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
+        output = self.follow(output)
         size = self.scheduler.blocks.block_size
         pools = self.scheduler.blocks.pools
         live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
@@ -239,14 +311,16 @@ class FakeExecutor:
             seq = live[item.seq_id]
             rotation = self.rotations[seq.request.request_id]
             end = item.start + item.num_tokens
-            known = len(item.token_ids)
-            specs = rotation.specs_of(end - 1, item.num_prompt_tokens, known + len(item.draft))
-            assert specs == rotation.specs_of(item.start, item.num_prompt_tokens, known), "mixed stages"
-            assert item.rotary_id == self.rotary.rows[specs], "wrong rotary row"
+            mine = self.sequences[item.seq_id]
+            known, num_prompt = len(mine.token_ids), mine.slot.num_prompt_tokens
+            specs = rotation.specs_of(end - 1, num_prompt, known + len(item.draft))
+            assert specs == rotation.specs_of(item.start, num_prompt, known), "mixed stages"
+            assert mine.rotary_id == self.rotary.rows[specs], "wrong rotary row"
+            assert self.rows[mine.rotary_id] == specs, "the row was said to hold other specs"
             assert 0 <= item.start < end <= known + len(item.draft)
             if item.draft:
                 assert item.start == known - 1 and end == known + len(item.draft), "proposals go with one token alone"
-                longest = item.num_prompt_tokens + seq.request.sampling.max_tokens
+                longest = num_prompt + seq.request.sampling.max_tokens
                 assert end < min(longest, self.scheduler.max_model_len), "a row for nothing past the end"
                 self.num_drafts += 1
             keys = self.keys_with_draft(seq.request, item)
@@ -255,8 +329,9 @@ class FakeExecutor:
             self.num_recomputed += max(0, min(seen, end) - item.start)
             self.seen[seq.seq_id] = max(seen, end - len(item.draft))  # what stands of the draft is added below
             for group, pool in enumerate(pools):
+                table = self.sequences.table(item.seq_id, group).tolist()
                 for i in range(item.start, end):
-                    block = item.block_tables[group][i // size]
+                    block = table[i // size]
                     assert 0 <= block < pool.num_blocks, "no block to write to"
                     assert holders[group][block] == 1, "a write into a shared block"
                     assert pool.digests[block] is None, "a write into a block that may be matched"
@@ -270,31 +345,33 @@ class FakeExecutor:
             end = item.start + item.num_tokens
             right = self.keys_with_draft(seq.request, item)
             rotation = self.rotations[seq.request.request_id]
-            specs = rotation.specs_of(end - 1, item.num_prompt_tokens, len(item.token_ids))
+            mine = self.sequences[item.seq_id]
+            token_ids, num_prompt = mine.token_ids, mine.slot.num_prompt_tokens
+            specs = rotation.specs_of(end - 1, num_prompt, len(token_ids))
             for group, pool in enumerate(pools):
-                table = item.block_tables[group]
+                table = self.sequences.table(item.seq_id, group).tolist()
                 for i in range(item.start, end):
                     for j in range(0 if pool.window is None else max(0, i - pool.window + 1), i + 1):
                         assert table[j // size] >= 0, f"token {i} cannot see token {j}: its block was dropped"
                         key, _, now = self.store[group][table[j // size], j % size]
                         assert key == right[j], f"wrong key at token {j}"
                         assert now == specs, f"the key of token {j} stands under other frequencies"
-            row, _, _ = self.store[0][item.block_tables[0][(end - 1) // size], (end - 1) % size]
-            all_known = end == len(item.token_ids) + len(item.draft)
+            table = self.sequences.table(item.seq_id, 0).tolist()
+            row, _, _ = self.store[0][table[(end - 1) // size], (end - 1) % size]
+            all_known = end == len(token_ids) + len(item.draft)
             assert bool(item.samples) == (all_known and seq.request.sampling.max_tokens > 0)
             if item.draft:
                 results.append(self.verify(item))
                 continue
             prompt_logprobs = None
             if item.prompt_logprobs is not None:
-                stop = min(end, item.num_prompt_tokens - 1)
+                stop = min(end, num_prompt - 1)
                 prompt_logprobs = tuple(
-                    TokenLogprobs(item.token_ids[i], float(right[i - 1] % 1000), 1)
-                    for i in range(item.start + 1, stop + 1)
+                    TokenLogprobs(token_ids[i], float(right[i - 1] % 1000), 1) for i in range(item.start + 1, stop + 1)
                 )
                 if not item.samples:
                     results.append(StepResult(item.seq_id, prompt_logprobs=prompt_logprobs))
-            for slot in item.samples:
+            for slot in (self.sequences[seq_id].slot for seq_id in item.samples):
                 if slot.seq_id != item.seq_id:
                     self.seen[slot.seq_id] = end
                 token = draw(row, slot, len(slot.token_ids) - slot.num_prompt_tokens)

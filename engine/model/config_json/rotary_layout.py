@@ -210,8 +210,8 @@ def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any) -> R
             f"config.json: {rotary_dim} rotated dimensions (of a head_dim of {head_dim}) cannot form pairs: "
             "an even number is needed"
         )
-    turning = int(partial * head_dim // 2) if proportional and partial < 1 else None
-    if turning == 0:
+    rotating = int(partial * head_dim // 2) if proportional and partial < 1 else None
+    if rotating == 0:
         raise LoadError(f"config.json: partial_rotary_factor {partial!r} of a head_dim of {head_dim} leaves no pair")
     trained_len = read_size(config, "max_position_embeddings", rules.max_position_embeddings)
-    return RotaryBase(rules.rope_theta, head_dim, rotary_dim, trained_len, turning)
+    return RotaryBase(rules.rope_theta, head_dim, rotary_dim, trained_len, rotating)

@@ -14,7 +14,7 @@ from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 def _every_nth_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Every `sliding_window_pattern`-th layer, the sixth by default, sees everything; `layer_types` says it directly."""
     if not facts.windowed:
-        # Local layers would turn by their own theta without a window; nothing says which layers those are.
+        # Local layers would rotate by their own theta without a window; nothing says which layers those are.
         raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
     kinds = facts.given or _every(read_size(config, "sliding_window_pattern", 6), facts.count)
     return kinds, kinds

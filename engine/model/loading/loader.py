@@ -14,7 +14,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
-from windlass.engine.model.loading.preflight import plan_load
+from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.sizes import weight_bytes
 from windlass.engine.model.loading.weights import Progress, load_weights, randomize_weights
 from windlass.engine.rotary.groups import RotaryGroup
@@ -46,18 +46,18 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do."""
     directory = Path(config.model)
     device = choose_device(config.compute.device)
-    plan = plan_load(
+    prepared = prepare_model(
         config,
         str(device),
         reads_narrow=kernels.reads_narrow_weights(device),
         free=free_memory(device),
         max_columns=MAX_COLUMNS,
     )
-    spec, stored = plan.model.spec, _TORCH_DTYPES[plan.weight_dtype]
+    spec, stored = prepared.model.spec, _TORCH_DTYPES[prepared.weight_dtype]
     try:
         backend = kernels.bind(
             device,
-            _TORCH_DTYPES[plan.compute_dtype],
+            _TORCH_DTYPES[prepared.compute_dtype],
             stored,
             quantization=config.compute.quantization,
             deterministic=config.compute.deterministic,
@@ -78,8 +78,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         raise LoadError(
             f"the weights need {size} of memory, more than {device} gives: use `compute.dtype=bfloat16`{less} or a smaller model"
         ) from None
-    cached = _TORCH_DTYPES[plan.cache_dtype]
-    return LoadedModel(decoder, cached, digest, spec.notices + notices, plan.model.own_groups)
+    cached = _TORCH_DTYPES[prepared.cache_dtype]
+    return LoadedModel(decoder, cached, digest, spec.notices + notices, prepared.model.own_groups)
 
 
 def fill(decoder: Decoder, directory: Path, config: EngineConfig, progress: Progress | None = None) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedModel:
+class ModelToLoad:
     """A model, and the names of the types it computes in, its matrices are stored in and its keys and values cached in."""
 
     model: ModelDescription
@@ -58,15 +58,15 @@ def check_start(config: EngineConfig) -> ModelDescription:
     device = expect_device(config.compute.device)
     if device == "cpu":
         # Without compiled kernels weights are wider; the loader, which knows, counts again.
-        return plan_load(config, device, reads_narrow=True, free=available_memory()).model
+        return prepare_model(config, device, reads_narrow=True, free=available_memory()).model
     if device is not None:
         check_quantization(config, device)
     return describe_model(config)
 
 
-def plan_load(
+def prepare_model(
     config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None, max_columns: int | None = None
-) -> ResolvedModel:
+) -> ModelToLoad:
     """The model and the types it is loaded in. Raises LoadError for what cannot be loaded or plainly does not fit.
 
     device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits. free: bytes before the
@@ -80,7 +80,7 @@ def plan_load(
     dtype = compute_dtype(config, model.config, kind)
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     check_memory(config, model.spec, dtype, stored, kind, free)
-    return ResolvedModel(model, dtype, stored, cache_dtype(config, dtype))
+    return ModelToLoad(model, dtype, stored, cache_dtype(config, dtype))
 
 
 def describe_model(config: EngineConfig) -> ModelDescription:

@@ -79,7 +79,7 @@ def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | _Rows]:
 
 
 def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """Rows that turn interleaved pairs (2j, 2j+1) into half-split ones (j, j + d/2), head by head: [num_heads * head_dim].
+    """Rows that make interleaved pairs (2j, 2j+1) half-split ones (j, j + d/2), head by head: [num_heads * head_dim].
 
     With x' = x[order], half-split rotation of x' is interleaved rotation of x in that order, bit for bit. Rows past the
     first rotary_dim of a head stay.

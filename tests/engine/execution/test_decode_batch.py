@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -10,28 +11,31 @@ import torch
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
+from windlass.engine.api.request import SamplingParams
+from windlass.engine.cache.changes import TableChange, TableChanges
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import ScheduledSequence
+from windlass.engine.scheduling.plan import NewSequence, ScheduledSequence, Snapshot
 
 
 def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV groups, one of them a window that drops blocks; streams come, go and outgrow the first table width."""
-    monkeypatch.setattr("windlass.engine.execution.decode_batch._FIRST_COLUMNS", 4)
+    monkeypatch.setattr("windlass.engine.execution.batch._FIRST_COLUMNS", 4)
     core = make_core(make_model("gemma3", tmp_path), max_model_len=256)
-    runner = core.runner
-    build, lasting = runner.build_batch, runner._decoding
+    batches = core.runner.batches
+    build = batches.build
+    assert batches.lasting
     seen: list[ForwardBatch] = []
 
-    def both(sequences: list[ScheduledSequence]) -> ForwardBatch:
+    def both(sequences: Sequence[ScheduledSequence]) -> ForwardBatch:
         batch = build(sequences)
         if not batch.lasting:
             return batch
         found = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name != "lasting"}
         kept = {name: tensor.clone() for name, tensor in found.items()}
-        runner._decoding = None
+        batches.lasting = False
         fresh = build(sequences)
-        runner._decoding = lasting
+        batches.lasting = True
         assert not fresh.lasting
         for name, tensor in kept.items():
             want = getattr(fresh, name)
@@ -44,7 +48,7 @@ def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.Mo
         seen.append(batch)
         return batch
 
-    runner.build_batch = both  # type: ignore[method-assign]
+    batches.build = both  # type: ignore[method-assign]
     linear = RopeScaling.from_dict({"rope_type": "linear", "factor": 3.0})
     run(core, [greedy("a", range(3, 20), 90), greedy("b", range(5, 9), 12, n=2), greedy("c", range(4, 44), 30)])
     run(core, [greedy("d", range(2, 70), 8, rope_scaling=linear), greedy("e", range(9, 12), 20)])
@@ -56,6 +60,10 @@ def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_token_without_a_block_is_noticed(tmp_path: Path) -> None:
     core = make_core(make_model("llama", tmp_path))
-    chunk = ScheduledSequence(0, 4, 1, [3, 4, 5, 6, 7], [[-1] * 4], 0, 0)
-    with pytest.raises(AssertionError, match="no block"):
-        core.runner.build_batch([chunk])
+    tables = TableChanges(True, (TableChange(appended=(-1,) * 4),))
+    held = NewSequence(0, 0, SamplingParams(), 0, 5, (), (3, 4, 5, 6, 7), tables, rotary_id=0)
+    core.runner.restore(Snapshot(0, sequences=(held,)))
+    for lasting in (True, False):
+        core.runner.batches.lasting = lasting
+        with pytest.raises(AssertionError, match="no block"):
+            core.runner.batches.build([ScheduledSequence(0, 4, 1, 5)])

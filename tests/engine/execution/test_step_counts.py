@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import UserList
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,11 @@ from helpers.engines import make_core
 from helpers.tiny_models import make_model
 
 from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.cache.handle import BlockTable, CacheHandle
+from windlass.engine.cache.prefix import HashChain
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.block_rows import BlockRows
-from windlass.engine.scheduling.plan import ScheduledSequence
+from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, PlanWriter
 
 LENGTHS = (1024, 8192)
 
@@ -50,9 +53,9 @@ def count(core: EngineCore) -> tuple[int, int]:
         for table in seq.cache.tables:
             table.blocks = CountedReads(table.blocks)
         seq.token_ids = CountedReads(seq.token_ids)
-        seq.slot = type(seq.slot)(
-            **{name: getattr(seq.slot, name) for name in seq.slot.__slots__} | {"token_ids": seq.token_ids}
-        )
+        live = core.runner.sequences[seq.seq_id]
+        live.token_ids = CountedReads(live.token_ids)
+        live.slot = replace(live.slot, token_ids=live.token_ids)
     lines = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -94,34 +97,68 @@ def test_reads_and_lines_are_the_same_at_any_length(family: str, sampling: Sampl
 def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
     """Random lives of random sequences, against tables copied in full."""
     rng = np.random.default_rng(0)
-    rows, size, groups = BlockRows(2, 16, num_rows=2), 16, 2
-    lives: dict[int, tuple[list[list[int]], int, int]] = {}  # tables, computed tokens, version
+    size, groups = 16, 2
+    writer, sequences = PlanWriter(), LiveSequences(groups, num_rows=2)
+    stage = SimpleNamespace(specs=())
+    lives: dict[int, Any] = {}
+
+    def block() -> int:
+        return int(rng.integers(0, 999))
+
     for step in range(600):
         chosen = list(dict.fromkeys(int(x) for x in rng.integers(0, 7, size=rng.integers(1, 6))))
-        plan = []
+        plan = PlannedStep()
         for seq_id in chosen:
-            tables, computed, version = lives.get(seq_id, ([[], []], 0, 0))
+            if seq_id not in lives:
+                lives[seq_id] = SimpleNamespace(
+                    seq_id=seq_id,
+                    index=0,
+                    request=SimpleNamespace(sampling=GREEDY),
+                    seed=0,
+                    num_prompt_tokens=0,
+                    stop_ids=(),
+                    token_ids=[],
+                    num_tokens=0,
+                    cache=CacheHandle(HashChain(b"root", size), ()),
+                    rotary_id=0,
+                    stage=stage,
+                )
+                lives[seq_id].cache.hold([BlockTable() for _ in range(groups)], 0, 0)
+            seq = lives[seq_id]
+            cache = seq.cache
             event = rng.random()
-            if event < 0.05:  # preempted, perhaps with a prefix found again
+            if event < 0.05:  # started over, perhaps with a prefix found again
                 hit = int(rng.integers(0, 4))
-                tables = [[int(x) for x in rng.integers(0, 999, hit)] for _ in range(groups)]
-                computed, version = hit * size, version + 1
-            elif event < 0.1:  # turned: every block is another one
-                tables, version = [[int(x) for x in rng.integers(0, 999, len(t))] for t in tables], version + 1
-            elif event < 0.2 and tables[1]:  # a window leaves blocks behind
-                for i in range(min(computed // size, len(tables[1]))):
-                    tables[1][i] = -1
+                cache.release()
+                cache.hold([BlockTable([block() for _ in range(hit)]) for _ in range(groups)], hit * size, hit)
+                if event < 0.02:  # and lost its place meanwhile
+                    writer.remove(seq_id)
+            elif event < 0.1:  # re-rotated: every block is another one
+                for table in cache.tables:
+                    for i in range(table.num_dropped, len(table.blocks)):
+                        table.replace(i, block())
+            elif event < 0.2:  # a window leaves blocks behind
+                table = cache.tables[1]
+                table.drop(max(table.num_dropped, min(cache.num_computed_tokens // size, len(table.blocks))))
             tokens = int(rng.choice([1, 1, 1, 5, 40]))
-            last = (computed + tokens - 1) // size
-            for table in tables:
-                if computed % size and rng.random() < 0.2:  # the block written to was shared: copied
-                    table[computed // size] = int(rng.integers(0, 999))
-                table += [int(x) for x in rng.integers(0, 999, max(0, last + 1 - len(table)))]
-            plan.append(ScheduledSequence(seq_id, computed, tokens, [], tables, 0, 0, table_version=version))
-            lives[seq_id] = (tables, computed + tokens, version)
-        width = max(len(s.block_tables[0]) for s in plan)
-        found = rows.tables(plan, width)
-        assert found.shape == (groups, len(plan), width), step
-        for b, item in enumerate(plan):
-            for group, table in enumerate(item.block_tables):
-                assert found[group, b, : len(table)].tolist() == table, (step, item.seq_id, group)
+            last = (cache.num_computed_tokens + tokens - 1) // size
+            for table in cache.tables:
+                if cache.num_computed_tokens % size and rng.random() < 0.2:  # the block written to was shared: copied
+                    table.replace(cache.num_computed_tokens // size, block())
+                while len(table.blocks) < last + 1 + 2 * (rng.random() < 0.1):
+                    table.append(block())
+            plan.chunks.append(PlannedChunk(seq, tokens))
+        sequences.apply(writer.write(plan))
+        tables = [chunk.seq.cache.block_tables for chunk in plan.chunks]
+        width = max(len(blocks) for group in tables for blocks in group)
+        found = sequences.tables([sequences[chunk.seq.seq_id].row for chunk in plan.chunks], width)
+        assert found.shape == (groups, len(plan.chunks), width), step
+        for b, chunk in enumerate(plan.chunks):
+            cache = chunk.seq.cache
+            for group, table in enumerate(cache.tables):
+                assert found[group, b, : len(table.blocks)].tolist() == table.blocks, (step, chunk.seq.seq_id, group)
+                assert sequences.table(chunk.seq.seq_id, group).tolist() == table.blocks
+            cache.set_computed(cache.num_computed_tokens + chunk.num_tokens)
+            for table in cache.tables:  # proposed tokens were not accepted: their blocks are given back
+                while len(table.blocks) > -(-cache.num_computed_tokens // size):
+                    table.pop()

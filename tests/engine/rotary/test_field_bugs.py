@@ -18,11 +18,13 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from windlass.engine.api.request import SamplingParams
+from windlass.engine.cache.changes import TableChange, TableChanges
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.families.reading import read_rotary_groups
 from windlass.engine.rotary.scaling import RopeScaling, resolve
-from windlass.engine.scheduling.plan import ScheduledSequence
+from windlass.engine.scheduling.plan import NewSequence, ScheduledSequence, Snapshot
 
 M = 64  # the trained length of the models here
 DYNAMIC = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})
@@ -112,8 +114,10 @@ def test_positions_stay_whole_past_what_float32_counts(dtype: str, llama: Path) 
     (spec,) = specs_of(core, greedy("a", prompt(4), 1))
     row = core.runner.tables.acquire([spec])
     for first in (256, 10_000_000, 2**24, 2**31):
-        chunk = ScheduledSequence(0, 0, 4, prompt(4), [[0]], row, first)
-        batch = core.runner.build_batch([chunk])
+        tables = TableChanges(True, (TableChange(appended=(0,)),))
+        held = NewSequence(0, 0, SamplingParams(), 0, 4, (), tuple(prompt(4)), tables, row, first)
+        core.runner.restore(Snapshot(0, sequences=(held,)))
+        batch = core.runner.batches.build([ScheduledSequence(0, 0, 4, 4)])
         assert batch.positions.tolist() == [first, first + 1, first + 2, first + 3]
         for t in range(4):
             np.testing.assert_allclose(batch.cos[0, t], exact(mpmath.cos, first + t, spec.inv_freq), rtol=0, atol=2e-6)

@@ -134,9 +134,9 @@ def test_partial_and_tiny_rotations_stay_finite(kind: str, rotary_dim: int) -> N
         np.testing.assert_allclose(got, by_formula(obj, 1000, base)[0], rtol=1e-12)
 
 
-# --- bases: some pairs that never turn, and learned frequencies -------------------------------------------------------
+# --- bases: some pairs that never rotate, and learned frequencies -------------------------------------------------------
 
-PROPORTIONAL = RotaryBase(1e6, 32, 32, 4096, turning_pairs=4)
+PROPORTIONAL = RotaryBase(1e6, 32, 32, 4096, rotating_pairs=4)
 LEARNED_W = tuple(0.9**j for j in range(16))
 LEARNED = RotaryBase(1e4, 32, 32, 4096, inv_freq=LEARNED_W)
 

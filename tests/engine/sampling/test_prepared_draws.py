@@ -11,7 +11,7 @@ import torch
 
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.scheduling.plan import SampleSlot
+from windlass.engine.sampling.slot import SampleSlot
 from windlass.kernels import bind, cpu
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.cpu.sampling import MAX_VOCAB, CompiledDrawer
@@ -79,5 +79,5 @@ def test_mixed_batches_draw_the_same_with_and_without_the_compiled_draw() -> Non
                 one.token_ids.append(d.token_id)
         if step == 15:
             for sampler in (fast, plain):
-                sampler.forget(3)
-                sampler.keep_only(set(range(15)))
+                for seq_id in (3, *range(15, len(slots))):
+                    sampler.forget(seq_id)

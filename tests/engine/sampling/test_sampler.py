@@ -14,8 +14,8 @@ from windlass.engine.api.request import SamplingParams
 from windlass.engine.errors import EngineError
 from windlass.engine.sampling.penalties import LogitsProcessor, penalties_of
 from windlass.engine.sampling.sampler import Drawn, Sampler, token_logprobs
+from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.uniform import uniform
-from windlass.engine.scheduling.plan import SampleSlot
 from windlass.kernels import Backend, Filters, bind, cpu
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.torch.draw import candidates
@@ -314,12 +314,13 @@ def test_counts_kept_between_steps_equal_counts_from_scratch() -> None:
     assert sampler.num_tracked == 0
 
 
-def test_keep_only_drops_every_other_sequence() -> None:
+def test_what_is_forgotten_is_one_sequence_alone() -> None:
     sampler = Sampler(VOCAB, the_backend())
     slots = [(0, slot(seq_id=i, repetition_penalty=1.2)) for i in range(4)]
     sampler.sample(random_logits(1), slots)
     assert sampler.num_tracked == 4
-    sampler.keep_only({1, 9})
+    for seq_id in (0, 2, 3, 9):
+        sampler.forget(seq_id)
     assert sampler.num_tracked == 1
     sampler.forget(1)
     assert sampler.num_tracked == 0

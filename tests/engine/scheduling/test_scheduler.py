@@ -130,9 +130,10 @@ def test_a_step_does_not_copy_or_hash_the_whole_context() -> None:
     seq.token_ids = Counting(seq.token_ids)
     for _ in range(40):
         plan = scheduler.schedule()
-        assert plan.sequences[0].token_ids is seq.token_ids
+        assert plan.sequences[0].token_ids == (1,) and plan.sequences[0].num_known_tokens == seq.num_tokens
         scheduler.update(plan, [StepResult(seq.seq_id, (1,))])
-    assert sum(sizes) == 40  # ten new blocks of four were hashed, each token once
+    # Each new token was put into one plan, and ten new blocks of four were hashed, each token once.
+    assert sum(sizes) == 40 + 40
 
 
 # -- ending one sample -----------------------------------------------------------------------------------------------
@@ -418,7 +419,8 @@ def test_samples_ride_on_one_prefill_and_share_its_blocks() -> None:
     add(executor, request)
     plan, outputs = step(scheduler, executor)
     assert rows(plan) == [(0, 10)] and len(plan.sequences[0].samples) == 3
-    assert [(s.index, s.seed) for s in plan.sequences[0].samples] == [(0, 0), (1, 0), (2, 0)]
+    slots = [executor.sequences[seq_id].slot for seq_id in plan.sequences[0].samples]
+    assert [(s.index, s.seed) for s in slots] == [(0, 0), (1, 0), (2, 0)]
     assert [o.index for o in outputs] == [0, 1, 2]
     assert scheduler.blocks.num_used_blocks == 3
     plan, more = step(scheduler, executor)
@@ -463,7 +465,7 @@ def test_a_fresh_seed_is_drawn_when_none_is_given() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("r", [1], seed=None))
     add(executor, make_request("s", [1], seed=7))
-    assert [item.samples[0].seed for item in scheduler.schedule().sequences] == [12345, 7]
+    assert [new.seed for new in scheduler.schedule().new] == [12345, 7]
 
 
 # -- ends ------------------------------------------------------------------------------------------------------------

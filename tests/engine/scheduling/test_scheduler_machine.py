@@ -178,6 +178,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.finish_step(0.5)
             self.books_agree()
 
+    @rule(plans=st.integers(1, 3))
+    def lose_plans(self, plans: int) -> None:
+        """Another rank misses the next plans; see `FakeExecutor.follow`."""
+        self.executor.lose_plans = plans
+
+    @rule()
+    def snapshot(self) -> None:
+        """Taken in between, wherever the step stands, it brings what later plans go on from."""
+        if self.executor.sequences.step:
+            self.executor.heal()
+
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         live = sorted({seq.request.request_id for seq in self.scheduler.live_sequences()})
@@ -255,6 +266,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("keys re-rotated")
         if stats.prefix_cache_hits:
             event("prefix hit")
+        if self.executor.num_healed:
+            event("snapshot")
         # An abort in flight leaves a proposal uncounted.
         assert stats.spec_decode_num_drafts <= self.executor.num_drafts
         assert stats.spec_decode_num_accepted_tokens <= self.executor.num_accepted

@@ -21,9 +21,9 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
 from windlass.engine.evaluation.bench import run_engine_benchmark
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.sampling.accept import Extended, draw_tokens
+from windlass.engine.sampling.accept import Draws, Extended, draw_tokens
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.scheduling.plan import SampleSlot, ScheduledSequence
+from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.scheduling.speculation import Pace
 from windlass.kernels import bind
 
@@ -327,7 +327,7 @@ def test_proposals_take_only_what_is_left_of_the_budget() -> None:
     add(executor, make_request("prompt", [3] * 30, max_tokens=1))
     for taken in (9, 9, 9, 3):
         plan = scheduler.schedule()
-        chunks = {item.seq_id: item.num_tokens for item in plan.sequences if len(item.token_ids) - item.start > 1}
+        chunks = {item.seq_id: item.num_tokens for item in plan.sequences if item.num_known_tokens - item.start > 1}
         assert sum(chunks.values()) == taken, "a proposal took a prompt's place"
         assert plan.num_tokens <= 10
         scheduler.update(plan, executor.execute(plan))
@@ -405,11 +405,11 @@ def test_extended_reads_like_the_joined_list() -> None:
             view[beyond]
 
 
-def scheduled(draft: tuple[int, ...], **sampling: Any) -> ScheduledSequence:
+def scheduled(draft: tuple[int, ...], **sampling: Any) -> Draws:
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     tokens = [1, 2, 3]
     slot = SampleSlot(7, 0, params, 0, 2, tokens)
-    return ScheduledSequence(7, 2, 1 + len(draft), tokens, [], 0, 0, samples=(slot,), draft=draft)
+    return Draws(0, (slot,), draft)
 
 
 def rows(*best: int) -> torch.Tensor:
@@ -432,7 +432,7 @@ def rows(*best: int) -> torch.Tensor:
 def test_proposed_tokens_stand_up_to_the_first_that_differs(
     draft: tuple[int, ...], best: tuple[int, ...], stands: tuple[int, ...], sampling: dict[str, Any]
 ) -> None:
-    (result,) = draw_tokens(Sampler(10, bind("cpu")), rows(*best), [(0, scheduled(draft, **sampling))])
+    (result,) = draw_tokens(Sampler(10, bind("cpu")), rows(*best), [scheduled(draft, **sampling)])
     assert result.token_ids == stands
     if "logprobs" in sampling:
         assert result.logprobs is not None
@@ -446,10 +446,10 @@ def test_proposed_tokens_stand_up_to_the_first_that_differs(
 def test_bad_logits_after_tokens_that_stand_wait_for_their_turn(sampling: dict[str, Any]) -> None:
     sampler, logits = Sampler(10, bind("cpu")), rows(4, 5, 6, 7)
     logits[2] = torch.nan
-    (result,) = draw_tokens(sampler, logits, [(0, scheduled((4, 5, 6), **sampling))])
+    (result,) = draw_tokens(sampler, logits, [scheduled((4, 5, 6), **sampling)])
     assert result.error is None and result.token_ids == (4, 5)
     logits[0] = torch.nan
-    (result,) = draw_tokens(sampler, logits, [(0, scheduled((4, 5, 6), **sampling))])
+    (result,) = draw_tokens(sampler, logits, [scheduled((4, 5, 6), **sampling)])
     assert isinstance(result.error, EngineError) and result.token_ids == ()
 
 
@@ -458,7 +458,7 @@ def test_penalties_count_tokens_of_a_proposal_only_once_they_stand() -> None:
     item = scheduled((4, 4, 4), presence_penalty=2.0)
     logits = rows(4, 4, 4, 4)
     logits[:, 8] = 4.0
-    (result,) = draw_tokens(Sampler(10, bind("cpu")), logits, [(0, item)])
+    (result,) = draw_tokens(Sampler(10, bind("cpu")), logits, [item])
     assert result.token_ids == (4, 8)
 
 

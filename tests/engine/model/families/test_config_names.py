@@ -365,7 +365,7 @@ def test_proportional_in_a_config() -> None:
     rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25, "factor": 2.0}
     config = {"model_type": "llama", **SMALL, "rope_parameters": rope}
     group = flat({"model_type": "llama", **SMALL, "rope_parameters": dict(rope)})
-    assert (group.base.rotary_dim, group.base.turning_pairs) == (16, 2)
+    assert (group.base.rotary_dim, group.base.rotating_pairs) == (16, 2)
     np.testing.assert_allclose(frequencies(group), theirs(config)[0], rtol=3e-6)
 
 

@@ -1,0 +1,178 @@
+"""The only place where a `ForwardBatch` is made: scheduled chunks and the live sequences in, tensors out.
+
+A step in which every row is a sequence's next token comes again and again with other numbers only. Its batch is filled
+in place: the same memory step after step, with few operations and nothing allocated. Every other batch is made anew.
+It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, abc
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windlass.engine.execution.sequences import LiveSequence, LiveSequences
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.rotary.tables import RotaryTables, TokenRotations
+from windlass.engine.scheduling.plan import ScheduledSequence
+from windlass.kernels import Backend
+
+_MAX_SHAPES = 4
+_FIRST_COLUMNS = 64
+# Longest context over which proposed tokens are attended row by row.
+_ROW_BY_ROW_LENGTH = 1024
+
+
+class _Memory:
+    """The arrays behind one batch of B rows and block tables of `width` columns."""
+
+    def __init__(self, groups: int, rows: int, width: int, rotary: RotaryTables) -> None:
+        self.said = np.zeros((4, rows), dtype=np.int64)  # of each row: token, index, first position, rotary row
+        self.positions, self.lengths, self.block, self.offset = np.zeros((4, rows), dtype=np.int64)
+        self.row = np.arange(rows)
+        self.slots = np.zeros((groups, rows), dtype=np.int64)
+        self.tables = np.full((groups, rows, width), -1, dtype=np.int32)
+        ids, _, first, rotary_ids = (torch.from_numpy(row) for row in self.said)
+        rotary_groups, _, half = rotary.inv_freq.shape
+        shapes = (rotary_groups, rows, half), (rotary_groups, rows, half), (rotary_groups, rows)
+        self.rotation = TokenRotations(*(torch.from_numpy(np.zeros(shape, dtype=np.float32)) for shape in shapes))
+        self.batch = ForwardBatch(
+            input_ids=ids,
+            positions=torch.from_numpy(self.positions),
+            rotary_ids=rotary_ids,
+            slots=torch.from_numpy(self.slots),
+            block_tables=torch.from_numpy(self.tables),
+            query_start=torch.arange(rows + 1),
+            seq_lens=torch.from_numpy(self.lengths),
+            first_position=first,
+            **self.rotation._asdict(),
+            score_scale=torch.from_numpy(np.ones(rows, dtype=np.float32)),
+            lasting=True,
+        )
+
+
+class BatchBuilder:
+    """Batches of the sequences in `sequences`, whose blocks hold `block_size` tokens, under the rows of `rotary`.
+
+    num_groups: KV groups. lasting: whether batches of single tokens stand in lasting memory, which takes a backend that
+    reads host memory.
+    """
+
+    def __init__(
+        self,
+        sequences: LiveSequences,
+        rotary: RotaryTables,
+        *,
+        num_groups: int,
+        block_size: int,
+        backend: Backend,
+    ) -> None:
+        self._sequences, self._rotary = sequences, rotary
+        self._groups, self._block_size, self._device = num_groups, block_size, backend.device
+        self._memory: OrderedDict[tuple[int, int], _Memory] = OrderedDict()  # by rows and width
+        self.lasting = backend.reads_host_memory
+
+    def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
+        """The flat batch of the scheduled chunks, in order. One of single tokens may be overwritten by the next."""
+        row_by_row = _is_row_by_row(items)
+        if row_by_row and self.lasting:
+            return self._fill(items)
+        chunks = []
+        for item in items:
+            live, start = self._sequences[item.seq_id], item.start
+            token_ids = [*live.token_ids[start : start + item.num_tokens - len(item.draft)], *item.draft]
+            if row_by_row:
+                chunks += [(live, start + i, [token]) for i, token in enumerate(token_ids)]
+            else:
+                chunks.append((live, start, token_ids))
+        return self._make(chunks)
+
+    def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]]) -> ForwardBatch:
+        """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""
+        counts, starts, first, rotary = np.array(
+            [(len(ids), start, live.first_position, live.rotary_id) for live, start, ids in chunks], dtype=np.int64
+        ).T.copy()
+        lengths = starts + counts
+        query_start = np.zeros(len(chunks) + 1, dtype=np.int64)
+        counts.cumsum(out=query_start[1:])
+        tables = self._sequences.tables([live.row for live, _, _ in chunks], -(-int(lengths.max()) // self._block_size))
+        ids = np.concatenate([np.array(ids, dtype=np.int64) for _, _, ids in chunks])
+        row = np.arange(len(chunks)).repeat(counts)  # [T]
+        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(counts)  # [T], of each token in its sequence
+        block, offset = np.divmod(index, self._block_size)
+        slots = np.ascontiguousarray(tables[:, row, block] * np.int64(self._block_size) + offset)  # [K, T]
+        if slots.min() < 0:
+            raise AssertionError("a scheduled token has no block to go to")
+        positions, rotary_ids = self._tensor(index + first[row]), self._tensor(rotary[row])
+        return ForwardBatch(
+            input_ids=self._tensor(ids),
+            positions=positions,
+            rotary_ids=rotary_ids,
+            slots=self._tensor(slots),
+            block_tables=self._tensor(tables),
+            query_start=self._tensor(query_start),
+            seq_lens=self._tensor(lengths),
+            first_position=self._tensor(first),
+            **self._rotary.cos_sin(rotary_ids, positions)._asdict(),
+            score_scale=torch.ones(len(ids), dtype=torch.float32, device=self._device),
+        )
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        found = torch.from_numpy(array)
+        return found if self._device.type == "cpu" else found.to(self._device)
+
+    def _fill(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
+        """A batch in which every token counts as a sequence of its own, in lasting memory."""
+        said, places = [], []
+        for item in items:
+            live, start = self._sequences[item.seq_id], item.start
+            said.append((live.token_ids[start], start, live.first_position, live.rotary_id))
+            places.append(live.row)
+            for i, token in enumerate(item.draft, start=start + 1):
+                said.append((token, i, live.first_position, live.rotary_id))
+                places.append(live.row)
+        numbers = np.array(said, dtype=np.int64).T  # [4, T]
+        blocks = -(-(int(numbers[1].max()) + 1) // self._block_size)
+        memory = self._memory_for(len(said), blocks)
+        memory.said[...] = numbers
+        _, index, first, _ = memory.said
+        np.add(index, first, out=memory.positions)
+        np.add(index, 1, out=memory.lengths)
+        memory.tables[:, :, :blocks] = self._sequences.tables(places, blocks)
+        np.divmod(index, self._block_size, out=(memory.block, memory.offset))
+        np.multiply(memory.tables[:, memory.row, memory.block], np.int64(self._block_size), out=memory.slots)
+        if memory.slots.min() < 0:
+            raise AssertionError("a scheduled token has no block to go to")
+        memory.slots += memory.offset
+        batch = memory.batch
+        self._rotary.write_cos_sin(batch.rotary_ids, batch.positions, memory.rotation)
+        return batch
+
+    def _memory_for(self, rows: int, blocks: int) -> _Memory:
+        width = max(_FIRST_COLUMNS, 1 << (blocks - 1).bit_length())
+        found = self._memory.get((rows, width))
+        if found is None:
+            found = self._memory[rows, width] = _Memory(self._groups, rows, width, self._rotary)
+            while len(self._memory) > _MAX_SHAPES:
+                self._memory.popitem(last=False)
+        else:
+            self._memory.move_to_end((rows, width))
+        return found
+
+
+def _is_row_by_row(items: abc.Sequence[ScheduledSequence]) -> bool:
+    """Whether every row is run as if it were a sequence of its own: single tokens, and proposed tokens behind them.
+
+    Then it is an ordinary decode step, which can be repeated, and each row reads all keys before it. Over a long context
+    that reading is the dearer part: there the rows of a sequence with proposed tokens go as a chunk and share it.
+    """
+    drafts = False
+    for item in items:
+        if item.num_tokens > 1 + len(item.draft):
+            return False
+        drafts |= bool(item.draft)
+    return not drafts or max(item.start + item.num_tokens for item in items) <= _ROW_BY_ROW_LENGTH

@@ -1,0 +1,165 @@
+"""The sequences that run, as the executing side knows them: tokens, settings, and block tables as rows of one array.
+
+Responsible for following the plans of a scheduler that may be in another process: it is told what has changed and keeps
+the rest, so a step costs what happens in it, whatever the length of the contexts. It knows nothing of why things change.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windlass.engine.cache.changes import TableChanges
+from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.scheduling.plan import NewSequence, SchedulerOutput, Snapshot
+
+_FIRST_COLUMNS = 64
+
+
+class MissedPlanError(RuntimeError):
+    """A plan is not the one after the last that was followed. A `Snapshot` of the scheduler's heals it."""
+
+
+@dataclass(slots=True)
+class LiveSequence:
+    """slot: its settings, and `token_ids`, the tokens known so far. row: of its tables in the array.
+
+    num_blocks, num_dropped: length of the table of each KV group, and how many leading entries of it are -1.
+    """
+
+    slot: SampleSlot
+    token_ids: list[int]
+    row: int
+    rotary_id: int
+    first_position: int
+    num_blocks: list[int]
+    num_dropped: list[int]
+
+
+class LiveSequences:
+    """num_groups: KV groups. num_rows: rows held at first; there are always as many as sequences."""
+
+    def __init__(self, num_groups: int, num_rows: int = 16) -> None:
+        self._tables = np.full((num_groups, num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)  # [K, R, blocks]
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._live: dict[int, LiveSequence] = {}
+        self.step = 0
+
+    def __getitem__(self, seq_id: int) -> LiveSequence:
+        return self._live[seq_id]
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> abc.Iterator[int]:
+        """Their ids."""
+        return iter(self._live)
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Take in what a plan says. Raises MissedPlanError, with nothing changed, unless it is the next one."""
+        if plan.step != self.step + 1:
+            raise MissedPlanError(
+                f"plan {plan.step} came after plan {self.step}: what was said between them is missing, "
+                "a snapshot of the scheduler brings it"
+            )
+        self.step = plan.step
+        for seq_id in plan.removed:
+            self._remove(seq_id)
+        for new in plan.new:
+            self._add(new)
+        for fork in plan.forks:
+            parent = self._live[fork.parent]
+            token_ids = list(parent.token_ids)
+            slot, kept = parent.slot, len(self._tables)
+            child = SampleSlot(
+                fork.seq_id, fork.index, slot.sampling, slot.seed, slot.num_prompt_tokens, token_ids, slot.stop_ids
+            )
+            self._live[fork.seq_id] = LiveSequence(
+                child, token_ids, self._take_row(), -1, parent.first_position, [0] * kept, [0] * kept
+            )
+        for item in plan.sequences:
+            live = self._live[item.seq_id]
+            if item.token_ids:
+                live.token_ids[item.num_known_tokens - len(item.token_ids) :] = item.token_ids
+            if len(live.token_ids) != item.num_known_tokens:
+                raise MissedPlanError(
+                    f"sequence {item.seq_id} has {len(live.token_ids)} tokens here, "
+                    f"{item.num_known_tokens} at the scheduler: a snapshot of the scheduler heals it"
+                )
+            if item.rotary_id is not None:
+                live.rotary_id = item.rotary_id
+            if item.tables.groups:
+                self._change(live, item.tables)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Forget everything and start from a snapshot."""
+        for seq_id in list(self._live):
+            self._remove(seq_id)
+        self.step = snapshot.step
+        for new in snapshot.sequences:
+            self._add(new)
+
+    def table(self, seq_id: int, group: int) -> NDArray[np.int32]:
+        """The physical block of each logical block of one KV group, -1 where a window dropped it; a view."""
+        live = self._live[seq_id]
+        return self._tables[group, live.row, : live.num_blocks[group]]
+
+    def tables(self, rows: list[int], max_blocks: int) -> NDArray[np.int32]:
+        """[K, B, max_blocks] of these rows; a view of what the next plan may change, where they lie side by side.
+
+        Entries past a sequence's last block are undefined.
+        """
+        if max_blocks > self._tables.shape[2]:
+            self._reserve(0, max_blocks)
+        first, count = rows[0], len(rows)
+        if rows == list(range(first, first + count)):
+            return self._tables[:, first : first + count, :max_blocks]
+        return self._tables[:, rows, :max_blocks]
+
+    def _add(self, new: NewSequence) -> None:
+        if new.seq_id in self._live:
+            raise MissedPlanError(
+                f"sequence {new.seq_id} is new and known at once: a snapshot of the scheduler heals it"
+            )
+        token_ids, groups = list(new.token_ids), len(self._tables)
+        slot = SampleSlot(new.seq_id, new.index, new.sampling, new.seed, new.num_prompt_tokens, token_ids, new.stop_ids)
+        live = self._live[new.seq_id] = LiveSequence(
+            slot, token_ids, self._take_row(), new.rotary_id, new.first_position, [0] * groups, [0] * groups
+        )
+        self._change(live, new.tables)
+
+    def _remove(self, seq_id: int) -> None:
+        live = self._live.pop(seq_id, None)  # one that ended since a snapshot was taken is unknown here
+        if live is not None:
+            self._free.append(live.row)
+
+    def _change(self, live: LiveSequence, changes: TableChanges) -> None:
+        for group, change in enumerate(changes.groups):
+            end = change.length + len(change.appended)
+            if end > self._tables.shape[2]:
+                self._reserve(0, end)
+            table, dropped = self._tables[group, live.row], live.num_dropped[group]
+            for index, block in change.replaced:
+                table[index] = block
+            table[change.length : end] = change.appended
+            if dropped < change.num_dropped:
+                table[dropped : change.num_dropped] = -1
+            live.num_blocks[group], live.num_dropped[group] = end, change.num_dropped
+
+    def _take_row(self) -> int:
+        if not self._free:
+            self._reserve(self._tables.shape[1] + 1, 0)
+        return self._free.pop()
+
+    def _reserve(self, rows: int, columns: int) -> None:
+        """Grow to at least this size by doubling, so that growing costs little per token."""
+        groups, have_rows, have_columns = self._tables.shape
+        grown_rows = max(rows, 2 * have_rows) if rows > have_rows else have_rows
+        grown_columns = max(columns, 2 * have_columns) if columns > have_columns else have_columns
+        grown = np.full((groups, grown_rows, grown_columns), -1, dtype=np.int32)
+        grown[:, :have_rows, :have_columns] = self._tables
+        self._tables = grown
+        self._free = [*range(grown_rows - 1, have_rows - 1, -1), *self._free]

@@ -1,0 +1,161 @@
+"""Writes down a planned step as a `SchedulerOutput`: of each sequence what the executing side does not know yet.
+
+Responsible for the step numbers and for remembering what was said; what has changed in block tables the cache handles
+remember. It decides nothing and changes no sequence.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field
+
+from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, TableChange, TableChanges
+from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.scheduling.plan import (
+    ForkedSequence,
+    NewSequence,
+    RotaryRow,
+    ScheduledSequence,
+    SchedulerOutput,
+    Snapshot,
+)
+from windlass.engine.scheduling.sequence import Sequence
+
+
+@dataclass(slots=True)
+class PlannedChunk:
+    """`num_tokens` tokens of `seq` from its computed length on, those of `draft` last. The rest as in `ScheduledSequence`."""
+
+    seq: Sequence
+    num_tokens: int
+    samples: abc.Sequence[Sequence] = ()
+    prompt_logprobs: int | None = None
+    draft: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step while it is being planned; see `SchedulerOutput`."""
+
+    copies: list[BlockCopy] = field(default_factory=list)
+    set_aside: list[KeyRerotation] = field(default_factory=list)
+    rerotations: list[KeyRerotation] = field(default_factory=list)
+    chunks: list[PlannedChunk] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What was said of a sequence. specs: of its rotary row."""
+
+    num_tokens: int
+    rotary_id: int = -1
+    specs: tuple[RotarySpec, ...] = ()
+
+
+class PlanWriter:
+    """One per scheduler."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._told: dict[int, _Told] = {}  # by sequence
+        self._removed: list[int] = []
+        self._rows: dict[int, tuple[RotarySpec, ...]] = {}  # by row of the rotary tables
+
+    def remove(self, seq_id: int) -> None:
+        """The sequence has ended or gives up its place: the next plan says so, if any plan has named it."""
+        if self._told.pop(seq_id, None) is not None:
+            self._removed.append(seq_id)
+
+    def write(self, step: PlannedStep) -> SchedulerOutput:
+        """The plan of a step, which is taken as said."""
+        self._step += 1
+        rows: list[RotaryRow] = []
+        new: list[NewSequence] = []
+        forks: list[ForkedSequence] = []
+        sequences = []
+        for chunk in step.chunks:
+            seq = chunk.seq
+            token_ids: tuple[int, ...] = ()
+            tables = UNCHANGED
+            rotary_id = None
+            told = self._told.get(seq.seq_id)
+            if told is None:
+                self._told[seq.seq_id] = told = _Told(seq.num_tokens)
+                self._tell_row(seq, told, rows)
+                new.append(_describe(seq, seq.cache.take_changes(whole=True)))
+            else:
+                if told.num_tokens < seq.num_tokens:
+                    token_ids = tuple(seq.token_ids[told.num_tokens :])
+                    told.num_tokens = seq.num_tokens
+                if told.rotary_id != seq.rotary_id or told.specs is not seq.stage.specs:
+                    self._tell_row(seq, told, rows)
+                    rotary_id = seq.rotary_id
+                tables = seq.cache.take_changes()
+            samples: tuple[int, ...] = ()
+            if chunk.samples:
+                samples = (seq.seq_id,)
+                for sample in chunk.samples[1:]:
+                    samples += (sample.seq_id,)
+                    self._told[sample.seq_id] = _Told(sample.num_tokens)
+                    forks.append(ForkedSequence(sample.seq_id, sample.index, seq.seq_id))
+            sequences.append(
+                ScheduledSequence(
+                    seq.seq_id,
+                    seq.cache.num_computed_tokens,
+                    chunk.num_tokens,
+                    told.num_tokens,
+                    token_ids,
+                    tables,
+                    rotary_id,
+                    samples,
+                    chunk.prompt_logprobs,
+                    chunk.draft,
+                )
+            )
+        removed, self._removed = self._removed, []
+        return SchedulerOutput(
+            step=self._step,
+            removed=tuple(removed),
+            rotary_rows=tuple(rows),
+            new=tuple(new),
+            forks=tuple(forks),
+            copies=tuple(step.copies),
+            set_aside=tuple(step.set_aside),
+            rerotations=tuple(step.rerotations),
+            sequences=tuple(sequences),
+        )
+
+    def snapshot(self, sequences: abc.Mapping[int, Sequence]) -> Snapshot:
+        """All that was said so far of what still runs, as it stands now. sequences: the live ones by id."""
+        told = [sequences[seq_id] for seq_id in self._told]
+        # Rows that nobody holds now too: when somebody does again, no plan will say once more what stands in them.
+        rows = tuple(RotaryRow(row, specs) for row, specs in self._rows.items())
+        return Snapshot(self._step, rows, tuple(_describe(seq, _whole(seq)) for seq in told))
+
+    def _tell_row(self, seq: Sequence, told: _Told, rows: list[RotaryRow]) -> None:
+        """Say what the rotary row of `seq` holds, unless another sequence's plan has."""
+        told.rotary_id, told.specs = seq.rotary_id, seq.stage.specs
+        if self._rows.get(seq.rotary_id) != told.specs:
+            self._rows[seq.rotary_id] = told.specs
+            rows.append(RotaryRow(seq.rotary_id, told.specs))
+
+
+def _whole(seq: Sequence) -> TableChanges:
+    """The tables of `seq` as they are, which does not count as telling what has changed in them."""
+    tables = seq.cache.tables
+    return TableChanges(True, tuple(TableChange(0, (), tuple(table.blocks), table.num_dropped) for table in tables))
+
+
+def _describe(seq: Sequence, tables: TableChanges) -> NewSequence:
+    return NewSequence(
+        seq_id=seq.seq_id,
+        index=seq.index,
+        sampling=seq.request.sampling,
+        seed=seq.seed,
+        num_prompt_tokens=seq.num_prompt_tokens,
+        stop_ids=tuple(sorted(seq.stop_ids)),
+        token_ids=tuple(seq.token_ids),
+        tables=tables,
+        rotary_id=seq.rotary_id,
+        first_position=seq.cache.position_of(0),
+    )
