@@ -302,7 +302,7 @@ def test_random_traffic_gives_the_bits_of_one_token_at_a_time(
             assert found == (result.token_ids[: len(found)] if name in aborts else result.token_ids)
 
 
-# ---- what is proposed and what stands --------------------------------------------------------------------------------
+# ---- what is proposed and accepted -----------------------------------------------------------------------------------
 
 
 def test_a_lone_stream_of_a_circle_gets_its_proposals_accepted() -> None:
@@ -421,7 +421,7 @@ def rows(*best: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("sampling", [{}, {"logprobs": 1}, {"presence_penalty": 0.1}], ids=str)
 @pytest.mark.parametrize(
-    ("draft", "best", "stands"),
+    ("draft", "best", "accepted"),
     [
         ((4, 5, 6), (4, 5, 6, 7), (4, 5, 6, 7)),
         ((4, 5, 6), (4, 5, 8, 7), (4, 5, 8)),
@@ -429,21 +429,21 @@ def rows(*best: int) -> torch.Tensor:
         ((4, 5, 6), (4, 9, 6, 7), (4, 9)),
     ],
 )
-def test_proposed_tokens_stand_up_to_the_first_that_differs(
-    draft: tuple[int, ...], best: tuple[int, ...], stands: tuple[int, ...], sampling: dict[str, Any]
+def test_proposed_tokens_are_accepted_up_to_the_first_that_differs(
+    draft: tuple[int, ...], best: tuple[int, ...], accepted: tuple[int, ...], sampling: dict[str, Any]
 ) -> None:
     (result,) = draw_tokens(Sampler(10, bind("cpu")), rows(*best), [scheduled(draft, **sampling)])
     assert result.token_ids == stands
     if "logprobs" in sampling:
         assert result.logprobs is not None
-        assert [entry.token_id for entry in result.logprobs] == list(stands)
+        assert [entry.token_id for entry in result.logprobs] == list(accepted)
         assert all(entry.rank == 1 for entry in result.logprobs)
     else:
         assert result.logprobs is None
 
 
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}], ids=str)
-def test_bad_logits_after_tokens_that_stand_wait_for_their_turn(sampling: dict[str, Any]) -> None:
+def test_bad_logits_after_accepted_tokens_wait_for_their_turn(sampling: dict[str, Any]) -> None:
     sampler, logits = Sampler(10, bind("cpu")), rows(4, 5, 6, 7)
     logits[2] = torch.nan
     (result,) = draw_tokens(sampler, logits, [scheduled((4, 5, 6), **sampling)])
@@ -453,7 +453,7 @@ def test_bad_logits_after_tokens_that_stand_wait_for_their_turn(sampling: dict[s
     assert isinstance(result.error, EngineError) and result.token_ids == ()
 
 
-def test_penalties_count_tokens_of_a_proposal_only_once_they_stand() -> None:
+def test_penalties_count_tokens_of_a_proposal_only_once_they_are_accepted() -> None:
     """A penalised token gives way, so a loop the raw logits would go on with is left after one round."""
     item = scheduled((4, 4, 4), presence_penalty=2.0)
     logits = rows(4, 4, 4, 4)

@@ -1,0 +1,97 @@
+"""Which backend is bound for what, and what it says of itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windlass.kernels import Backend, PackedRows, PackedWeight, PanelWeight, bind, cpu, reads_narrow_weights
+from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+
+WITH_KERNELS = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="needs the compiled kernels")
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "not compiled: do this"))
+
+
+@WITH_KERNELS
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_cpu_gets_the_compiled_kernels(deterministic: bool) -> None:
+    backend = bind("cpu", torch.bfloat16, deterministic=deterministic)
+    assert isinstance(backend, CompiledBackend) and reads_narrow_weights("cpu")
+    assert backend.explain() == f"compiled CPU kernels ({cpu.load().isa})" and not backend.is_second_choice
+    assert backend.dtype == backend.weight_dtype == torch.bfloat16 and backend.deterministic == deterministic
+    assert backend.recording_refusal is None and backend.reads_host_memory
+
+
+@pytest.mark.parametrize(("deterministic", "kind"), [(False, TorchBackend), (True, RowIndependentBackend)])
+def test_without_them_it_gets_plain_torch_and_is_told_why(
+    without_kernels: None, deterministic: bool, kind: type[Backend]
+) -> None:
+    backend = bind("cpu", deterministic=deterministic)
+    assert type(backend) is kind and not reads_narrow_weights("cpu")
+    assert backend.explain() == "plain torch kernels: not compiled: do this" and backend.is_second_choice
+    assert backend.recording_refusal == "not compiled: do this" and backend.reads_host_memory
+    with pytest.raises(ValueError, match="do this"):
+        backend.recorder(1 << 20)
+
+
+@pytest.mark.parametrize(("deterministic", "kind"), [(False, TorchBackend), (True, RowIndependentBackend)])
+def test_other_devices_get_plain_torch_as_their_first_choice(deterministic: bool, kind: type[Backend]) -> None:
+    backend = bind("meta", deterministic=deterministic)
+    assert type(backend) is kind and not reads_narrow_weights("meta")
+    assert "no others for meta" in backend.explain() and not backend.is_second_choice
+    assert backend.recording_refusal == "the model is on meta" and not backend.reads_host_memory
+    assert backend.table(3, 5).device.type == backend.pages((2, 3), torch.int8).device.type == "meta"
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_matrices_have_their_width_and_heads_eight_bits(quantization: str) -> None:
+    backend = bind("cpu", quantization="int8" if quantization == "int8" else "int4")
+    matrix, head, tied = backend.matrix(20, 33), backend.head(20, 33), backend.table_and_head(20, 33)
+    assert isinstance(matrix, PackedWeight) and matrix.bits == int(quantization[3:])
+    assert isinstance(head, PackedWeight) and isinstance(tied, PackedWeight) and head.bits == tied.bits == 8
+    assert isinstance(backend.table(20, 33), torch.Tensor)
+
+
+def test_torch_refuses_weights_in_panels() -> None:
+    backend, weight = bind("meta"), PanelWeight.empty(16, 4, torch.bfloat16)
+    with pytest.raises(TypeError, match="panels"):
+        backend.linear(torch.ones(1, 4), weight)
+    with pytest.raises(TypeError, match="panels"):
+        backend.pack(weight.narrow(0, 16), torch.ones(16, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_every_backend_embeds_the_same_rows(
+    dtype: torch.dtype, quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scale is rounded to the compute dtype, as are the products."""
+    ids, source, found = torch.tensor([3, 0, 3]), torch.randn(5, 32), []
+    for unavailable in (False, True):
+        if unavailable:
+            monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "off"))
+        backend = bind("cpu", dtype, torch.float32, quantization="int8" if quantized else "none")
+        table = backend.table_and_head(5, 32)
+        if isinstance(table, PackedWeight):
+            backend.pack(PackedRows(table, 0, 5), source)
+        else:
+            table.copy_(source)
+        found.append(backend.embed(table, ids, 7.3))
+        rows = (table.dequantize(ids) if isinstance(table, PackedWeight) else table[ids]).to(dtype)
+        assert torch.equal(found[-1], rows * torch.tensor(7.3, dtype=dtype)) and found[-1].dtype == dtype
+        assert torch.equal(backend.embed(table, ids), rows)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_logarithms_of_counts(deterministic: bool) -> None:
+    counts = torch.tensor([0, 1, 7, 100_000] * 9)
+    for backend in (bind("cpu", deterministic=deterministic), bind("cpu", torch.bfloat16, deterministic=deterministic)):
+        found = backend.log1p(counts)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), counts.double().log1p(), rtol=1e-6, atol=0)
