@@ -12,7 +12,6 @@ from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm
-from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.rotary.groups import RotaryGroup
 
 HEAD_TENSOR = "lm_head.weight"  # stored by some checkpoints although it is the embedding

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 import windlass
 from windlass.engine.api.config import parse_cache_dtype
 from windlass.engine.cache.changes import BlockCopy
-from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError

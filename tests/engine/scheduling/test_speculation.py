@@ -433,7 +433,7 @@ def test_proposed_tokens_are_accepted_up_to_the_first_that_differs(
     draft: tuple[int, ...], best: tuple[int, ...], accepted: tuple[int, ...], sampling: dict[str, Any]
 ) -> None:
     (result,) = draw_tokens(Sampler(10, bind("cpu")), rows(*best), [scheduled(draft, **sampling)])
-    assert result.token_ids == stands
+    assert result.token_ids == accepted
     if "logprobs" in sampling:
         assert result.logprobs is not None
         assert [entry.token_id for entry in result.logprobs] == list(accepted)
