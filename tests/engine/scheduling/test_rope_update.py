@@ -108,7 +108,7 @@ def test_the_result_depends_on_nothing_but_the_request(case: str, models: dict[s
     def step_and_disturb() -> list[RequestOutput]:
         running = [s for s in tight.scheduler.live_sequences() if s.status is SequenceStatus.RUNNING]
         if next(steps) % 23 == 0 and running:
-            tight.scheduler._preempt(running[0])
+            tight.scheduler._places.preempt(running[0])
         return step()
 
     tight.step = step_and_disturb  # type: ignore[method-assign]
@@ -182,7 +182,7 @@ def test_a_preempted_rotation_takes_no_keys_that_another_request_computed_past_t
     def step_and_preempt() -> list[RequestOutput]:
         for sequence in core.scheduler.live_sequences():
             if sequence.cache.num_rerotations == 2 and core.stats().num_preemptions == 0:
-                core.scheduler._preempt(sequence)
+                core.scheduler._places.preempt(sequence)
         return step()
 
     core.step = step_and_preempt  # type: ignore[method-assign]

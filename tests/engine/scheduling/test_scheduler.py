@@ -519,7 +519,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
         step(scheduler, executor)
     (victim,) = [s for s in scheduler.live_sequences() if s.request.request_id == "scored"]
     assert 0 < victim.cache.num_computed_tokens < 14
-    scheduler._preempt(victim)
+    scheduler._places.preempt(victim)
     outputs = finish(scheduler, executor)
     (given,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
     assert [e and e.token_id for e in given] == [None, *range(1, 14)]

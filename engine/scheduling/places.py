@@ -1,0 +1,90 @@
+"""Who runs and who waits: two lists by rank, and what a sequence takes and gives back as it goes between them.
+
+Responsible for statuses, rotary rows, the freeing of blocks, and for saying so in the next plan. It decides nobody's turn.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import abc
+
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.rotary.slots import RotarySlots
+from windlass.engine.scheduling.counters import SchedulerCounters
+from windlass.engine.scheduling.plan_writer import PlanWriter
+from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_of
+from windlass.engine.scheduling.stages import StageChanges
+
+
+class Places:
+    """max_num_seqs: sequences that run at once."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        blocks: BlockManager,
+        rotary: RotarySlots,
+        stages: StageChanges,
+        writer: PlanWriter,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._blocks = blocks
+        self._rotary = rotary
+        self._stages = stages
+        self._writer = writer
+        self._counters = counters
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+
+    @property
+    def waiting(self) -> abc.Sequence[Sequence]:
+        """By rank, the best first."""
+        return self._waiting
+
+    @property
+    def running(self) -> abc.Sequence[Sequence]:
+        """By rank, the best first."""
+        return self._running
+
+    @property
+    def is_free(self) -> bool:
+        """Whether one more sequence may run."""
+        return len(self._running) < self._max_num_seqs
+
+    def queue(self, seq: Sequence) -> None:
+        """Let a sequence that holds nothing wait; its rank says where in the queue."""
+        seq.status = SequenceStatus.WAITING
+        insort(self._waiting, seq, key=rank_of)
+
+    def start(self, seq: Sequence) -> None:
+        """Let a sequence run, from the queue or as a new sample."""
+        if seq.status is SequenceStatus.WAITING:
+            self._waiting.remove(seq)
+        seq.status = SequenceStatus.RUNNING
+        seq.rotary_id = self._rotary.acquire(seq.stage.specs)
+        insort(self._running, seq, key=rank_of)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take everything but its tokens from a sequence, and let it wait."""
+        self._unlink(seq)
+        seq.waits_for = None
+        self._stages.rewind(seq)
+        self.queue(seq)
+        self._counters.num_preemptions += 1
+
+    def leave(self, seq: Sequence) -> None:
+        """End a sequence and free what it holds."""
+        self._unlink(seq)
+        seq.status = SequenceStatus.FINISHED
+
+    def _unlink(self, seq: Sequence) -> None:
+        """Free what `seq` holds and take it off the list it is on."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._running.remove(seq)
+            self._rotary.release(seq.rotary_id)
+            seq.rotary_id = -1
+        elif seq.status is SequenceStatus.WAITING:
+            self._waiting.remove(seq)
+        self._writer.remove(seq.seq_id)
+        self._blocks.free(seq.cache)

@@ -1,0 +1,122 @@
+"""The requests the engine works on: their live samples, by request and by id.
+
+Responsible for making sequences out of requests and for knowing which of them have not ended. What they hold and when
+they run is others' business.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
+from windlass.engine.scheduling.deadlines import Deadlines
+from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
+
+
+class LiveRequests:
+    """fresh_seed: a seed for requests that bring none. new_handle: of keys computed under a stage from the first token on."""
+
+    def __init__(
+        self,
+        eos_token_ids: abc.Iterable[int],
+        fresh_seed: abc.Callable[[], int],
+        new_handle: abc.Callable[[EngineRequest, RotaryStage], CacheHandle],
+    ) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._fresh_seed = fresh_seed
+        self._new_handle = new_handle
+        self._samples: dict[str, list[Sequence]] = {}  # live ones of each request, sample 0 first
+        self._sequences: dict[int, Sequence] = {}
+        self._deadlines = Deadlines()
+        self._num_sequences = 0  # ever made
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        """Live samples."""
+        return len(self._sequences)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._samples
+
+    @property
+    def by_id(self) -> abc.Mapping[int, Sequence]:
+        """Every live sample by its id."""
+        return self._sequences
+
+    def samples(self, request_id: str) -> list[Sequence]:
+        """The live samples of a request, sample 0 first; none of an unknown one."""
+        return list(self._samples.get(request_id, ()))
+
+    def add(self, request: EngineRequest, rotation: RotaryPlan, now: float) -> Sequence:
+        """Sample 0 of a request that has arrived."""
+        sampling, stage = request.sampling, rotation.stage(len(request.prompt_token_ids))
+        stop_ids = frozenset(sampling.stop_token_ids)
+        seq = Sequence(
+            seq_id=self._new_id(),
+            request=request,
+            index=0,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            rotation=rotation,
+            stage=stage,
+            seed=self._fresh_seed() if sampling.seed is None else sampling.seed,
+            cache=self._new_handle(request, stage),
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_token_ids,
+            arrival_number=self._num_requests,
+            arrival_time=now,
+        )
+        self._num_requests += 1
+        self._sequences[seq.seq_id] = seq
+        self._samples[request.request_id] = [seq]
+        if request.deadline is not None:
+            self._deadlines.add(request.deadline, request.request_id, self._samples, len(self._samples))
+        return seq
+
+    def add_children(self, parent: Sequence) -> list[Sequence]:
+        """The other samples of a request, but for those that have been ended before they began."""
+        wanted = [i for i in range(1, parent.request.sampling.n) if i not in parent.ended_samples]
+        children = [self._new_child(parent, index) for index in wanted]
+        self._sequences.update((child.seq_id, child) for child in children)
+        self._samples[parent.request.request_id] += children
+        return children
+
+    def forget(self, seq: Sequence) -> None:
+        """A sample has ended; the last one takes its request along."""
+        del self._sequences[seq.seq_id]
+        live = self._samples[seq.request.request_id]
+        live.remove(seq)
+        if not live:
+            del self._samples[seq.request.request_id]
+
+    def overdue(self, now: float) -> abc.Iterator[Sequence]:
+        """The first live sample of each request whose deadline lies before `now`."""
+        for request_id in self._deadlines.passed(now):
+            for first in self.samples(request_id)[:1]:
+                # The id may have been used again since, with a later deadline or none.
+                if first.request.deadline is not None and first.request.deadline <= now:
+                    yield first
+
+    def _new_child(self, parent: Sequence, index: int) -> Sequence:
+        return Sequence(
+            seq_id=self._new_id(),
+            request=parent.request,
+            index=index,
+            token_ids=list(parent.token_ids),
+            num_prompt_tokens=parent.num_prompt_tokens,
+            rotation=parent.rotation,
+            stage=parent.stage,
+            seed=parent.seed,
+            cache=self._new_handle(parent.request, parent.stage),
+            stop_ids=parent.stop_ids,
+            arrival_number=parent.arrival_number,
+            arrival_time=parent.arrival_time,
+            status=SequenceStatus.FORKING,
+            cached_tokens=parent.cached_tokens,
+            first_scheduled_time=parent.first_scheduled_time,
+        )
+
+    def _new_id(self) -> int:
+        self._num_sequences += 1
+        return self._num_sequences - 1
