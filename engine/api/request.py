@@ -157,10 +157,10 @@ class EngineStats:
     recomputed_tokens: dict[str, int] = field(
         default_factory=dict
     )  # by reason: preemption, full_prefix_hit, rope_update
-    key_moves: int = 0  # cached tokens whose keys were turned to other frequencies
+    key_moves: int = 0  # cached tokens whose keys were re-rotated to other frequencies
     spec_decode_num_drafts: int = 0  # proposals of speculative decoding
     spec_decode_num_draft_tokens: int = 0  # tokens in them
-    spec_decode_num_accepted_tokens: int = 0  # those of them that stood
+    spec_decode_num_accepted_tokens: int = 0  # those of them that were accepted
     queue_seconds: tuple[float, ...] = ()  # per request since the last snapshot: arrival to first schedule
     prefill_seconds: tuple[float, ...] = ()  # first schedule to first token
     decode_seconds: tuple[float, ...] = ()  # first token to the end

@@ -1,6 +1,6 @@
 """Who runs and who waits: two lists by rank, and what a sequence takes and gives back as it goes between them.
 
-Responsible for statuses, rotary rows, the freeing of blocks, and for saying so in the next plan. It decides nobody's turn.
+Responsible for statuses, rotary rows, the freeing of blocks, and for saying so in the next plan. It decides nothing.
 """
 
 from __future__ import annotations

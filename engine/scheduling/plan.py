@@ -127,7 +127,7 @@ class Snapshot:
 class StepResult:
     """What the step produced for one sequence id.
 
-    token_ids: drawn tokens (empty when only prompt log-probabilities are reported; several where proposed tokens stand:
+    token_ids: drawn tokens (empty when only prompt log-probabilities are reported; several where proposed tokens are accepted:
     these and the one drawn after them).
     logprobs: parallel to token_ids when asked for. prompt_logprobs: for the prompt tokens at indices
     `start + 1 .. start + num_tokens` of the scheduled chunk that lie inside the prompt, in order.

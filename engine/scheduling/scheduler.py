@@ -26,12 +26,12 @@ from __future__ import annotations
 import random
 import time
 from collections import abc
-from typing import TYPE_CHECKING
 
 from windlass.engine.api.config import SchedulerConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, RequestOutput
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
+from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.scheduling.admission import Admission
 from windlass.engine.scheduling.counters import SchedulerCounters
@@ -44,9 +44,6 @@ from windlass.engine.scheduling.sequence import Sequence, rank_of
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
 from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
-
-if TYPE_CHECKING:
-    from windlass.engine.rotary.policy import RotaryPlan
 
 
 class Scheduler:

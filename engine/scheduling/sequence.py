@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from windlass.engine.api.request import EngineRequest, FinishReason, TokenLogprobs
 from windlass.engine.cache.handle import CacheHandle
-
-if TYPE_CHECKING:
-    from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
-    from windlass.engine.scheduling.speculation import Drafting
+from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
+from windlass.engine.scheduling.drafting import Drafting
 
 
 class SequenceStatus(Enum):
@@ -34,7 +31,7 @@ class Sequence:
 
     token_ids: the prompt followed by the output so far; grows in place.
     cache: what it holds in the cache; its computed length chases `num_tokens`.
-    rotation, stage: how frequencies depend on the length, and those that the cached keys stand under now.
+    rotation, stage: how frequencies depend on the length, and those that the cached keys are under now.
     rotary_id: row of the rotary tables, -1 while not running.
     arrival_number: order of arrival among requests; (priority, arrival_number, index) ranks sequences, lower is better.
     num_seen_tokens: the longest computed length so far; what is computed below it is recomputed.

@@ -2,67 +2,23 @@
 
 A step of k + 1 rows costs little more than one of a single row as long as reading the weights is what takes time. So a
 stream may propose the k tokens that followed its last tokens where those stood before (`ngram`); the step computes
-them all, and those that the model would have drawn itself are kept. Nothing about the answer changes.
+them all, and those that the model would have drawn itself are accepted. Nothing about the answer changes.
 
-Responsible for what is proposed, within what a step may hold, and for how eager a sequence is. Whether a proposal holds
-is found by `verify`.
+Responsible for what is proposed, within what a step may hold. How many of the proposed tokens are accepted is found where
+tokens are drawn.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from windlass.engine.api.config import SpeculationConfig
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.counters import SchedulerCounters
+from windlass.engine.scheduling.drafting import Drafting, Pace
 from windlass.engine.scheduling.ngram import NgramIndex
 from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep
 from windlass.engine.scheduling.sequence import Sequence
 
 _INDEXED_PER_STEP = 2048  # of a long prompt, so that no step waits for an index; no proposals before it is complete
-_LONGEST_PAUSE = 64
-
-
-class Pace:
-    """How many tokens one sequence may propose next, learnt from what became of its earlier proposals.
-
-    Proposals that hold double the next one; one that fails outright halves it. A sequence that fails with a single
-    token pauses, for 1 step at first, then 2, 4, … up to 64: so a text that never repeats itself ends up computing one
-    row in 64 for nothing, which bounds the loss even where every row costs its full price (many streams at once).
-    """
-
-    __slots__ = ("_limit", "_most", "_pause", "_wait")
-
-    def __init__(self, most: int) -> None:
-        self._most = self._limit = most
-        self._pause = 0  # length of the last one
-        self._wait = 0  # steps left of this one
-
-    def limit(self) -> int:
-        """Tokens that may be proposed in this step; call it once per step."""
-        if self._wait > 0:
-            self._wait -= 1
-            return 0
-        return self._limit
-
-    def observe(self, proposed: int, accepted: int) -> None:
-        """Learn that of `proposed` tokens the first `accepted` held."""
-        if accepted:
-            self._pause = 0
-            self._limit = min(self._most, 2 * proposed if accepted == proposed else accepted + 1)
-        elif proposed > 1:
-            self._limit = proposed // 2
-        else:
-            self._limit = 1
-            self._pause = self._wait = min(_LONGEST_PAUSE, max(1, 2 * self._pause))
-
-
-@dataclass(slots=True)
-class Drafting:
-    """What one sequence remembers of its own text and proposals."""
-
-    index: NgramIndex
-    pace: Pace
 
 
 class Speculation:
@@ -131,7 +87,7 @@ class Speculation:
         """Tokens that may follow the last known one in this step.
 
         One more is drawn behind them, and no token past the end of the sequence is ever computed. Where frequencies
-        depend on the length, all must stand under those of the moment.
+        depend on the length, all must be computed under those of the moment.
         """
         length, sampling = seq.num_tokens, seq.request.sampling
         room = min(sampling.max_tokens - seq.num_output_tokens, self._max_model_len - length) - 1

@@ -246,15 +246,3 @@ def test_only_modules_of_the_cache_write_handles() -> None:
         len(list(writes(ast.parse("seq.cache.enter(specs)\nseq.cache.x = 1\nhandle.tables[0].blocks[1] = 3\n")))) == 3
     )
     assert len(list(writes(ast.parse("handle.chain.extend([1], 1)\ndel seq.cache.originals[0].blocks[:]\n")))) == 2
-
-
-def test_the_cache_imports_nothing_from_above() -> None:
-    root = Path(windlass.engine.__file__).parent / "cache"
-    for path in root.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            for name in names:
-                room = name.removeprefix("windlass.engine.").split(".")[0]
-                assert not name.startswith("windlass.engine.") or room in ("api", "cache", "errors", "rotary"), path

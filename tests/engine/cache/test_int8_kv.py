@@ -112,8 +112,8 @@ def test_mixed_batches_preemption_and_the_prefix_cache(deterministic: bool) -> N
         assert same == len(alone) if deterministic else same >= len(alone) - 2, way
 
 
-def test_turned_keys_are_rounded_once_however_often_they_turn(tmp_path: Path) -> None:
-    """Four turns away from its origin a key is as near to the exact one as after its first rounding."""
+def test_rerotated_keys_are_rounded_once_however_often(tmp_path: Path) -> None:
+    """Four re-rotations away from its origin a key is as near to the exact one as after its first rounding."""
     core = core_of(make_model("llama", tmp_path, max_position_embeddings=32), max_model_len=256, deterministic=True)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     core.add(greedy("a", range(3, 51), 120, rope_scaling=dynamic, rope_update="rotate"))
@@ -125,14 +125,14 @@ def test_turned_keys_are_rounded_once_however_often_they_turn(tmp_path: Path) ->
     pages = core.runner.cache.pages(0)
     wide = pages.keys_of(torch.arange(pages.key.shape[0]), 16).double()
     original = wide[torch.tensor(sequence.cache.originals[0].blocks[:3])].flatten(0, 1)  # [48, Hkv, D]
-    turned = wide[torch.tensor(sequence.cache.block_tables[0][:3])].flatten(0, 1)
+    rerotated = wide[torch.tensor(sequence.cache.block_tables[0][:3])].flatten(0, 1)
     old, new = sequence.cache.originals[0].origins[0][1][0], sequence.stage.specs[0]
     step = torch.tensor(new.inv_freq, dtype=torch.float64) - torch.tensor(old.inv_freq, dtype=torch.float64)
     angle = torch.arange(48).double()[:, None, None] * step
     first, second = original.chunk(2, -1)
     right = torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
-    assert ((turned - right).abs() <= right.abs().amax(-1, keepdim=True) * 0.501 / 127).all()
-    assert not torch.equal(turned, original)
+    assert ((rerotated - right).abs() <= right.abs().amax(-1, keepdim=True) * 0.501 / 127).all()
+    assert not torch.equal(rerotated, original)
 
 
 def test_the_prefix_cache_tells_dtypes_apart() -> None:

@@ -79,9 +79,9 @@ def test_the_result_depends_on_nothing_but_the_request(case: str, models: dict[s
     core = core_of(model)
     alone = run(core, [request("a", case)])["a", 0]
     report = alone.outputs[-1].rotary
-    turns = {"dynamic": 4, "longrope": 1, "window": 4, "two": 5, "global": 4}[case.split("_")[0]]
+    rerotations = {"dynamic": 4, "longrope": 1, "window": 4, "two": 5, "global": 4}[case.split("_")[0]]
     rotates = case.endswith("rotate")
-    assert report is not None and report.moves == (turns if rotates else 0)
+    assert report is not None and report.moves == (rerotations if rotates else 0)
     assert report.policy == ("rotate" if rotates else "recompute")
     stats = core.stats()
     assert (stats.key_moves > 0) == rotates
@@ -122,7 +122,7 @@ def test_the_result_depends_on_nothing_but_the_request(case: str, models: dict[s
 
 @pytest.mark.parametrize("case", ["dynamic_rotate", "dynamic_recompute"])
 def test_samples_of_one_prompt_change_frequencies_each_for_itself(case: str, models: dict[str, Path]) -> None:
-    """The prompt ends on the last token of a stage, so that the samples turn the very blocks they share."""
+    """The prompt ends on the last token of a stage, so that the samples re-rotate the very blocks they share."""
     prompt = (PROMPT + PROMPT)[:M]
     _, scaling, policy = CASES[case]
     core = core_of(models["llama"])
@@ -158,7 +158,7 @@ def _quarter_octaves(length: int) -> float:
     return 4 * float(torch.tensor(length / M, dtype=torch.float64).log2())
 
 
-def test_turned_keys_are_nobody_elses(models: dict[str, Path]) -> None:
+def test_rerotated_keys_are_nobody_elses(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     result = run(core, [request("a", "dynamic_rotate")])["a", 0]
     longer = greedy("b", PROMPT + result.token_ids, 2, rope_scaling=DYNAMIC, rope_update="rotate")
@@ -166,7 +166,7 @@ def test_turned_keys_are_nobody_elses(models: dict[str, Path]) -> None:
     # A prompt of 120 tokens starts under the frequencies of 128, which nothing was computed under from the start.
     assert again.outputs[-1].cached_tokens == 0
     short = greedy("c", PROMPT + result.token_ids[:20], 2, rope_scaling=None)
-    # What was computed before the first turn is the plain model's, and stays so: 64 tokens, of which 63 were computed.
+    # What was computed before the first re-rotation is the plain model's, and stays so: 64 tokens, of which 63 were computed.
     assert run(core, [short])["c", 0].outputs[-1].cached_tokens == 64
 
 
@@ -202,18 +202,18 @@ def test_keys_of_a_single_length_are_not_kept_for_others(models: dict[str, Path]
     assert len(pool.cached) > M // 16 + 2
 
 
-def test_one_sequence_turns_its_keys_per_step(models: dict[str, Path]) -> None:
+def test_one_sequence_rerotates_its_keys_per_step(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     alone = run(core_of(models["llama"]), [request("a", "dynamic_rotate", 40)])["a", 0]
-    execute, turning = core.runner.execute, []
+    execute, counts = core.runner.execute, []
 
     def watch(output: SchedulerOutput) -> list[StepResult]:
-        turning.append(sum(1 for rerotation in output.rerotations if rerotation.start == 0))
+        counts.append(sum(1 for rerotation in output.rerotations if rerotation.start == 0))
         return execute(output)
 
     core.runner.execute = watch  # type: ignore[method-assign]
     results = run(core, [request(str(i), "dynamic_rotate", 40) for i in range(4)])
-    assert max(turning) == 1 and sum(turning) == 4 * 2
+    assert max(counts) == 1 and sum(counts) == 4 * 2
     for i in range(4):
         assert_same(results[str(i), 0], alone)
 
@@ -237,8 +237,8 @@ def test_a_request_whose_keys_would_not_fit_twice_is_refused(models: dict[str, P
     assert run(core, [request("a", "dynamic_recompute", 100)])["a", 0].finish_reason == "length"
 
 
-def test_turned_keys_in_bfloat16_are_rounded_once_however_often_they_turn(models: dict[str, Path]) -> None:
-    """Four turns away from its origin a key is as near to the exact one as after its first rounding."""
+def test_rerotated_keys_in_bfloat16_are_rounded_once_however_often(models: dict[str, Path]) -> None:
+    """Four re-rotations away from its origin a key is as near to the exact one as after its first rounding."""
     core = core_of(models["llama"], kv_cache_dtype="bfloat16")
     sent = request("a", "dynamic_rotate")
     core.add(sent)
@@ -249,19 +249,21 @@ def test_turned_keys_in_bfloat16_are_rounded_once_however_often_they_turn(models
             kept = torch.tensor(sequence.cache.originals[0].blocks)
             now = core.runner.cache.pages(0).key[kept].clone()
             if originals is not None:
-                assert torch.equal(now[: len(originals)][:3], originals[:3])  # full since the first turn: unchanged
+                assert torch.equal(
+                    now[: len(originals)][:3], originals[:3]
+                )  # full since the first re-rotation: unchanged
             originals = now
             if sequence.cache.num_rerotations == 4:
                 break
         core.step()
     assert originals is not None
     table = torch.tensor(sequence.cache.block_tables[0][:3])
-    turned = core.runner.cache.pages(0).key[table].flatten(0, 1).double()  # [48, Hkv, D]
+    rerotated = core.runner.cache.pages(0).key[table].flatten(0, 1).double()  # [48, Hkv, D]
     old, new = sequence.cache.originals[0].origins[0][1][0], sequence.stage.specs[0]
     step = torch.tensor(new.inv_freq, dtype=torch.float64) - torch.tensor(old.inv_freq, dtype=torch.float64)
     angle = torch.arange(48).double()[:, None, None] * step
     first, second = originals[:3].flatten(0, 1).double().chunk(2, -1)
     right = torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
-    assert float((turned - right).abs().max() / right.abs().max()) < 2**-8
+    assert float((rerotated - right).abs().max() / right.abs().max()) < 2**-8
     core.abort("a")
     core.blocks.assert_balanced()

@@ -24,7 +24,7 @@ from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.sampling.accept import Draws, Extended, draw_tokens
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.scheduling.speculation import Pace
+from windlass.engine.scheduling.drafting import Pace
 from windlass.kernels import bind
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
