@@ -1,7 +1,8 @@
 """Teacher-forced scores of one text under a rotary plan: what a model thinks of every token, by any policy.
 
-Responsible for evidence, not for serving: it drives the decoder directly, one sequence at a time, without scheduler,
-prefix cache or sampler, so that what a policy does can be seen alone. It never reads files other than through `loader`.
+Responsible for evidence, not for serving: it runs one text at a time, by plans it writes itself, through the runner that
+serves, without scheduler, prefix cache or draws, so that what a policy does can be seen alone. It never reads files other
+than through `loader`.
 
 Row i stands for position i: it has read i + 1 tokens and predicts token i + 1. Under every policy row i runs under the
 frequencies the plan gives to a context of i + 1 tokens.
@@ -17,19 +18,24 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.config import ComputeConfig, EngineConfig
+from windlass.engine.api.request import SamplingParams
+from windlass.engine.cache.changes import KeyRerotation, TableChange, TableChanges
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import RequestError
-from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.execution.runner import Runner
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec
-from windlass.engine.rotary.tables import RotaryTables, rerotation_angles
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.scheduling.plan import NewSequence, RotaryRow, ScheduledSequence, SchedulerOutput
 
 _BLOCK = 16
 
 Specs = tuple[RotarySpec, ...]
+Stage = tuple[int, int, Specs]  # first row, end row, what they run under
 
 
 class Scorer:
@@ -96,13 +102,14 @@ class Scorer:
         self, token_ids: Sequence[int], plan: RotaryPlan, rows: Sequence[int], *, prompt: int
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(rows, their hidden states) for ascending rows, in pieces of at most `chunk`."""
-        ids = torch.tensor(list(token_ids), dtype=torch.int64)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.decoder.spec.vocab_size:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
             raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
         if rows:
-            sequence = _ScoredSequence(self.decoder, self._cache_dtype, ids[: rows[-1] + 1], self._chunk)
-            stages = _stages(plan, rows[-1] + 1, prompt)
-            walk = sequence.rotate(stages) if plan.policy == "rotate" else sequence.recompute(stages, rows)
+            rotates = plan.policy == "rotate"
+            read = tuple(token_ids[: rows[-1] + 1])
+            text = _ScoredText(self.decoder, self._cache_dtype, read, self._chunk, num_copies=2 if rotates else 1)
+            stages = _stages(plan, len(read), prompt)
+            walk = text.rotate(stages) if rotates else text.recompute(stages, rows)
             wanted = set(rows)
             for first, hidden in walk:
                 chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
@@ -110,8 +117,8 @@ class Scorer:
                     yield chosen, hidden[[i - first for i in chosen]]
 
 
-def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[tuple[int, int, Specs]]:
-    """(first row, end row, specs) from row 0 to `length`, in order and without gaps."""
+def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
+    """Those from row 0 to `length`, in order and without gaps."""
     first, context = 0, prompt
     while first < length:
         stage = plan.stage(context)
@@ -120,22 +127,41 @@ def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[tuple[int, i
         first, context = end, end + 1
 
 
-class _ScoredSequence:
-    """The cache of one sequence and its passes. Each yields (first row, hidden states [R, hidden])."""
+class _ScoredText:
+    """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
 
-    def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, ids: Tensor, chunk: int) -> None:
-        spec = decoder.spec
-        self._decoder, self._ids, self._chunk = decoder, ids.to(decoder.device), chunk
-        self._blocks = -(-len(ids) // _BLOCK)
-        self._cache_dtype = cache_dtype
-        self._tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
-        self._cache = self._make_cache(self._blocks)
+    num_copies: how often each key is to be held.
+    """
 
-    def _make_cache(self, blocks: int) -> KVStorage:
-        groups = self._decoder.spec.kv_groups
-        return KVStorage(groups, [blocks] * len(groups), _BLOCK, self._cache_dtype, self._decoder.backend)
+    def __init__(
+        self, decoder: Decoder, cache_dtype: torch.dtype, token_ids: tuple[int, ...], chunk: int, num_copies: int
+    ) -> None:
+        spec, self._chunk, self._num_tokens = decoder.spec, chunk, len(token_ids)
+        self._groups = range(len(spec.kv_groups))
+        self._num_blocks = -(-len(token_ids) // _BLOCK)
+        pools = [num_copies * self._num_blocks] * len(self._groups)
+        cache = KVStorage(spec.kv_groups, pools, _BLOCK, cache_dtype, decoder.backend)
+        tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
+        self._runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
+        table = TableChange(appended=tuple(range(self._num_blocks)))
+        sequence = NewSequence(
+            seq_id=0,
+            index=0,
+            sampling=SamplingParams(),
+            seed=0,
+            num_prompt_tokens=len(token_ids),
+            stop_ids=(),
+            token_ids=token_ids,
+            tables=TableChanges(True, (table,) * len(self._groups)),
+            rotary_id=0,
+        )
+        self._runner.follow(SchedulerOutput(self._next_step, new=(sequence,)))
 
-    def recompute(self, stages: Iterator[tuple[int, int, Specs]], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    @property
+    def _next_step(self) -> int:
+        return self._runner.sequences.step + 1
+
+    def recompute(self, stages: Iterator[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """One pass over everything up to the last wanted row of each stage, of which that stage's rows count.
 
         A plan that never changes has one stage, so this is also `frozen`.
@@ -152,62 +178,39 @@ class _ScoredSequence:
                     skipped = max(0, first - start)
                     yield start + skipped, hidden[skipped:]
 
-    def rotate(self, stages: Iterator[tuple[int, int, Specs]]) -> Iterator[tuple[int, Tensor]]:
-        """One pass; at each change of frequencies every cached key is turned to the new ones.
+    def rotate(self, stages: Iterator[Stage]) -> Iterator[tuple[int, Tensor]]:
+        """One pass; at each change of frequencies every cached key is re-rotated to the new ones.
 
-        Keys are kept as they were computed in a second half of the cache, and each turn starts from those.
+        The keys as computed are kept in a second half of the cache, and every re-rotation starts from those.
         """
-        self._cache = self._make_cache(2 * self._blocks)
-        segments: list[tuple[int, int, Specs]] = []
+        passed: list[Stage] = []
         for first, end, specs in stages:
-            for begin, stop, computed_under in segments:
-                self._turn(begin, stop, computed_under, specs, restore=True)
+            last = passed[-1:]
+            change = SchedulerOutput(
+                self._next_step,
+                set_aside=tuple(
+                    self._rerotation(group, stage, stage[2], aside=True) for group in self._groups for stage in last
+                ),
+                rerotations=tuple(self._rerotation(group, stage, specs) for group in self._groups for stage in passed),
+            )
+            self._runner.follow(change)
             yield from self._forward(first, end, specs)
-            self._turn(first, end, specs, specs, restore=False)
-            segments.append((first, end, specs))
+            passed.append((first, end, specs))
 
-    def _turn(self, begin: int, stop: int, origin: Specs, target: Specs, *, restore: bool) -> None:
-        """Copy the keys of rows begin .. stop from the kept half to the live one (or back), turned to `target`."""
-        backend = self._decoder.backend
-        positions = torch.arange(begin, stop, device=backend.device)
-        kept = positions + self._blocks * _BLOCK
-        sources, targets = (kept, positions) if restore else (positions, kept)
-        angles = [
-            rerotation_angles(backend, old.inv_freq, new.inv_freq, positions)
-            for old, new in zip(origin, target, strict=True)
-        ]
-        plain = rerotation_angles(backend, (), (), positions)  # no pair rotates: a copy
-        for index, layer in enumerate(self._decoder.spec.layers):
-            group = layer.mixer.rotary_group
-            cos, sin = plain if group is None else angles[group]
-            backend.rerotate_cached_keys(self._cache.pages(index), sources, targets, cos, sin)
+    def _rerotation(self, group: int, stage: Stage, specs: Specs, *, aside: bool = False) -> KeyRerotation:
+        """Of the keys of a stage, from the second half of the cache to the first; aside: the other way round."""
+        first, end, origin = stage
+        live = range(first // _BLOCK, -(-end // _BLOCK))
+        originals = range(live.start + self._num_blocks, live.stop + self._num_blocks)
+        sources, targets = (live, originals) if aside else (originals, live)
+        return KeyRerotation(group, first, end, tuple(sources), tuple(targets), first, origin, specs)
 
-    def _forward(self, begin: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
-        """Run rows begin .. end under `specs`, the rows before them being cached."""
-        row = self._tables.acquire(specs)
-        try:
-            for start, stop in pairwise([*range(begin, end, self._chunk), end]):
-                yield start, self._decoder.forward(self._batch(start, stop, row), self._cache)
-        finally:
-            self._tables.release(row)
-
-    def _batch(self, start: int, stop: int, row: int) -> ForwardBatch:
-        device, groups = self._decoder.device, len(self._decoder.spec.kv_groups)
-        positions = torch.arange(start, stop, device=device)
-        rotary_ids = torch.full_like(positions, row)
-        rotation = self._tables.cos_sin(rotary_ids, positions)
-        blocks = torch.arange(self._blocks, dtype=torch.int32, device=device)
-        return ForwardBatch(
-            input_ids=self._ids[start:stop],
-            positions=positions,
-            rotary_ids=rotary_ids,
-            slots=positions.expand(groups, -1),
-            block_tables=blocks.expand(groups, 1, -1),
-            query_start=torch.tensor([0, stop - start], device=device),
-            seq_lens=torch.tensor([stop], device=device),
-            first_position=torch.tensor([0], device=device),
-            cos=rotation.cos,
-            sin=rotation.sin,
-            q_scale=rotation.q_scale,
-            score_scale=torch.ones(stop - start, dtype=torch.float32, device=device),
-        )
+    def _forward(self, first: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
+        """Run rows first .. end - 1 under `specs`, the rows before them being cached."""
+        for start, stop in pairwise([*range(first, end, self._chunk), end]):
+            plan = SchedulerOutput(
+                self._next_step,
+                rotary_rows=(RotaryRow(0, specs),),
+                sequences=(ScheduledSequence(0, start, stop - start, self._num_tokens),),
+            )
+            yield start, self._runner.compute(plan)
