@@ -1,0 +1,199 @@
+"""Plans travel: their size depends on what happens, a lost one is noticed, and a rank that only hears them computes the same.
+
+That what they say agrees with the scheduler's books, whatever happens, `helpers.fake_executor` asserts in every step of
+every test that uses it, `test_scheduler_machine` above all.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.engines import greedy, make_core, run
+from helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
+from helpers.tiny_models import make_model
+
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution.runner import Runner
+from windlass.engine.execution.sequences import LiveSequences, MissedPlanError
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
+
+STREAMS = 8
+
+
+def decode_sizes(context: int, **options: Any) -> list[int]:
+    """Bytes of the pickled plans of forty decode steps of eight streams, once all that speculation reads is indexed."""
+    tokens = STREAMS * (context + 500)
+    scheduler, executor, _ = make_scheduler(
+        groups=[(tokens // 16 + 100, None), (tokens // 16 + 100, 64)],
+        block_size=16,
+        budget=tokens,
+        max_model_len=context + 500,
+        max_num_seqs=STREAMS,
+        **options,
+    )
+    for i in range(STREAMS):
+        prompt = [(7 * j + i) % 5 for j in range(context)]
+        add(executor, make_request(str(i), prompt, max_tokens=400))
+    sequences = LiveSequences(num_groups=2)
+    sizes = []
+    for _ in range(100):
+        plan = scheduler.schedule()
+        encoded = pickle.dumps(plan)
+        sequences.apply(pickle.loads(encoded))
+        sizes.append(len(encoded))
+        results = []
+        for item in plan.sequences:
+            live = sequences[item.seq_id]
+            # What goes on as the prompt did is drawn, so half of the proposals are accepted.
+            drawn = [(7 * (item.num_known_tokens + i) + item.seq_id) % 5 for i in range(1 + len(item.draft) // 2)]
+            assert live.slot.seq_id == item.seq_id
+            results.append(StepResult(item.seq_id, tuple(drawn)))
+        scheduler.update(plan, results)
+    return sizes[-40:]
+
+
+@pytest.mark.parametrize("options", [{}, {"speculation": 4}], ids=["plain", "speculation"])
+def test_a_plan_is_as_large_as_what_is_new(options: dict[str, int]) -> None:
+    short, long = decode_sizes(1_000, **options), decode_sizes(100_008, **options)
+    # The same happens in both, but a number above 65,535 takes two bytes more: start and number of tokens of each stream,
+    # and once in a while the lengths of its tables, and blocks.
+    assert all(0 <= b - a <= STREAMS * 12 for a, b in zip(short, long, strict=True))
+    assert min(long) < 1_000 and max(long) < 2_000
+
+
+def test_a_plan_that_is_missing_is_noticed_and_a_snapshot_heals() -> None:
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("r", range(10), n=2, max_tokens=20))
+    plans = []
+    for _ in range(4):
+        plans.append(scheduler.schedule())
+        scheduler.update(plans[-1], executor.execute(plans[-1]))
+    sequences = LiveSequences(num_groups=1)
+    sequences.apply(plans[0])
+    for wrong in (plans[2], plans[0]):
+        with pytest.raises(MissedPlanError, match=f"plan {wrong.step} came after plan 1: .* snapshot"):
+            sequences.apply(wrong)
+        assert sequences.step == 1 and len(sequences[0].token_ids) == 10
+    snapshot = scheduler.snapshot()
+    assert snapshot.step == 4
+    sequences.restore(snapshot)
+    with pytest.raises(MissedPlanError):
+        sequences.apply(plans[3])
+    plan = scheduler.schedule()
+    sequences.apply(plan)
+    executor.execute(plan)
+    for seq in scheduler.live_sequences():
+        executor.compare(sequences, seq)
+
+
+def test_what_disagrees_with_the_plan_is_noticed() -> None:
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("r", range(10), max_tokens=20))
+    plan = scheduler.schedule()
+    sequences = LiveSequences(num_groups=1)
+    sequences.apply(plan)
+    with pytest.raises(MissedPlanError, match="has 10 tokens here, 12 at the scheduler"):
+        sequences.apply(SchedulerOutput(2, sequences=(ScheduledSequence(0, 11, 1, 12),)))
+    with pytest.raises(MissedPlanError, match="new and known at once"):
+        sequences.apply(SchedulerOutput(3, new=plan.new))
+
+
+def test_a_sequence_brings_its_tokens_once_and_is_named_once_when_it_ends() -> None:
+    scheduler, executor, _ = make_scheduler()
+    add(executor, make_request("a", range(10), max_tokens=3))
+    add(executor, make_request("b", range(10, 19), max_tokens=30), FakeRotation("yarn"))
+    plans = []
+    for _ in range(6):
+        plans.append(scheduler.schedule())
+        scheduler.update(plans[-1], executor.execute(plans[-1]))
+    assert [[new.seq_id for new in plan.new] for plan in plans] == [[0, 1], [], [], [], [], []]
+    assert [plan.removed for plan in plans] == [(), (), (), (0,), (), ()]
+    assert [len(plan.rotary_rows) for plan in plans] == [2, 0, 0, 0, 0, 0]
+    assert all(len(item.token_ids) == 1 for plan in plans[1:] for item in plan.sequences)
+    scheduler.abort("b")
+    assert scheduler.schedule().removed == (1,)
+    assert scheduler.schedule() == SchedulerOutput(8)
+    assert scheduler.snapshot().sequences == ()
+
+
+# -- a rank of its own -----------------------------------------------------------------------------------------------
+
+
+def add_rank(core: EngineCore) -> tuple[Runner, list[SchedulerOutput]]:
+    """A second runner with a cache and rotary tables of its own, which hears pickled plans and nothing else.
+
+    Whatever it draws must be what the engine's own runner draws.
+    """
+    own = core.runner
+    decoder, size = own.decoder, core.info.block_size
+    cache = KVStorage(
+        decoder.spec.kv_groups, list(core.info.num_kv_blocks), size, own.cache.pages(0).key.dtype, decoder.backend
+    )
+    tables = RotaryTables(own.tables.num_rows, [g.base for g in decoder.spec.rotary_groups], decoder.backend)
+    rank = Runner(decoder, cache, tables, Sampler(decoder.spec.vocab_size, decoder.backend), size)
+    execute, follow, plans = own.execute, own.follow, []
+
+    def execute_both(plan: SchedulerOutput) -> list[StepResult]:
+        plans.append(plan)
+        results = execute(plan)
+        assert rank.execute(pickle.loads(pickle.dumps(plan))) == results
+        return results
+
+    def follow_both(plan: SchedulerOutput) -> None:
+        follow(plan)
+        if plan not in plans:
+            rank.follow(pickle.loads(pickle.dumps(plan)))
+
+    own.execute = execute_both  # type: ignore[method-assign]
+    own.follow = follow_both  # type: ignore[method-assign]
+    return rank, plans
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_rank_that_hears_only_plans_computes_the_same(family: str, tmp_path: Path) -> None:
+    core = make_core(
+        make_model(family, tmp_path, max_position_embeddings=64),
+        max_model_len=256,
+        speculative_ngram=4,
+        speculative_ngram_min=1,
+    )
+    rank, plans = add_rank(core)
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    linear = RopeScaling.from_dict({"rope_type": "linear", "factor": 3.0})
+    run(core, [greedy("a", range(3, 40), 90), greedy("b", [5, 6, 7] * 9, 60, n=3, temperature=0.9, seed=4)])
+    run(
+        core,
+        [
+            greedy("c", range(3, 40), 40, rope_scaling=linear, repetition_penalty=1.2, min_tokens=30),
+            greedy("d", range(5, 60), 90, rope_scaling=dynamic, rope_update="rotate"),
+            greedy("e", range(5, 61), 90, rope_scaling=dynamic, rope_update="recompute"),
+            greedy("f", range(9, 30), 0, prompt_logprobs=2),
+        ],
+    )
+    assert any(plan.rerotations for plan in plans) and any(plan.num_draft_tokens for plan in plans)
+    assert any(plan.forks for plan in plans) and any(plan.copies for plan in plans)
+    assert len(rank.sequences) == rank.sampler.num_tracked == len(core.runner.sequences) == 0
+
+
+def test_a_rank_takes_a_snapshot_and_goes_on(tmp_path: Path) -> None:
+    core = make_core(make_model("llama", tmp_path))
+    rank, _ = add_rank(core)
+    core.add(greedy("a", range(3, 40), 30, repetition_penalty=1.3))
+    for _ in range(6):
+        core.step()
+    rank.sampler.forget(0)
+    rank.restore(Snapshot(0))
+    with pytest.raises(MissedPlanError):
+        core.step()
+    snapshot: Snapshot = pickle.loads(pickle.dumps(core.scheduler.snapshot()))
+    assert snapshot.step == core.runner.sequences.step
+    rank.restore(snapshot)
+    assert rank.sequences[0].token_ids == core.runner.sequences[0].token_ids
+    assert rank.sampler.num_tracked == 0 < core.runner.sampler.num_tracked
