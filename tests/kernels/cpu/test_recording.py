@@ -13,7 +13,7 @@ from helpers.cpu_kernels import PACKED_FORMS, kernels
 from windlass.kernels import AttentionCall, KVPages, PackedWeight, bind, cpu
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
-from windlass.kernels.cpu.recording import Recording
+from windlass.kernels.cpu.recording import CompiledRecording
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 HIDDEN, INNER, VOCABULARY = HEADS * DIM, 160, 200
@@ -272,7 +272,7 @@ def test_every_argument_comes_back(backend: CompiledBackend, arena: cpu.Arena) -
 def test_calls_of_attention_are_alike_but_for_their_addresses(backend: CompiledBackend, arena: cpu.Arena) -> None:
     """Such a call is a struct, which the recording keeps for its repetitions."""
 
-    def recorded(**options: Any) -> Recording:
+    def recorded(**options: Any) -> CompiledRecording:
         q, lengths, ones = torch.randn(2, 4, 16), torch.tensor([5, 9]), torch.ones(2)
         pages = KVPages(torch.randn(3, 16, 2, 16), torch.randn(3, 16, 2, 16))
         call = AttentionCall.of_single_tokens(torch.tensor([[1], [2]]).int(), lengths, ones, 0.25, **options)
