@@ -1,4 +1,4 @@
-"""Answers of `/v1/chat/completions`. Its stream opens each choice with a chunk that bears the role."""
+"""Answers of `/v1/chat/completions`. Its stream opens each choice with a chunk that holds the role."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class _EngineCollector(Collector):
 
 
 class Latencies(Collector):
-    """A histogram of seconds for the event loop alone: without the locks that would be paid for at every token."""
+    """A histogram of seconds for the event loop alone: it takes no locks, which would cost time at every token."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
         self._name = f"windlass_{name}_seconds"

@@ -58,7 +58,7 @@ def request_id(scope: Scope) -> str:
 def direct_send(scope: Scope, send: Send) -> Send:
     """The server's own `send`, for the body of a response whose start went through `send`.
 
-    Every layer between wraps `send` to see the start of the response; a stream would pay for each of them per token.
+    Every layer between wraps `send` to see the start of the response; in a stream each of them would cost time at every token.
     """
     direct: Send = scope.get("windlass.send", send)
     return direct

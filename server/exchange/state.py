@@ -1,6 +1,6 @@
 """What one running app holds: the engine client, the tokenizer, settings, and the exchanges in progress.
 
-Lives on `app.state.windlass`. The launcher reads `in_flight`, sets `draining` and calls `abort_all`; nothing here
+Lives on `app.state.windlass`. `startup` reads `in_flight`, sets `draining` and calls `abort_all`; nothing here
 knows of routes or bodies.
 """
 

@@ -36,7 +36,7 @@ _STREAM_HEADERS = [
 
 
 def sse(payload: dict[str, Any]) -> bytes:
-    """One server-sent event bearing a JSON object."""
+    """One server-sent event with a JSON object."""
     return b"data: " + to_json(payload) + b"\n\n"
 
 
@@ -47,7 +47,7 @@ class Exchange(Response):
     still answered with its own status. When the client goes away the work is cancelled, which closes the engine's
     stream and so aborts the request.
 
-    deadline: `time.monotonic()` seconds. The engine ends the request then; this is the net below it.
+    deadline: `time.monotonic()` seconds. The engine ends the request then; should it not, this does.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Exchange(Response):
 
     # ---- for the work ------------------------------------------------------------------------------------------------
     def begin_stream(self) -> None:
-        """Say that the answer is a stream: keep-alives start to tick."""
+        """Say that the answer is a stream: from now on silence is filled with keep-alive comments."""
         if self._state.settings.keep_alive_seconds > 0:
             self._schedule_keep_alive()
 
@@ -161,7 +161,7 @@ class Exchange(Response):
     def _interrupt(self, reason: ApiError | None, *, gone: bool) -> None:
         if self._closed or self._task is None:
             return
-        self._closed = True  # one interruption is enough; a second could hit the farewell
+        self._closed = True  # one interruption is enough; a second could hit the error event that follows the first
         self._reason, self._gone = reason, gone
         self._task.cancel()
 

@@ -226,7 +226,7 @@ class Generation:
         async def start() -> None:
             for _ in range(count):
                 workers.append(asyncio.create_task(work()))
-                await asyncio.sleep(0)  # handing requests over takes a while where they bear long lists
+                await asyncio.sleep(0)  # handing over requests with long lists takes a while
 
         starting = asyncio.create_task(start())
         try:
@@ -245,7 +245,7 @@ class Generation:
 
 
 async def _prompt_first(outputs: AsyncIterator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
-    """The outputs in an order that begins with the one that bears the prompt's log-probabilities."""
+    """The outputs, the one with the prompt's log-probabilities first."""
     held: list[RequestOutput] | None = []
     async with aclosing(outputs):  # type: ignore[type-var]
         async for output in outputs:

@@ -1,6 +1,6 @@
-"""Accepts connections from a listening socket: turns away those that may not stay, and rests when the system is short.
+"""Accepts connections from a listening socket, refuses those that may not stay, pauses while the system has no room.
 
-Knows sockets and asyncio; who may stay is `Connections`' to say, and what a connection does is its protocol's.
+Knows sockets and asyncio; `Connections` says who may stay, and the protocol what a connection does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Access log lines without what clients hide in query strings. Knows how uvicorn writes such a line."""
+"""Access log lines without query strings. Knows how uvicorn writes such a line."""
 
 from __future__ import annotations
 

@@ -84,8 +84,8 @@ class Connections:
         """Why nobody more may come from this address, None if a connection may: `add` it then.
 
         Where all places are taken, one that waits loses its place to the newcomer, so half-open connections never lock
-        others out: the oldest of the newcomer's own, so that a flood from one address washes away itself; else whoever
-        has owed the head of a request for longest; else whoever has been idle for longest.
+        others out: the oldest of the newcomer's own address, so that a flood from one address closes only its own;
+        else whoever has owed the head of a request for longest; else whoever has been idle for longest.
         """
         if self._held[holder(address)] >= self._settings.max_per_address and not self._settings.trusts(address):
             self._said[Refusal.ADDRESS_FULL].say(

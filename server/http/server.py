@@ -30,7 +30,7 @@ TASK_SECONDS = 1  # for requests to notice that their connection is gone
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app` on `listener`, which it closes, from `serve` to `stop`. Signals are its owner's.
+    """Serves `app` on `listener`, which it closes, from `serve` to `stop`. It handles no signals.
 
     max_header_bytes: where the app bounds headers itself, a little more than that.
     """

@@ -1,6 +1,6 @@
 """One connection: uvicorn's HTTP/1.1 protocol, which tells `Connections` what it is doing.
 
-Knows uvicorn and asyncio's transports; the rules about who may wait for how long are `Connections`'.
+Knows uvicorn and asyncio's transports; who may wait for how long is decided by `Connections`.
 """
 
 from __future__ import annotations

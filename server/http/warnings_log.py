@@ -1,4 +1,4 @@
-"""Where uvicorn writes about a connection: what any client can cause is said now and then. Knows uvicorn's logger only."""
+"""Where uvicorn logs about a connection: what any client can cause is said at most once a minute. Knows its logger only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windlass.server.http.occasional import Occasional
 
 
 class WarningsLog:
-    """Stands where a connection of uvicorn expects its logger. Its warnings are about bytes that are no HTTP."""
+    """Stands where a connection of uvicorn expects its logger. Its warnings are about bytes that are not HTTP."""
 
     def __init__(self, logger: logging.Logger, warned: Occasional) -> None:
         self._logger = logger

@@ -1,1 +1,1 @@
-"""What an operator may set: options as they are spelt, the settings that become of them, and names of the engine's fields."""
+"""What an operator may set: options as they are spelt, the settings they become, and the names of the engine's fields."""

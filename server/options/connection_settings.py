@@ -42,7 +42,7 @@ class ConnectionSettings:
 
 
 def holder(address: str) -> str:
-    """On whose account a connection from this address goes: whoever has an IPv6 address has its network of 64 bits."""
+    """What connections are counted by: the address, or of an IPv6 address its network of 64 bits, which belongs to one holder."""
     if ":" not in address:
         return address
     parsed = ip_address(address.partition("%")[0])

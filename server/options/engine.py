@@ -1,4 +1,4 @@
-"""What a command that starts an engine takes, and the configuration that becomes of it.
+"""The options of a command that starts an engine, and the configuration they become.
 
 Imports neither torch nor fastapi, and starts nothing.
 """

@@ -22,14 +22,14 @@ _NAMED = re.compile(r"\s*([^\s={}]*)=")
 
 
 def is_profile_name(text: str) -> bool:
-    """Whether a profile may be called so: 1 to 64 letters, digits, dots, hyphens and underscores."""
+    """Whether this may be the name of a profile: 1 to 64 letters, digits, dots, hyphens and underscores."""
     return _NAME.fullmatch(text) is not None
 
 
 def parse_profiles(values: Sequence[str]) -> dict[str, RopeScaling]:
     """Profiles from any number of `NAME=JSON` and `{"NAME": JSON, …}`; raises LoadError or RequestError naming one.
 
-    The values are read as one text, because a variable that holds several comes cut at its spaces.
+    The values are read as one text, because the value of a variable comes split at its spaces.
     """
     text = " ".join(values)
     decoder = json.JSONDecoder(object_pairs_hook=_no_duplicates)

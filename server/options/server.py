@@ -1,4 +1,4 @@
-"""What `windlass serve` takes beside the engine's options, and the settings that become of it. Starts nothing."""
+"""The options of `windlass serve` beside the engine's, and the settings they become. Starts nothing."""
 
 from __future__ import annotations
 

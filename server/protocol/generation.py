@@ -1,4 +1,4 @@
-"""Fields that completions and chats have in common. Refusal of what is not supported happens here, by field name."""
+"""Fields that completions and chats have in common. What is not supported is refused here, by the name of the field."""
 
 from __future__ import annotations
 

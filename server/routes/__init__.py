@@ -1,1 +1,2 @@
-"""One module per family of endpoints. Routes read a body, ask the parts for the work and say what is documented."""
+"""One module per family of endpoints. A route reads its body, has the rooms below do the work, and declares what
+the API's description says of it."""

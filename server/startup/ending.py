@@ -1,4 +1,4 @@
-"""Ends a server within a bounded time whatever its clients do: drain, abort, close, and as a last resort leave.
+"""Ends a server within a bounded time whatever its clients do: drain, abort, close, and as a last resort exit.
 
 Knows the app's state, its HTTP server and the engine's client; knows nothing of what requests do.
 """
@@ -48,7 +48,7 @@ class Ending:
         self._leave_at = self._grace_ends + AFTER_GRACE_SECONDS - SPARE_SECONDS
 
     def insist(self) -> None:
-        """The process shall be gone in time, with exit code 0, though threads work on what nobody waits for any more.
+        """See that the process ends in time, with exit code 0, even while threads work on what nobody waits for.
 
         Python joins threads before it ends, and one that is tokenizing a long text cannot be interrupted.
         """

@@ -1,4 +1,4 @@
-"""Finds a model's directory: a path, a hub id in the local cache, a download, or the model that comes with Windlass.
+"""Finds a model's directory: a path, a hub id in the local cache, a download, or the bundled model.
 
 Responsible for paths only; it loads no model. The cache is found by its layout, so huggingface_hub is needed only to
 download, and imported only then.

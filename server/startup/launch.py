@@ -103,7 +103,7 @@ def check_model(engine: EngineOptions, path: Path) -> None:
 
 
 def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
-    """The options, as written, that change how answers come about or what requests may ask for, where they are in force."""
+    """The options, as written, that change how answers come about or what requests may ask for, as far as they are set."""
     return [
         option
         for option, given in (

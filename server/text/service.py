@@ -1,4 +1,4 @@
-"""Text work of the API: tokenizing, detokenizing and chat templates, with early refusal by length and errors for callers.
+"""Text work of the API: tokenizing, detokenizing and chat templates. Refuses by length before working, with errors for callers.
 
 Whatever a caller can make large runs in the pool's processes, never on the event loop and never under its interpreter
 lock. Knows the tokenizer's facts and the pool; knows nothing of endpoints or the engine.

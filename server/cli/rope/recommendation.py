@@ -15,7 +15,7 @@ from typing import Any
 from windlass.server.cli.rope.sweep_results import TOLERANCE, Curve, ScalingSweep
 
 _CLOSE = math.log(1.01)
-# What asks least comes first: nothing to set, one set of frequencies, keys that turn, passes that are done again.
+# What asks least comes first: nothing to set, one set of frequencies, keys that are re-rotated, prompts that are computed again.
 _COST = {None: 0, "frozen": 1, "rotate": 2, "recompute": 3}
 
 

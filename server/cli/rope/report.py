@@ -124,5 +124,5 @@ def _overlap(result: ScalingSweep) -> bool:
 
 
 def _plain(text: str) -> str:
-    """File and directory names as text: no character of theirs becomes Markdown."""
+    """File and directory names as text: none of their characters is read as Markdown."""
     return "".join("\\" + c if c in "\\`*_[]<>#|" else c for c in text)

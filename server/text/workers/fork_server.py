@@ -95,7 +95,7 @@ def _obey(control: socket.socket, tasks: TextTasks, children: set[int]) -> None:
                     control.close()
                     serve(socket.socket(fileno=fds[0]), tasks)
                 finally:
-                    os._exit(0)  # whatever happened, a fork never goes on with what is the fork server's
+                    os._exit(0)  # whatever happened, a fork never goes on with the fork server's own work
             os.close(fds[0])
             if pid > 0:
                 children.add(pid)

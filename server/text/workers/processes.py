@@ -23,7 +23,7 @@ from windlass.server.text.workers.frames import Done, Refused, Result, TextSourc
 LOAD_SECONDS = 120.0  # for the tokenizer, which this process has loaded before
 COMPILE_SECONDS = 5.0  # for the chat template
 CONTROL_SECONDS = 5.0  # for the fork server to answer, which takes milliseconds
-PATIENCE = 0.25  # seconds after which a job steps back behind the engine and everybody's streams
+PATIENCE = 0.25  # seconds after which a job gets a lower priority than the engine and the streams
 LOWER_PRIORITY = 10
 
 
@@ -65,7 +65,7 @@ class ForkServer:
         """Wait until it can fork. Raises LoadError where the chat template cannot be used."""
         with self._lock:
             self._control.settimeout(LOAD_SECONDS)
-            with contextlib.suppress(OSError):  # it is gone: told by what it does not answer
+            with contextlib.suppress(OSError):  # it is gone: found out when it does not answer
                 frames.send(self._control, self._source)
             self._expect("the tokenizer cannot be loaded in a process of its own", LOAD_SECONDS)
             self._expect("the chat template cannot be used", COMPILE_SECONDS)
@@ -119,7 +119,7 @@ class ForkServer:
         """End it; what it forked is ended by those who hold it. Safe to call twice and from any thread."""
         self._process.kill()
         self._process.wait()
-        # Whoever waits on the socket wakes by its end. Closed under them, its number could become another's.
+        # Its end wakes whoever waits on the socket. Were it closed meanwhile, its number could become another socket's.
         with self._lock:
             self._control.close()
 

@@ -1,6 +1,6 @@
 """The loop of one text process: takes a job, runs it within its memory, answers.
 
-Knows frames and the tasks' errors. When to stop waiting for it, and to kill it, is the other side's business.
+Knows frames and the tasks' errors. The other side decides when it has waited long enough and kills the process.
 """
 
 from __future__ import annotations
