@@ -95,6 +95,10 @@ class BlockPool:
         """Whether one holder may write here: nobody else holds it and nobody may match it."""
         return self.ref_counts[block] == 1 and self.digests[block] is None
 
+    def needs_copy(self, blocks: list[int], index: int) -> bool:
+        """Whether entry `index` of a block table, if there is one, is a block that its holder may not write to."""
+        return index < len(blocks) and not self.is_writable(blocks[index])
+
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state and the digests agree with the map."""
         free, idle = set(self._free), set(self._idle)
@@ -127,6 +131,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pools = [BlockPool(layout) for layout in groups]
+        self._window_groups = [group for group, pool in enumerate(self.pools) if pool.window is not None]
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -149,8 +154,9 @@ class BlockManager:
         total = -(-num_tokens // self.block_size)
         need = []
         for group, pool in enumerate(self.pools):
-            held = len(handle.tables[group].blocks) if handle.tables else 0
-            count = total - held + self._needs_copy(handle, group)
+            blocks = handle.tables[group].blocks if handle.tables else []
+            held = len(blocks)
+            count = total - held + pool.needs_copy(blocks, handle.num_computed_tokens // self.block_size)
             if pool.window is not None:
                 # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
                 held -= handle.tables[group].num_dropped if handle.tables else 0
@@ -218,8 +224,11 @@ class BlockManager:
         released, and so is room for proposed tokens that were rejected.
         """
         handle.set_computed(num_computed_tokens)
-        self._commit(handle, token_ids)
-        self._drop_outside_window(handle)
+        full = num_computed_tokens // self.block_size
+        if full > handle.num_committed_blocks and self.enable_prefix_caching and not handle.private:
+            self._commit(handle, token_ids, full)
+        if self._window_groups:
+            self._drop_outside_window(handle)
         needed = -(-num_computed_tokens // self.block_size)
         for pool, table in zip(self.pools, handle.tables, strict=True):
             while len(table.blocks) > needed:
@@ -232,16 +241,17 @@ class BlockManager:
 
         reserved: per group the blocks that are taken for something else first.
         """
-        start = handle.num_computed_tokens
+        start, size = handle.num_computed_tokens, self.block_size
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
-            copy = self._needs_copy(handle, group)
+            held = len(table.blocks)
+            copy = pool.needs_copy(table.blocks, start // size)
             extra = reserved[group] if reserved else 0
-            if not copy and not extra and start + num_tokens <= len(table.blocks) * self.block_size:
+            if not copy and not extra and start + num_tokens <= held * size:
                 continue
             spare = pool.num_available - copy - extra
             if spare < 0:
                 return 0
-            num_tokens = min(num_tokens, (len(table.blocks) + spare) * self.block_size - start)
+            num_tokens = min(num_tokens, (held + spare) * size - start)
         return num_tokens
 
     def allocate(self, handle: CacheHandle, num_tokens: int) -> list[BlockCopy]:
@@ -251,19 +261,18 @@ class BlockManager:
         replaced by a copy of its own (copy on write). Targets of the copies of one step are distinct, and no source
         is the target of an earlier copy, so copying all at once is right as well.
         """
-        index = handle.num_computed_tokens // self.block_size
-        end = -(-(handle.num_computed_tokens + num_tokens) // self.block_size)
-        needs = []  # (group, whether its last block is to be copied)
+        start, size = handle.num_computed_tokens, self.block_size
+        index, end = start // size, -(-(start + num_tokens) // size)
+        needs = []  # (group, its pool and table, whether the block at `index` is to be copied)
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
-            copy = self._needs_copy(handle, group)
-            count = max(0, end - len(table.blocks)) + copy
-            if count > pool.num_available:
-                raise RuntimeError(f"no room for {num_tokens} tokens: `capacity` was not asked")
-            if count:
-                needs.append((group, copy))
+            copy = pool.needs_copy(table.blocks, index)
+            missing = end - len(table.blocks)
+            if missing > 0 or copy:
+                if max(0, missing) + copy > pool.num_available:
+                    raise RuntimeError(f"no room for {num_tokens} tokens: `capacity` was not asked")
+                needs.append((group, pool, table, copy))
         copies = []
-        for group, copy in needs:
-            pool, table = self.pools[group], handle.tables[group]
+        for group, pool, table, copy in needs:
             if copy:
                 source = table.blocks[index]
                 target = pool.take(private=handle.private or bool(pool.private[source]))
@@ -295,18 +304,9 @@ class BlockManager:
             for block in table.blocks[table.num_dropped :]:
                 pool.share(block)
 
-    def _needs_copy(self, handle: CacheHandle, group: int) -> bool:
-        """Whether the next token falls into a block that others hold or may match."""
-        if not handle.tables:
-            return False
-        blocks, index = handle.tables[group].blocks, handle.num_computed_tokens // self.block_size
-        return index < len(blocks) and not self.pools[group].is_writable(blocks[index])
-
-    def _commit(self, handle: CacheHandle, token_ids: abc.Sequence[int]) -> None:
-        """Offer the blocks that have become full to the prefix cache."""
-        full, first = handle.num_computed_tokens // self.block_size, handle.num_committed_blocks
-        if not self.enable_prefix_caching or handle.private or full <= first:
-            return
+    def _commit(self, handle: CacheHandle, token_ids: abc.Sequence[int], full: int) -> None:
+        """Offer the blocks that have become full, the first `full` ones, to the prefix cache."""
+        first = handle.num_committed_blocks
         handle.chain.extend(token_ids, full * self.block_size)
         for pool, table in zip(self.pools, handle.tables, strict=True):
             for i in range(first, full):
@@ -316,10 +316,8 @@ class BlockManager:
 
     def _drop_outside_window(self, handle: CacheHandle) -> None:
         """Release the blocks of window groups that no query still to come can see."""
-        for group, pool in enumerate(self.pools):
-            if pool.window is None:
-                continue
-            table = handle.tables[group]
+        for group in self._window_groups:
+            pool, table = self.pools[group], handle.tables[group]
             visible = first_visible_block(handle.num_computed_tokens, pool.window, self.block_size)
             first, visible = table.num_dropped, min(visible, len(table.blocks))
             if first >= visible:

@@ -11,7 +11,7 @@ from windlass.engine.api.request import RequestOutput
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.places import Places
-from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, StepResult
+from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 from windlass.engine.scheduling.requests import LiveRequests
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.speculation import Speculation
@@ -46,22 +46,26 @@ class ResultIntake:
         Results of sequences that have ended since (an abort, a deadline) are ignored. Raises RuntimeError if a result
         that was asked for is missing.
         """
-        by_id = {result.seq_id: result for result in results}
+        by_id, live = {result.seq_id: result for result in results}, self._requests.by_id
         outputs: list[RequestOutput] = []
         for item in output.sequences:
-            seq = self._requests.by_id.get(item.seq_id)
+            seq = live.get(item.seq_id)
             if seq is None:
                 continue
             if item.draft:
-                outputs.append(self._take_accepted(seq, item, _result(by_id, seq), now))
+                result = _result(by_id, seq)
+                self._speculation.observe(seq, len(item.draft), len(result.token_ids) - 1)
+                outputs.append(self._take_tokens(seq, result, now, start=item.start))
                 continue
             self._settle(seq, item.start + item.num_tokens)
             if item.prompt_logprobs is not None:
                 seq.add_prompt_logprobs(item.start, _result(by_id, seq).prompt_logprobs or ())
             if seq.request.sampling.max_tokens == 0 and seq.num_uncomputed_tokens == 0:
                 outputs += self._finish_scoring(seq, now)
+            elif seq.children:
+                outputs += self._fork(seq, seq.children, by_id, now)
             elif item.samples:
-                outputs += self._take_samples(seq, by_id, now)
+                outputs.append(self._take_tokens(seq, _result(by_id, seq), now))
         return outputs
 
     def end(self, seq: Sequence) -> None:
@@ -74,19 +78,19 @@ class ResultIntake:
         seq.num_seen_tokens = max(seq.num_seen_tokens, num_computed_tokens)
         self._blocks.settle(seq.cache, seq.token_ids, num_computed_tokens)
 
-    def _take_accepted(self, seq: Sequence, item: ScheduledSequence, result: StepResult, now: float) -> RequestOutput:
-        """Append what a proposal has come to. Keys past the accepted tokens are void: the next step overwrites them."""
-        self._speculation.observe(seq, len(item.draft), len(result.token_ids) - 1)
-        output = self._append(seq, result, now, start=item.start)
+    def _take_tokens(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
+        """`_append`, and what follows for the keys of a sequence that goes on."""
+        output = self._append(seq, result, now, start)
         if output.finish_reason is None:
             self._stages.start_over_if_outgrown(seq)
         return output
 
-    def _take_samples(self, seq: Sequence, results: dict[int, StepResult], now: float) -> list[RequestOutput]:
-        """Append the drawn tokens of `seq` and of the samples that fork from it here."""
-        children = [child for child in seq.children or () if child.status is SequenceStatus.FORKING]
-        if seq.children is not None:
-            seq.children = []
+    def _fork(
+        self, seq: Sequence, planned: list[Sequence], results: dict[int, StepResult], now: float
+    ) -> list[RequestOutput]:
+        """Append the first tokens of `seq` and of the samples that fork from it here, as they were planned."""
+        seq.children = []
+        children = [child for child in planned if child.status is SequenceStatus.FORKING]
         for child in children:  # all of them before `seq` may finish and free its blocks
             self._blocks.fork(seq.cache, child.cache)
             child.num_seen_tokens = seq.num_seen_tokens
@@ -109,7 +113,10 @@ class ResultIntake:
         return outputs
 
     def _append(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
-        """start: of a chunk with proposed tokens, whose keys become final with the tokens drawn, but for the last one's."""
+        """start: of a chunk with proposed tokens, whose keys become final with the tokens drawn, but for the last one's.
+
+        Keys past the accepted tokens are void: the next step overwrites them.
+        """
         if not result.token_ids:
             raise RuntimeError(f"the step drew no token for sequence {seq.seq_id}")
         num_accepted, reason, stop_id = seq.append_tokens(result.token_ids, self._max_model_len)
