@@ -19,7 +19,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class _Told(Generic[T, A]):
+class _Generated(Generic[T, A]):
     """What both streams say of the generation while it runs."""
 
     _reader: ChunkReader[T, A]
@@ -50,7 +50,7 @@ class _Told(Generic[T, A]):
         return self._reader.whole.rotary
 
 
-class Stream(_Told[T, A]):
+class Stream(_Generated[T, A]):
     """Chunks of a running generation, as they come. Iterate it once, best inside `with`.
 
     Leaving the `with` block, `close`, an error and the end all close the HTTP response, and a server stops generating
@@ -95,7 +95,7 @@ class Stream(_Told[T, A]):
         self._response.close()  # a generator that never started has no `finally`
 
 
-class AsyncStream(_Told[T, A]):
+class AsyncStream(_Generated[T, A]):
     """`Stream` for `async for` and `async with`."""
 
     def __init__(self, response: httpx.Response, reader: ChunkReader[T, A]) -> None:

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from windlass.clients.loadtest.results import RunResult
-from windlass.clients.loadtest.runner import Snapshot
+from windlass.clients.loadtest.runner import RunProgress
 from windlass.clients.loadtest.sweep import SweepResult
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class ProgressDisplay:
         self._phase = ""
         self._chunks = (time.monotonic(), 0)
 
-    def __call__(self, snapshot: Snapshot) -> None:
+    def __call__(self, snapshot: RunProgress) -> None:
         now = time.monotonic()
         if self._terminal:
             self._draw(snapshot, now)
@@ -59,7 +59,7 @@ class ProgressDisplay:
             self._progress.stop()
             self._progress = None
 
-    def _draw(self, snapshot: Snapshot, now: float) -> None:
+    def _draw(self, snapshot: RunProgress, now: float) -> None:
         if self._progress is None:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -86,7 +86,7 @@ class ProgressDisplay:
         self._progress.refresh()
 
 
-def _line(snapshot: Snapshot) -> str:
+def _line(snapshot: RunProgress) -> str:
     if snapshot.phase != "running":
         return f"{snapshot.phase} ..."
     total = "" if snapshot.total is None else f"/{snapshot.total}"

@@ -33,7 +33,7 @@ from windlass.clients.loadtest.vocabulary import find_vocabulary
 from windlass.clients.loadtest.workload import Conversation, PreparedRequest, Workload
 
 # LoadPlan too: who measures needs both, and docs/load-testing.md imports them from here.
-__all__ = ["LoadPlan", "Progress", "Snapshot", "measure", "prepare", "run_load", "sweep_load"]
+__all__ = ["LoadPlan", "Progress", "RunProgress", "measure", "prepare", "run_load", "sweep_load"]
 
 # Requests made before the run, so that making them disturbs nothing; further ones are made as they are needed.
 _PREPARED_REQUESTS = 4096
@@ -43,7 +43,7 @@ _STEP_SECONDS = 0.02  # preparing pauses for the event loop after so long
 
 
 @dataclass(slots=True)
-class Snapshot:
+class RunProgress:
     """How far a run is. phase: "preparing", "warm-up" or "running". total: conversations to come, None where unknown."""
 
     phase: str = "preparing"
@@ -57,7 +57,7 @@ class Snapshot:
     chunks: int = 0
 
 
-Progress = Callable[[Snapshot], None]
+Progress = Callable[[RunProgress], None]
 
 
 def measure(plan: LoadPlan, progress: Progress | None = None) -> RunResult:
@@ -146,7 +146,7 @@ class _Run:
     ) -> None:
         self._plan, self._control, self._server, self._workload = plan, control, server, workload
         self._progress, self._stop = progress, stop
-        self._snapshot = Snapshot(total=plan.count)
+        self._snapshot = RunProgress(total=plan.count)
         self._health = GeneratorHealth()
         self._pool = Pool(plan.target.base, plan.target.all_headers(), plan.target.tls())
         keep = plan.keep_text or workload.spec.turns > 1

@@ -390,10 +390,10 @@ def test_quiet_lines_where_there_is_no_terminal(capsys):
 
 def test_a_bar_on_a_terminal(capsys):
     from windlass.clients.loadtest.display import ProgressDisplay
-    from windlass.clients.loadtest.runner import Snapshot
+    from windlass.clients.loadtest.runner import RunProgress
 
     display = ProgressDisplay(terminal=True)
-    display(Snapshot(phase="running", total=10, ended=3, running=2, failed=1, chunks=50))
+    display(RunProgress(phase="running", total=10, ended=3, running=2, failed=1, chunks=50))
     display.stop()
     display.stop()
     assert "3/10 ended, 2 running, 1 failed" in capsys.readouterr().err
