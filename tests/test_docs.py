@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import json
 import os
 import re
@@ -279,6 +280,28 @@ def test_links_lead_to_files_and_headings(page):
         if anchor:
             headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in {slug(heading) for heading in headings}, target
+
+
+INSIDE = [ROOT / "docs" / name for name in ("architecture.md", "where.md")]
+FOLDERS = ("server", "engine", "kernels", "clients", "tests", "docs", "deploy", "benchmarks", "models")
+
+
+@pytest.mark.parametrize("page", INSIDE, ids=lambda page: page.name)
+def test_files_and_classes_that_a_page_names_are_there(page):
+    """A path from the top; a file's name alone stands for one that is somewhere."""
+    files = {path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*")}
+    files |= {path.relative_to(ROOT) for path in ROOT.iterdir() if path.is_file()}
+    known = {str(path) for path in files} | set(FOLDERS)
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    named = set(re.findall(r"`([\w./*-]+)`", text))
+    paths = {name for name in named if re.match(rf"({'|'.join(FOLDERS)})/", name)}
+    assert len(paths) > 25
+    assert {name for name in paths if not fnmatch.filter(known, name.rstrip("/"))} == set()
+    alone = {name for name in named - paths if re.search(r"\.(py|h|cpp|md|svg|toml|json|yml)$", name)}
+    assert alone - {path.name for path in files} == set()
+    code = "\n".join((ROOT / path).read_text(encoding="utf-8") for path in files if path.suffix == ".py")
+    classes = {name for name in named if re.fullmatch(r"([A-Z][a-z]+){2,}", name)}
+    assert {name for name in classes if not re.search(rf"^class {name}\b", code, re.MULTILINE)} == set()
 
 
 def commands_on(page: str) -> list[tuple[int, str]]:
