@@ -31,7 +31,7 @@ from windlass.server.generation.request_rotation import report_at, report_object
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
-from windlass.server.protocol.generation import StreamOptions
+from windlass.server.protocol.generation_request import StreamOptions
 from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
 from windlass.server.text.tokenizer import Tokenizer
 

@@ -131,7 +131,7 @@ def bench_engine(
         )
     finally:
         display.stop()
-    result["settings"] = to_flat(config) | result["settings"]
+    result["settings"] |= {name: value for name, value in to_flat(config).items() if name not in result["settings"]}
     if as_json:
         print(json.dumps(result))
         return

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from windlass.engine.api.request import ModelInfo, SamplingParams
 from windlass.server.errors import bad_request, context_length_exceeded
-from windlass.server.protocol.generation import GenerationRequest
+from windlass.server.protocol.generation_request import GenerationRequest
 
 GREEDY_BELOW = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite
 

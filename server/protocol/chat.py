@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.answers import PromptLogprobs, Rotary, Usage
 from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form
-from windlass.server.protocol.generation import GenerationRequest, only_empty, unsupported
+from windlass.server.protocol.generation_request import GenerationRequest, only_empty, unsupported
 
 MAX_MESSAGES = 16384
 

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.answers import PromptLogprobs, Rotary, Usage
 from windlass.server.protocol.base import StrictModel
-from windlass.server.protocol.generation import GenerationRequest, only_empty
+from windlass.server.protocol.generation_request import GenerationRequest, only_empty
 
 
 def _prompt(value: Any) -> Any:

@@ -25,7 +25,7 @@ from windlass.server.generation.sampling_params import (
     resolve_max_tokens,
     samples_per_prompt,
 )
-from windlass.server.protocol.generation import GenerationRequest
+from windlass.server.protocol.generation_request import GenerationRequest
 from windlass.server.text.service import Prompt
 
 

@@ -34,7 +34,7 @@ from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.hub import resolve_model
-from windlass.server.startup.memory import keep_startup_objects, return_large_pieces
+from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.text.tokenizer_file import find_tokenizer
 
 if TYPE_CHECKING:
