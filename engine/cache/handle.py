@@ -115,8 +115,7 @@ class CacheHandle:
     segments: runs of slots and the positions they start at. specs: what the cached keys stand under, one per rotary group.
     originals: per KV group the keys as computed; none before the first re-rotation. num_rerotations: of the keys held now
     or last. private: blocks taken from now on are never hashed, matched or saved. chain, num_committed_blocks: digests of
-    the full blocks, and how many of them were offered to the prefix cache. version: counts the events after which the
-    tables are others in more than their ends.
+    the full blocks, and how many of them were offered to the prefix cache.
     """
 
     __slots__ = (
@@ -130,7 +129,6 @@ class CacheHandle:
         "_segments",
         "_specs",
         "_tables",
-        "_version",
     )
 
     def __init__(
@@ -145,7 +143,6 @@ class CacheHandle:
         self._num_computed_tokens = 0
         self._num_committed_blocks = 0
         self._num_rerotations = 0
-        self._version = 0
         self._restarted = True
 
     # -- read by everybody -----------------------------------------------------------------------------------------
@@ -190,10 +187,6 @@ class CacheHandle:
     @property
     def num_rerotations(self) -> int:
         return self._num_rerotations
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     @property
     def segments(self) -> tuple[PositionSegment, ...]:
@@ -245,7 +238,7 @@ class CacheHandle:
     def set_committed(self, num_blocks: int) -> None:
         self._num_committed_blocks = num_blocks
 
-    def keep_originals(self) -> list[Originals]:
+    def begin_originals(self) -> list[Originals]:
         """Those of every KV group, empty at first."""
         if not self._originals:
             self._originals = [Originals() for _ in self._tables]
@@ -256,15 +249,13 @@ class CacheHandle:
         self._specs = specs
         self._private = True
         self._num_rerotations += 1
-        self._version += 1
 
     def release(self) -> None:
-        """Hold nothing any more. The lists are new ones: a plan made before may still refer to the old."""
+        """Hold nothing any more."""
         self._tables = []
         self._originals = []
         self._num_computed_tokens = 0
         self._num_committed_blocks = 0
-        self._version += 1
         self._restarted = True
 
     def copy(self, parent: CacheHandle) -> None:

@@ -39,7 +39,7 @@ def rerotate(
     """
     set_aside: list[KeyRerotation] = []
     rerotations: list[KeyRerotation] = []
-    all_originals = handle.keep_originals()
+    all_originals = handle.begin_originals()
     size, computed, old = blocks.block_size, handle.num_computed_tokens, handle.specs
     for group in _changing_groups(blocks, handle, specs):
         pool, table, originals = blocks.pools[group], handle.tables[group], all_originals[group]

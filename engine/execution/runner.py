@@ -14,7 +14,7 @@ from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import EngineError
 from windlass.engine.execution.batch import BatchBuilder
-from windlass.engine.execution.mover import KeyMover
+from windlass.engine.execution.key_rotator import KeyRotator
 from windlass.engine.execution.replay import DecodeReplay
 from windlass.engine.execution.sequences import LiveSequences
 from windlass.engine.model.decoder import Decoder
@@ -40,7 +40,7 @@ class Runner:
             self.sequences, tables, num_groups=groups, block_size=block_size, backend=decoder.backend
         )
         self.replay = DecodeReplay(decoder, cache)
-        self._mover = KeyMover(decoder.spec, cache, block_size, decoder.backend)
+        self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
         self.positions_computed = 0
 
     @torch.inference_mode()
@@ -76,7 +76,7 @@ class Runner:
         self.cache.copy_blocks(plan.copies)
         for rerotations in (plan.set_aside, plan.rerotations):
             for rerotation in rerotations:
-                self._mover.apply(rerotation)
+                self._rotator.apply(rerotation)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Forget every sequence and start from a snapshot; the cache is taken to hold what it names."""

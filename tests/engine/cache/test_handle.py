@@ -198,7 +198,7 @@ def test_a_handle_refuses_misuse() -> None:
 
 # -- only the cache writes ---------------------------------------------------------------------------------------------
 
-_WRITERS = {"hold", "set_computed", "set_committed", "keep_originals", "enter", "release", "copy"}
+_WRITERS = {"hold", "set_computed", "set_committed", "begin_originals", "enter", "release", "copy"}
 _MUTABLE = {"tables", "originals", "chain"}  # what is read from a handle and could be changed in place
 
 

@@ -19,7 +19,7 @@ from windlass.kernels import Backend
 _SLICE = 4096  # tokens re-rotated at once, which bounds the memory of their angles
 
 
-class KeyMover:
+class KeyRotator:
     """Re-rotations on the pages of one model."""
 
     def __init__(self, spec: ModelSpec, cache: KVStorage, block_size: int, backend: Backend) -> None:
