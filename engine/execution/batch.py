@@ -82,8 +82,9 @@ class BatchBuilder:
         if row_by_row and self.lasting:
             return self._fill(items)
         chunks = []
+        live_sequences = self._sequences.by_id
         for item in items:
-            live, start = self._sequences[item.seq_id], item.start
+            live, start = live_sequences[item.seq_id], item.start
             token_ids = [*live.token_ids[start : start + item.num_tokens - len(item.draft)], *item.draft]
             if row_by_row:
                 chunks += [(live, start + i, [token]) for i, token in enumerate(token_ids)]
@@ -127,9 +128,9 @@ class BatchBuilder:
 
     def _fill(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """A batch in which every token counts as a sequence of its own, in lasting memory."""
-        said, places = [], []
+        said, places, live_sequences = [], [], self._sequences.by_id
         for item in items:
-            live, start = self._sequences[item.seq_id], item.start
+            live, start = live_sequences[item.seq_id], item.start
             said.append((live.token_ids[start], start, live.first_position, live.rotary_id))
             places.append(live.row)
             for i, token in enumerate(item.draft, start=start + 1):

@@ -46,7 +46,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> list[StepResult]:
         """Carry out a plan and draw what it asks for. Raises MissedPlanError unless it follows the last one."""
-        self.follow(plan)
+        self._follow(plan)
         if not plan.sequences:
             return []
         hidden, logits = self._forward(plan)
@@ -62,12 +62,15 @@ class Runner:
     @torch.inference_mode()
     def compute(self, plan: SchedulerOutput) -> Tensor:
         """Carry out a plan without drawing: the normed hidden states [T, hidden] of its rows, until the next step."""
-        self.follow(plan)
+        self._follow(plan)
         return self._forward(plan)[0]
 
     @torch.inference_mode()
     def follow(self, plan: SchedulerOutput) -> None:
         """Take in what a plan changes, in its books and in the cache, and compute nothing."""
+        self._follow(plan)
+
+    def _follow(self, plan: SchedulerOutput) -> None:
         self.sequences.apply(plan)
         for seq_id in plan.removed:
             self.sampler.forget(seq_id)
@@ -97,11 +100,11 @@ class Runner:
         """logits: of every row, where they are known already."""
         rows: list[int] = []
         wanted: list[Draws] = []
-        end = 0
+        end, live = 0, self.sequences.by_id
         for item in plan.sequences:
             end += item.num_tokens
             if item.samples:
-                slots = tuple([self.sequences[seq_id].slot for seq_id in item.samples])
+                slots = tuple([live[seq_id].slot for seq_id in item.samples])
                 wanted.append(Draws(len(rows), slots, item.draft))
                 rows += range(end - 1 - len(item.draft), end)
         if not wanted:
@@ -130,7 +133,7 @@ class Runner:
 
     def _chunk_logprobs(self, item: ScheduledSequence, hidden: Tensor, k: int) -> tuple[TokenLogprobs, ...]:
         # Row i of the chunk predicts the token at index start + i + 1, if that is still the prompt's.
-        slot = self.sequences[item.seq_id].slot
+        slot = self.sequences.by_id[item.seq_id].slot
         targets = slot.token_ids[item.start + 1 : min(item.start + item.num_tokens + 1, slot.num_prompt_tokens)]
         found: list[TokenLogprobs] = []
         for begin in range(0, len(targets), _PROMPT_LOGPROB_ROWS):

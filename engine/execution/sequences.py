@@ -45,18 +45,15 @@ class LiveSequences:
     def __init__(self, num_groups: int, num_rows: int = 16) -> None:
         self._tables = np.full((num_groups, num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)  # [K, R, blocks]
         self._free = list(range(num_rows - 1, -1, -1))
-        self._live: dict[int, LiveSequence] = {}
+        self.by_id: dict[int, LiveSequence] = {}  # read by many, changed here alone
         self.step = 0
 
-    def __getitem__(self, seq_id: int) -> LiveSequence:
-        return self._live[seq_id]
-
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self.by_id)
 
     def __iter__(self) -> abc.Iterator[int]:
         """Their ids."""
-        return iter(self._live)
+        return iter(self.by_id)
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Take in what a plan says. Raises MissedPlanError, with nothing changed, unless it is the next one."""
@@ -71,17 +68,17 @@ class LiveSequences:
         for new in plan.new:
             self._add(new)
         for fork in plan.forks:
-            parent = self._live[fork.parent]
+            parent = self.by_id[fork.parent]
             token_ids = list(parent.token_ids)
             slot, kept = parent.slot, len(self._tables)
             child = SampleSlot(
                 fork.seq_id, fork.index, slot.sampling, slot.seed, slot.num_prompt_tokens, token_ids, slot.stop_ids
             )
-            self._live[fork.seq_id] = LiveSequence(
+            self.by_id[fork.seq_id] = LiveSequence(
                 child, token_ids, self._take_row(), -1, parent.first_position, [0] * kept, [0] * kept
             )
         for item in plan.sequences:
-            live = self._live[item.seq_id]
+            live = self.by_id[item.seq_id]
             if item.token_ids:
                 live.token_ids[item.num_known_tokens - len(item.token_ids) :] = item.token_ids
             if len(live.token_ids) != item.num_known_tokens:
@@ -96,7 +93,7 @@ class LiveSequences:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Forget everything and start from a snapshot."""
-        for seq_id in list(self._live):
+        for seq_id in list(self.by_id):
             self._remove(seq_id)
         self.step = snapshot.step
         for new in snapshot.sequences:
@@ -104,7 +101,7 @@ class LiveSequences:
 
     def table(self, seq_id: int, group: int) -> NDArray[np.int32]:
         """The physical block of each logical block of one KV group, -1 where a window dropped it; a view."""
-        live = self._live[seq_id]
+        live = self.by_id[seq_id]
         return self._tables[group, live.row, : live.num_blocks[group]]
 
     def tables(self, rows: list[int], max_blocks: int) -> NDArray[np.int32]:
@@ -120,19 +117,19 @@ class LiveSequences:
         return self._tables[:, rows, :max_blocks]
 
     def _add(self, new: NewSequence) -> None:
-        if new.seq_id in self._live:
+        if new.seq_id in self.by_id:
             raise MissedPlanError(
                 f"sequence {new.seq_id} is new and known at once: a snapshot of the scheduler heals it"
             )
         token_ids, groups = list(new.token_ids), len(self._tables)
         slot = SampleSlot(new.seq_id, new.index, new.sampling, new.seed, new.num_prompt_tokens, token_ids, new.stop_ids)
-        live = self._live[new.seq_id] = LiveSequence(
+        live = self.by_id[new.seq_id] = LiveSequence(
             slot, token_ids, self._take_row(), new.rotary_id, new.first_position, [0] * groups, [0] * groups
         )
         self._change(live, new.tables)
 
     def _remove(self, seq_id: int) -> None:
-        live = self._live.pop(seq_id, None)  # one that ended since a snapshot was taken is unknown here
+        live = self.by_id.pop(seq_id, None)  # one that ended since a snapshot was taken is unknown here
         if live is not None:
             self._free.append(live.row)
 

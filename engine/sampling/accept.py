@@ -9,8 +9,8 @@ token's own probability, as in rejection sampling (arXiv 2211.17192).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import overload
+from dataclasses import replace
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -46,8 +46,7 @@ class Extended(Sequence[int]):
         return self._token_ids[index] if index < known else self._more[index - known]
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
+class Draws(NamedTuple):
     """What is to be drawn from the rows of one sequence.
 
     row: that of the last known token, from which a token is drawn for each slot. draft: proposed tokens, whose rows follow;

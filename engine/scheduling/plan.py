@@ -10,6 +10,7 @@ or a limit may have ended them).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
 from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, TableChanges
@@ -46,8 +47,7 @@ class ForkedSequence:
     parent: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A chunk of one sequence: tokens `start .. start + num_tokens - 1`, the proposed ones of `draft` last.
 
     num_known_tokens: tokens of the sequence without proposed ones. token_ids: the last of these, as far as they have been
@@ -58,6 +58,7 @@ class ScheduledSequence:
     prompt_logprobs: set while prompt log-probabilities of this chunk's rows are wanted (see SamplingParams).
     draft: proposed tokens behind the last known one, which is all else this chunk holds then; a token is drawn from
     every row.
+    A tuple, because every step makes one for each of its sequences.
     """
 
     seq_id: int

@@ -24,9 +24,10 @@ from windlass.engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class PlannedChunk:
-    """`num_tokens` tokens of `seq` from its computed length on, those of `draft` last. The rest as in `ScheduledSequence`."""
+    """Tokens start .. start + num_tokens - 1 of `seq`, those of `draft` last. The rest as in `ScheduledSequence`."""
 
     seq: Sequence
+    start: int
     num_tokens: int
     samples: abc.Sequence[Sequence] = ()
     prompt_logprobs: int | None = None
@@ -84,9 +85,10 @@ class PlanWriter:
                 self._tell_row(seq, told, rows)
                 new.append(_describe(seq, seq.cache.take_changes(whole=True)))
             else:
-                if told.num_tokens < seq.num_tokens:
+                known = len(seq.token_ids)
+                if told.num_tokens < known:
                     token_ids = tuple(seq.token_ids[told.num_tokens :])
-                    told.num_tokens = seq.num_tokens
+                    told.num_tokens = known
                 if told.rotary_id != seq.rotary_id or told.specs is not seq.stage.specs:
                     self._tell_row(seq, told, rows)
                     rotary_id = seq.rotary_id
@@ -101,7 +103,7 @@ class PlanWriter:
             sequences.append(
                 ScheduledSequence(
                     seq.seq_id,
-                    seq.cache.num_computed_tokens,
+                    chunk.start,
                     chunk.num_tokens,
                     told.num_tokens,
                     token_ids,

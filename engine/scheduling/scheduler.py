@@ -184,7 +184,7 @@ class Scheduler:
             # Those chosen have given up their places to better-ranked ones that were not: choose among the rest.
         self._speculation.extend(step)
         # Rows of one token side by side, which is what attention kernels like; otherwise by rank.
-        step.chunks.sort(key=lambda chunk: (chunk.seq.num_uncomputed_tokens > 1, bool(chunk.draft)))
+        step.chunks.sort(key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, bool(chunk.draft)))
         if step.chunks:
             self.counters.num_steps += 1
         return self._writer.write(step)
@@ -232,7 +232,8 @@ class Scheduler:
         return plan
 
     def _plan_chunk(self, seq: Sequence, num_tokens: int, now: float) -> PlannedChunk:
-        end = seq.cache.num_computed_tokens + num_tokens
+        start = seq.cache.num_computed_tokens
+        end = start + num_tokens
         seq.last_step = self.counters.num_steps
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = now
@@ -241,6 +242,7 @@ class Scheduler:
         wants_logprobs = seq.wants_prompt_logprobs and end >= len(seq.prompt_logprobs or ())
         return PlannedChunk(
             seq,
+            start,
             num_tokens,
             samples=self._samples(seq) if end == seq.num_tokens else (),
             prompt_logprobs=seq.request.sampling.prompt_logprobs if wants_logprobs else None,

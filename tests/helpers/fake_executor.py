@@ -197,7 +197,7 @@ class FakeExecutor:
 
     def compare(self, sequences: LiveSequences, seq: sequence.Sequence) -> None:
         """Everything an executing side knows of a sequence is what the scheduler knows."""
-        live = sequences[seq.seq_id]
+        live = sequences.by_id[seq.seq_id]
         assert live.token_ids == seq.token_ids and live.slot.token_ids is live.token_ids
         assert (live.rotary_id, live.first_position) == (seq.rotary_id, seq.cache.position_of(0))
         held = [(table.blocks, table.num_dropped) for table in seq.cache.tables] or [([], 0)] * len(self.store)
@@ -224,7 +224,7 @@ class FakeExecutor:
 
     def keys_with_draft(self, request: EngineRequest, item: ScheduledSequence) -> list[int]:
         """The right key of every token of a scheduled sequence and of those proposed behind it."""
-        token_ids = self.sequences[item.seq_id].token_ids
+        token_ids = self.sequences.by_id[item.seq_id].token_ids
         keys = self.keys(request, item.seq_id, token_ids)
         if not item.draft:
             return keys
@@ -236,7 +236,7 @@ class FakeExecutor:
     def verify(self, item: ScheduledSequence) -> StepResult:
         """Draw from the stored key of every row, as long as the draws come to what was proposed."""
         (seq_id,) = item.samples
-        slot, table = self.sequences[seq_id].slot, self.sequences.table(item.seq_id, 0).tolist()
+        slot, table = self.sequences.by_id[seq_id].slot, self.sequences.table(item.seq_id, 0).tolist()
         size, drawn = self.scheduler.blocks.block_size, []
         for count in range(len(item.draft) + 1):
             at = item.start + count
@@ -311,7 +311,7 @@ class FakeExecutor:
             seq = live[item.seq_id]
             rotation = self.rotations[seq.request.request_id]
             end = item.start + item.num_tokens
-            mine = self.sequences[item.seq_id]
+            mine = self.sequences.by_id[item.seq_id]
             known, num_prompt = len(mine.token_ids), mine.slot.num_prompt_tokens
             specs = rotation.specs_of(end - 1, num_prompt, known + len(item.draft))
             assert specs == rotation.specs_of(item.start, num_prompt, known), "mixed stages"
@@ -345,7 +345,7 @@ class FakeExecutor:
             end = item.start + item.num_tokens
             right = self.keys_with_draft(seq.request, item)
             rotation = self.rotations[seq.request.request_id]
-            mine = self.sequences[item.seq_id]
+            mine = self.sequences.by_id[item.seq_id]
             token_ids, num_prompt = mine.token_ids, mine.slot.num_prompt_tokens
             specs = rotation.specs_of(end - 1, num_prompt, len(token_ids))
             for group, pool in enumerate(pools):
@@ -371,7 +371,7 @@ class FakeExecutor:
                 )
                 if not item.samples:
                     results.append(StepResult(item.seq_id, prompt_logprobs=prompt_logprobs))
-            for slot in (self.sequences[seq_id].slot for seq_id in item.samples):
+            for slot in (self.sequences.by_id[seq_id].slot for seq_id in item.samples):
                 if slot.seq_id != item.seq_id:
                     self.seen[slot.seq_id] = end
                 token = draw(row, slot, len(slot.token_ids) - slot.num_prompt_tokens)

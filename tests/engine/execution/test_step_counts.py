@@ -53,7 +53,7 @@ def count(core: EngineCore) -> tuple[int, int]:
         for table in seq.cache.tables:
             table.blocks = CountedReads(table.blocks)
         seq.token_ids = CountedReads(seq.token_ids)
-        live = core.runner.sequences[seq.seq_id]
+        live = core.runner.sequences.by_id[seq.seq_id]
         live.token_ids = CountedReads(live.token_ids)
         live.slot = replace(live.slot, token_ids=live.token_ids)
     lines = 0
@@ -147,11 +147,11 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
                     table.replace(cache.num_computed_tokens // size, block())
                 while len(table.blocks) < last + 1 + 2 * (rng.random() < 0.1):
                     table.append(block())
-            plan.chunks.append(PlannedChunk(seq, tokens))
+            plan.chunks.append(PlannedChunk(seq, cache.num_computed_tokens, tokens))
         sequences.apply(writer.write(plan))
         tables = [chunk.seq.cache.block_tables for chunk in plan.chunks]
         width = max(len(blocks) for group in tables for blocks in group)
-        found = sequences.tables([sequences[chunk.seq.seq_id].row for chunk in plan.chunks], width)
+        found = sequences.tables([sequences.by_id[chunk.seq.seq_id].row for chunk in plan.chunks], width)
         assert found.shape == (groups, len(plan.chunks), width), step
         for b, chunk in enumerate(plan.chunks):
             cache = chunk.seq.cache

@@ -50,7 +50,7 @@ def decode_sizes(context: int, **options: Any) -> list[int]:
         sizes.append(len(encoded))
         results = []
         for item in plan.sequences:
-            live = sequences[item.seq_id]
+            live = sequences.by_id[item.seq_id]
             # What goes on as the prompt did is drawn, so half of the proposals are accepted.
             drawn = [(7 * (item.num_known_tokens + i) + item.seq_id) % 5 for i in range(1 + len(item.draft) // 2)]
             assert live.slot.seq_id == item.seq_id
@@ -80,7 +80,7 @@ def test_a_plan_that_is_missing_is_noticed_and_a_snapshot_heals() -> None:
     for wrong in (plans[2], plans[0]):
         with pytest.raises(MissedPlanError, match=f"plan {wrong.step} came after plan 1: .* snapshot"):
             sequences.apply(wrong)
-        assert sequences.step == 1 and len(sequences[0].token_ids) == 10
+        assert sequences.step == 1 and len(sequences.by_id[0].token_ids) == 10
     snapshot = scheduler.snapshot()
     assert snapshot.step == 4
     sequences.restore(snapshot)
@@ -195,5 +195,5 @@ def test_a_rank_takes_a_snapshot_and_goes_on(tmp_path: Path) -> None:
     snapshot: Snapshot = pickle.loads(pickle.dumps(core.scheduler.snapshot()))
     assert snapshot.step == core.runner.sequences.step
     rank.restore(snapshot)
-    assert rank.sequences[0].token_ids == core.runner.sequences[0].token_ids
+    assert rank.sequences.by_id[0].token_ids == core.runner.sequences.by_id[0].token_ids
     assert rank.sampler.num_tracked == 0 < core.runner.sampler.num_tracked

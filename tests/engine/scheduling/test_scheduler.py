@@ -419,7 +419,7 @@ def test_samples_ride_on_one_prefill_and_share_its_blocks() -> None:
     add(executor, request)
     plan, outputs = step(scheduler, executor)
     assert rows(plan) == [(0, 10)] and len(plan.sequences[0].samples) == 3
-    slots = [executor.sequences[seq_id].slot for seq_id in plan.sequences[0].samples]
+    slots = [executor.sequences.by_id[seq_id].slot for seq_id in plan.sequences[0].samples]
     assert [(s.index, s.seed) for s in slots] == [(0, 0), (1, 0), (2, 0)]
     assert [o.index for o in outputs] == [0, 1, 2]
     assert scheduler.blocks.num_used_blocks == 3
