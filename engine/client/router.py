@@ -118,11 +118,12 @@ class RequestRouter:
             while (output := await stream.get()) is not None:
                 yield output
         finally:
+            # One that is not among the streams any more went with its engine: nobody would confirm its abort.
             if self._streams.get(request_id) is stream:
                 del self._streams[request_id]
-            if not stream.finished or stream.cut_short:
-                self._aborting[request_id] = asyncio.get_running_loop().create_future()
-                self._send(Abort(request_id))
+                if not stream.finished or stream.cut_short:
+                    self._aborting[request_id] = asyncio.get_running_loop().create_future()
+                    self._send(Abort(request_id))
 
     def end_sample(self, request_id: str, index: int) -> None:
         """See `EngineClient.end_sample`."""

@@ -363,3 +363,19 @@ async def test_one_sample_of_a_request_is_ended():
         # What the engine had still sent of them reaches no other request of that id.
         assert await tokens(client, request("a", max_tokens=4)) == [100, 101, 102, 103]
         assert (await client.stats()).num_running == 0
+
+
+async def test_an_engine_that_dies_after_a_sample_was_ended_owes_nothing():
+    async with running(hang_seconds=0.5) as client:
+        stream = client.generate(request("a", max_tokens=100_000, n=2))
+        await anext(stream)
+        client.end_sample("a", 0)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            while True:
+                await anext(stream)
+        assert client._router.in_flight == 0
+        await client.wait_ready()
+        await asyncio.sleep(1.0)  # an idle engine is silent, and nobody takes it for hung
+        assert client.restarts == 1 and client.state == "ready"
+        assert await tokens(client, request("a", max_tokens=3)) == [100, 101, 102]
