@@ -18,7 +18,8 @@ from collections import OrderedDict, abc, deque
 from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import BlockTable, CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout
-from windlass.engine.cache.prefix import first_visible_block, longest_hit
+from windlass.engine.cache.prefix import HashChain, first_visible_block, longest_hit
+from windlass.engine.rotary.scaling import RotarySpec
 
 
 class BlockPool:
@@ -297,6 +298,13 @@ class BlockManager:
                 for i in range(len(blocks) - 1, table.num_dropped - 1, -1):
                     pool.release(blocks[i])
         handle.release()
+
+    def start_over(
+        self, handle: CacheHandle, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool
+    ) -> None:
+        """Release everything that is held; the handle stands for keys under other specs now, of which none is computed."""
+        self.free(handle)
+        handle.start_over(chain, specs, private=private)
 
     def _share(self, tables: abc.Iterable[BlockTable]) -> None:
         """Count one more holder of every block in the tables."""

@@ -62,7 +62,6 @@ class StageChanges:
         stage = seq.outgrown()
         if stage is None:
             return
-        self._blocks.free(seq.cache)
         self._start_over(seq, stage)
         seq.recompute_reason = "rope_update"
         if seq.status is SequenceStatus.RUNNING:
@@ -79,7 +78,8 @@ class StageChanges:
 
     def _start_over(self, seq: Sequence, stage: RotaryStage) -> None:
         seq.stage = stage
-        seq.cache.start_over(self._new_chain(seq.request, stage), stage.specs, private=stage.single_length)
+        chain = self._new_chain(seq.request, stage)
+        self._blocks.start_over(seq.cache, chain, stage.specs, private=stage.single_length)
 
     def _swap_row(self, seq: Sequence) -> None:
         """Exchange the rotary row of a running sequence for that of its present stage."""

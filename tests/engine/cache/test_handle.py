@@ -83,9 +83,10 @@ class HandleMachine(RuleBasedStateMachine):
         if (i := self.pick(data, holds=True)) is None:
             return
         handle, self.planned[i] = self.handles[i], 0
-        self.blocks.free(handle)
         if handle.num_rerotations:
-            handle.start_over(HashChain(b"root", self.blocks.block_size), _STAGES[0], private=False)
+            self.blocks.start_over(handle, HashChain(b"root", self.blocks.block_size), _STAGES[0], private=False)
+        else:
+            self.blocks.free(handle)
         if again:
             self.blocks.attach(handle, 0)
 
@@ -198,7 +199,7 @@ def test_a_handle_refuses_misuse() -> None:
 
 # -- only the cache writes ---------------------------------------------------------------------------------------------
 
-_WRITERS = {"hold", "set_computed", "set_committed", "begin_originals", "enter", "release", "copy"}
+_WRITERS = {"hold", "set_computed", "set_committed", "begin_originals", "enter", "release", "copy", "start_over"}
 _MUTABLE = {"tables", "originals", "chain"}  # what is read from a handle and could be changed in place
 
 
