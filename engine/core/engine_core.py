@@ -97,10 +97,12 @@ class EngineCore:
     def abort(self, request_id: str) -> None:
         """Drop a request with all its samples and free what it holds at once; unknown ids are ignored."""
         self.scheduler.abort(request_id)
+        self._forget_the_last()
 
     def end_sample(self, request_id: str, index: int) -> None:
         """End one sample, without an output, and free what it holds at once; the others go on. Unknown ones are ignored."""
         self.scheduler.end_sample(request_id, index)
+        self._forget_the_last()
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -116,13 +118,17 @@ class EngineCore:
             if result.error is not None:
                 outputs += self.scheduler.fail_sequence(result.seq_id, result.error)
         outputs += self.scheduler.update(plan, results)
-        if not self.scheduler.has_work():
-            self.runner.follow(self.scheduler.schedule())  # so that nothing is kept of the last that ended
+        self._forget_the_last()
         return outputs
 
     def stats(self) -> EngineStats:
         """A snapshot; the `*_seconds` samples are handed out once."""
         return replace(self.scheduler.stats(), rotary_specs_live=self.runner.tables.num_live)
+
+    def _forget_the_last(self) -> None:
+        """Without work no step comes that tells the runner who has ended: tell it now, so that it keeps nothing of them."""
+        if len(self.runner.sequences) > 0 and not self.scheduler.has_work():
+            self.runner.follow(self.scheduler.schedule())
 
 
 def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:

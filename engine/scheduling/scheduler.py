@@ -179,7 +179,7 @@ class Scheduler:
         step = PlannedStep()
         for _ in range(self.config.max_num_seqs + 1):
             self._plan_chunks(step)
-            if step.chunks:
+            if step.chunks or not self.has_work():
                 break
             # Those chosen have given up their places to better-ranked ones that were not: choose among the rest.
         self._speculation.extend(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,27 @@ def test_nothing_grows_with_the_number_of_requests(model: Path) -> None:
     held = (requests._deadlines, requests._samples, requests._sequences, places.waiting, places.running)
     assert max(map(len, held)) < 100
     assert core.runner.sampler.num_tracked <= 1 and core.runner.tables.num_live == 0
+
+
+@pytest.mark.parametrize("how", ["finished", "abort", "end_sample", "deadline"])
+def test_an_idle_engine_remembers_no_request(model: Path, how: str) -> None:
+    core = make_core(model)
+    core.add(greedy("a", range(3, 40), 3, n=2, deadline=time.monotonic() + 3600, repetition_penalty=1.1))
+    core.step()
+    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == 2
+    if how == "abort":
+        core.abort("a")
+    elif how == "end_sample":
+        core.end_sample("a", 1)
+        core.end_sample("a", 0)
+    elif how == "deadline":
+        core.scheduler.expire(math.inf)
+        core.step()
+    else:
+        drain(core)
+    assert not core.has_work()
+    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == 0
+    assert len(run(core, [greedy("b", range(3, 40), 3)])["b", 0].token_ids) == 3
 
 
 def test_an_early_deadline_survives_among_many_ended_requests(model: Path) -> None:
