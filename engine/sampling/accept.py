@@ -63,6 +63,9 @@ def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[Draws]) -> li
 
     logits: [R, V].
     """
+    if not any(item.draft for item in wanted):
+        slots = [(item.row, slot) for item in wanted for slot in item.slots]
+        return [_result(slot, (one,)) for (_, slot), one in zip(slots, sampler.sample(logits, slots), strict=True)]
     slots = []
     for item in wanted:
         slots += [(item.row, slot) for slot in item.slots]
@@ -116,10 +119,6 @@ def _accepted(item: Draws, found: Sequence[Drawn]) -> list[Drawn]:
 
 def _result(slot: SampleSlot, drawn: Sequence[Drawn]) -> StepResult:
     error = drawn[0].error
-    logprobs = [one.logprobs for one in drawn if one.logprobs is not None]
-    return StepResult(
-        slot.seq_id,
-        token_ids=() if error else tuple(one.token_id for one in drawn),
-        logprobs=tuple(logprobs) or None,
-        error=error,
-    )
+    logprobs = tuple([one.logprobs for one in drawn if one.logprobs is not None]) or None
+    token_ids = () if error else tuple([one.token_id for one in drawn])
+    return StepResult(slot.seq_id, token_ids, logprobs, None, error)

@@ -60,7 +60,6 @@ class Sampler:
         """Drop what is kept for a sequence; unknown ids are ignored."""
         self._prepared.forget(seq_id)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]]) -> list[Drawn]:
         """Draw one token per slot.
 

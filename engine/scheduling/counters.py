@@ -32,6 +32,8 @@ class SchedulerCounters:
     def count_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Book the next `num_tokens` tokens of `seq` as planned."""
         start = seq.cache.num_computed_tokens
+        if start == seq.num_seen_tokens and start >= seq.num_prompt_tokens and start >= seq.full_hit_end:
+            return  # a stream's next token, seen for the first time
         end = start + num_tokens
         seen = min(max(start, seq.num_seen_tokens), end)
         self.recomputed_tokens[seq.recompute_reason] += seen - start
