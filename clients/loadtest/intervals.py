@@ -223,11 +223,13 @@ def wilson(hits: int, total: int, confidence: float) -> Interval:
 def student_quantile(confidence: float, freedom: float) -> float:
     """Two-sided quantile of Student's t, for 1 degree of freedom or more.
 
-    The probability within t is the regularized incomplete beta function (Abramowitz and Stegun, 26.7.1), which rises with t.
+    The probability beyond t is the regularized incomplete beta function (Abramowitz and Stegun, 26.7.1). In logarithms it
+    falls nearly evenly, so that a secant finds the root however far out it lies.
     """
+    share = 1 - confidence
 
-    def beyond(t: mpmath.mpf) -> mpmath.mpf:
-        within = mpmath.betainc(0.5, freedom / 2, 0, t**2 / (freedom + t**2), regularized=True)
-        return within - confidence
+    def surplus(log_t: mpmath.mpf) -> mpmath.mpf:
+        x = freedom / (freedom + mpmath.exp(2 * log_t))
+        return mpmath.log(mpmath.betainc(freedom / 2, 0.5, 0, x, regularized=True) / share)
 
-    return float(mpmath.findroot(beyond, NormalDist().inv_cdf((1 + confidence) / 2)))
+    return float(mpmath.exp(mpmath.findroot(surplus, math.log(-NormalDist().inv_cdf(share / 2)))))

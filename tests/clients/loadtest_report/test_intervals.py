@@ -145,6 +145,17 @@ def test_student_s_t_is_the_printed_one(confidence, freedom, printed):
     assert student_quantile(confidence, freedom) == pytest.approx(printed, abs=5e-4)
 
 
+@pytest.mark.parametrize("beyond", [0.5, 0.05, 1e-3, 1e-6, 1e-9, 1e-12])
+def test_student_s_t_far_out(beyond):
+    """Of one and two degrees of freedom there are closed forms."""
+    beyond = 1 - (1 - beyond)  # as far as a float holds the confidence
+    assert student_quantile(1 - beyond, 1) == pytest.approx(1 / math.tan(math.pi * beyond / 2), rel=1e-9)
+    assert student_quantile(1 - beyond, 2) == pytest.approx(
+        (1 - beyond) / math.sqrt(beyond * (2 - beyond) / 2), rel=1e-9
+    )
+    assert student_quantile(1 - beyond, 1) > student_quantile(1 - beyond, 1.5) > student_quantile(1 - beyond, 2)
+
+
 def test_rates_are_compared_by_welch():
     first, second = [10.0, 12.0, 9.0, 11.0, 13.0, 10.5], [14.0, 15.5, 13.0, 16.0, 12.5, 15.0]
     found = compare_means(first, second, 0.95)
