@@ -1,7 +1,7 @@
-"""A client for Windlass servers, synchronous and asynchronous. It needs httpx and nothing else of Windlass.
+"""A client for Windlass servers, synchronous and asynchronous. It needs httpx, and nothing else of Windlass.
 
 The names are imported on first use: the command lines lie below this package, and they must not wait for an HTTP client
-when they start.
+when they start. Prometheus' client is imported by `Metrics.parse` alone.
 """
 
 from __future__ import annotations
