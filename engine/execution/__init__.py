@@ -1,1 +1,1 @@
-"""Carries out a planned step: the batch, the decoder's run and its repetition, moves of cached keys."""
+"""Carries out a planned step: the batch, the decoder's run and its repetition, re-rotation of cached keys."""

@@ -98,12 +98,12 @@ def rerotate_cached_keys(
         if values:
             flat.index_copy_(0, targets, flat[sources])
         return
-    moved = int8_layout.take_keys(pages.key, sources)
+    codes = int8_layout.take_keys(pages.key, sources)
     scales = int8_layout.take_scales(pages.key_scale, sources)
     if cos.shape[-1]:
-        _store_keys(pages, targets, rotate_half_split(moved.float() * scales[..., None], cos, sin))
+        _store_keys(pages, targets, rotate_half_split(codes.float() * scales[..., None], cos, sin))
     else:
-        int8_layout.put_keys(pages.key, targets, moved)
+        int8_layout.put_keys(pages.key, targets, codes)
         int8_layout.put_scales(pages.key_scale, targets, scales)
     if values:
         int8_layout.put_values(pages.value, targets, int8_layout.take_values(pages.value, sources))

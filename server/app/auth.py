@@ -47,7 +47,6 @@ class AuthMiddleware:
             return False
         scheme, _, key = given[0].partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
-        matches = [
-            hmac.compare_digest(digest, known) for known in self._digests
-        ]  # all are compared, so that the time tells nothing
+        # All are compared, so that the time tells nothing.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == b"bearer" and any(matches)

@@ -128,7 +128,7 @@ def test_positions_stay_whole_past_what_float32_counts(dtype: str, llama: Path) 
 
 
 def test_cached_keys_carry_no_attention_factor(llama: Path) -> None:
-    """Keys multiplied by it cannot be turned, nor shared with a scaling that differs in it alone."""
+    """Keys multiplied by it cannot be re-rotated, nor shared with a scaling that differs in it alone."""
     fields = {"rope_type": "yarn", "factor": 4.0}
     tokens = prompt(30)
     unit, large = (

@@ -1,4 +1,4 @@
-"""Angles, and moves of cached keys, against float64 formulas and the plain form; how the pages are written."""
+"""Angles, and re-rotation of cached keys, against float64 formulas and the plain form; how the pages are written."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_angles_refuse_wrong_operands() -> None:
         cpu.rotary_angles(inv_freq, index, index[:2])
 
 
-# -- moves ---------------------------------------------------------------------------------------------------------
+# -- re-rotation ---------------------------------------------------------------------------------------------------
 
 
 def pages_of(kv_heads: int, dim: int, value_dim: int, type_: torch.dtype, blocks: int = 5, size: int = 8) -> KVPages:
@@ -99,7 +99,7 @@ def copy_of(pages: KVPages) -> KVPages:
     return KVPages(pages.key.clone(), pages.value.clone())
 
 
-def move(form: Library, pages: KVPages, sources, targets, cos, sin) -> None:  # type: ignore[no-untyped-def]
+def rerotate(form: Library, pages: KVPages, sources, targets, cos, sin) -> None:  # type: ignore[no-untyped-def]
     cpu.rerotate_cached_keys(pages.key, pages.value, sources, targets, cos, sin, library=form)
 
 
@@ -113,13 +113,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     kv_heads=st.integers(1, 5),
     dims=st.sampled_from([(64, 64), (17, 3), (128, 96), (6, 6), (1, 1), (80, 5)]),
     half=st.integers(0, 64),
-    moved=st.integers(0, 20),
+    elsewhere=st.integers(0, 20),
     in_place=st.integers(0, 8),
     type_=st.sampled_from(TYPES),
 )
 @pytest.mark.parametrize("name", FORMS)
-def test_moves(name, seed, kv_heads, dims, half, moved, in_place, type_):  # type: ignore[no-untyped-def]
-    """Every slot afterwards: the turned ones in float64, their values, and all others bit for bit as they were."""
+def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place, type_):  # type: ignore[no-untyped-def]
+    """Every slot afterwards: the re-rotated ones in float64, their values, and all others bit for bit as they were."""
     form = kernels(name)
     torch.manual_seed(seed)
     dim, value_dim = dims
@@ -127,13 +127,13 @@ def test_moves(name, seed, kv_heads, dims, half, moved, in_place, type_):  # typ
     pages = pages_of(kv_heads, dim, value_dim, type_, blocks=6)
     before = copy_of(pages)
     slots = torch.randperm(48)
-    sources, targets = slots[:moved], slots[20 : 20 + moved]
+    sources, targets = slots[:elsewhere], slots[20 : 20 + elsewhere]
     sources, targets = (torch.cat((part, slots[40 : 40 + in_place])) for part in (sources, targets))
     order = torch.randperm(len(sources))
     sources, targets = sources[order], targets[order]
     angle = torch.randn(len(sources), half + 3, dtype=torch.float64)[:, :half] * 100
     cos, sin = angle.cos().float(), angle.sin().float()
-    move(form, pages, sources, targets, cos, sin)
+    rerotate(form, pages, sources, targets, cos, sin)
 
     old, new = before.key.view(48, kv_heads, dim), pages.key.view(48, kv_heads, dim)
     first, second = old[sources][..., :half].double(), old[sources][..., half : 2 * half].double()
@@ -165,7 +165,7 @@ def test_a_move_without_pairs_is_a_copy_of_any_bits(form: Library, type_: torch.
         bits(pages.key).mul_(2**16).add_(0x7F80_0001)
     before = copy_of(pages)
     sources, targets, none = torch.arange(16), torch.arange(24, 40), torch.empty(16, 0)
-    move(form, pages, sources, targets, none, none)
+    rerotate(form, pages, sources, targets, none, none)
     for got, want in ((pages.key, before.key), (pages.value, before.value)):
         got, want = bits(got.flatten(0, 1)), bits(want.flatten(0, 1))
         assert torch.equal(got[24:40], want[:16])
@@ -178,20 +178,20 @@ def test_poison_stays_in_its_own_slot(form: Library) -> None:
     flat[::2] = torch.nan
     sources, targets = torch.tensor([1, 3, 5]), torch.tensor([0, 3, 8])
     angle = torch.rand(3, 9)
-    move(form, pages, sources, targets, angle.cos(), angle.sin())
+    rerotate(form, pages, sources, targets, angle.cos(), angle.sin())
     assert torch.isfinite(flat[targets]).all()
     assert flat[2].isnan().all()
     assert flat[10].isnan().all()
 
 
-def test_many_moves_over_threads(form: Library) -> None:
+def test_many_rerotations_over_threads(form: Library) -> None:
     pages = pages_of(4, 64, 64, torch.bfloat16, blocks=200)
     plain = copy_of(pages)
     sources, targets = torch.randperm(800), 800 + torch.randperm(800)
     angle = torch.rand(800, 32) * 6
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    move(form, pages, sources, targets, angle.cos(), angle.sin())
+    rerotate(form, pages, sources, targets, angle.cos(), angle.sin())
     torch.set_num_threads(before)
     reference.rerotate_cached_keys(plain, sources, targets, angle.cos(), angle.sin())
     torch.testing.assert_close(pages.key, plain.key, rtol=2**-7, atol=1e-6)
@@ -199,12 +199,12 @@ def test_many_moves_over_threads(form: Library) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [(40, 0), (0, 40), (-1, 0), (0, -1)])
-def test_a_slot_outside_the_pages_moves_nothing(form: Library, source: int, target: int) -> None:
+def test_a_slot_outside_the_pages_changes_nothing(form: Library, source: int, target: int) -> None:
     pages = pages_of(2, 16, 16, torch.float32)
     before = copy_of(pages)
     half = torch.ones(2, 8)
     with pytest.raises(IndexError, match="outside"):
-        move(form, pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
+        rerotate(form, pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
     assert torch.equal(pages.key, before.key)
     assert torch.equal(pages.value, before.value)
 

@@ -1,4 +1,4 @@
-"""int8 pages: what a head is rounded to, how it is turned, and what attention reads of it."""
+"""int8 pages: what a head is rounded to, how it is rotated, and what attention reads of it."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_append(name, seed, tokens, heads, dims, half, dtype, size):  # type: ig
     expected_q = q.clone()
     reference.rotate_and_append(expected_q, k, v, angle.cos().float(), angle.sin().float(), q_scale, plain, slots)
     torch.testing.assert_close(turned, expected_q, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5 * size)
-    # Nothing turns values, so theirs are the very codes of the plain form.
+    # Nothing rotates values, so theirs are the very codes of the plain form.
     assert torch.equal(pages.value, plain.value)
     assert torch.equal(pages.value_scale, plain.value_scale)
     others = torch.ones(48, dtype=torch.bool)
@@ -173,12 +173,12 @@ def test_adversarial_heads(name: str) -> None:
     kv_heads=st.integers(1, 4),
     dims=st.sampled_from([(64, 64), (17, 3), (80, 5), (2, 2), (6, 40)]),
     half=st.integers(0, 40),
-    moved=st.integers(0, 20),
+    elsewhere=st.integers(0, 20),
     in_place=st.integers(0, 8),
 )
 @pytest.mark.parametrize("name", [*FORMS, "plain torch"])
-def test_moves(name, seed, kv_heads, dims, half, moved, in_place):  # type: ignore[no-untyped-def]
-    """Turned keys are rounded once; values, keys without pairs and all other slots keep their bits."""
+def test_rerotations(name, seed, kv_heads, dims, half, elsewhere, in_place):  # type: ignore[no-untyped-def]
+    """Re-rotated keys are rounded once; values, keys without pairs and all other slots keep their bits."""
     form = None if name == "plain torch" else kernels(name)
     torch.manual_seed(seed)
     dim, value_dim = dims
@@ -186,7 +186,7 @@ def test_moves(name, seed, kv_heads, dims, half, moved, in_place):  # type: igno
     pages = int8_pages(kv_heads, dim, value_dim)
     before = copy_of(pages)
     order = torch.randperm(48)
-    sources, targets = order[:moved], order[20 : 20 + moved]
+    sources, targets = order[:elsewhere], order[20 : 20 + elsewhere]
     sources, targets = (torch.cat((part, order[40 : 40 + in_place])) for part in (sources, targets))
     angle = torch.randn(len(sources), half, dtype=torch.float64) * 100
     cos, sin = angle.cos().float(), angle.sin().float()
@@ -227,7 +227,7 @@ def test_values_stay_where_they_are_unless_asked_along(name: str) -> None:
 
 
 def test_huge_positions_and_back(form: Library) -> None:
-    """A key turned by ten million positions and back differs by the two roundings, not by the angle."""
+    """A key re-rotated by ten million positions and back differs by the two roundings, not by the angle."""
     pages = int8_pages(2, 64, 64)
     before = wide(copy_of(pages), 64)[0]
     angle = 1e7 * 1e4 ** -(torch.arange(32, dtype=torch.float64) / 32).repeat(16, 1)
