@@ -10,7 +10,6 @@ from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
 LoadFormat = Literal["safetensors", "dummy"]
 

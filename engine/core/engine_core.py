@@ -7,7 +7,6 @@ computes, and knows neither processes nor text.
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from dataclasses import replace
 
@@ -35,8 +34,6 @@ from windlass.engine.scheduling.scheduler import Scheduler
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
-
-_logger = logging.getLogger("windlass.engine")
 
 
 class EngineCore:
