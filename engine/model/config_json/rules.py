@@ -14,7 +14,7 @@ from windlass.engine.model.config_json.patterns import Pattern, full_layers
 
 @dataclass(frozen=True, slots=True)
 class ConfigRules:
-    """A family's defaults, under the names of config.json, and the two things it reads differently from others.
+    """A family's defaults, under the names of config.json, and what it reads differently from others.
 
     num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads. local_rope_theta: set
     where sliding layers have a theta of their own. rope_parameters: the object used when config.json has none.
