@@ -156,10 +156,6 @@ class CacheHandle:
         return self._num_committed_blocks
 
     @property
-    def holds_blocks(self) -> bool:
-        return bool(self._tables)
-
-    @property
     def tables(self) -> abc.Sequence[BlockTable]:
         return self._tables
 

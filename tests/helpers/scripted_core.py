@@ -3,7 +3,8 @@
 Token i of every sample is 100 + i. Special first tokens: CRASH raises in the third step, KILL ends the process by
 SIGKILL there, HANG sleeps there, REFUSE is a RequestError, BUG an unexpected exception in `add`, FAIL an error output.
 Environment (it reaches the child by itself): SCRIPT_STEP_SECONDS, SCRIPT_LOAD_SECONDS, SCRIPT_LOAD_ERROR,
-SCRIPT_RELOAD_FILE (a marker: the second load with it fails), SCRIPT_VOCAB_SIZE.
+SCRIPT_LOAD_GATE (a file that the load waits for), SCRIPT_RELOAD_FILE (a marker: the second load with it fails),
+SCRIPT_VOCAB_SIZE.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class ScriptedCore:
             if progress:
                 progress("reading weights", done + 1, 3)
             time.sleep(float(os.environ.get("SCRIPT_LOAD_SECONDS", "0")) / 3)
+        if gate := os.environ.get("SCRIPT_LOAD_GATE"):
+            while not Path(gate).exists():
+                time.sleep(0.01)
         if error := os.environ.get("SCRIPT_LOAD_ERROR"):
             raise LoadError(error)
         if marker := os.environ.get("SCRIPT_RELOAD_FILE"):

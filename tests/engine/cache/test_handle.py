@@ -36,7 +36,7 @@ class HandleMachine(RuleBasedStateMachine):
         self.copies: list[list[list[int]]] = [[] for _ in self.handles]
 
     def pick(self, data: st.DataObject, *, holds: bool) -> int | None:
-        found = [i for i, handle in enumerate(self.handles) if handle.holds_blocks == holds]
+        found = [i for i, handle in enumerate(self.handles) if bool(handle.tables) == holds]
         return data.draw(st.sampled_from(found)) if found else None
 
     @rule(data=st.data())

@@ -218,7 +218,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert after == set(before), "sample 0 computes the prompt for the others"
         else:
             assert index not in after
-            assert index not in before or not before[index].cache.holds_blocks
+            assert index not in before or not before[index].cache.tables
         event("sample ended before it began" if index not in before else "sample ended")
         self.scheduler.end_sample(request_id, num_samples)
         self.scheduler.end_sample("nobody", 0)

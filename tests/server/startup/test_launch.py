@@ -66,11 +66,13 @@ def until(condition, seconds: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_it_listens_while_it_loads_and_drains_on_sigterm(model):
-    with Served(model, "--max-model-len", "300", "--deterministic", SCRIPT_LOAD_SECONDS="1.5") as served:
+def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
+    gate = tmp_path / "gate"
+    with Served(model, "--max-model-len", "300", "--deterministic", SCRIPT_LOAD_GATE=str(gate)) as served:
         url = served.url
         assert httpx.get(f"{url}/health", timeout=5.0).status_code == 503
         assert complete(url).status_code == 503
+        gate.touch()
         served.wait_ready()
         assert httpx.get(f"{url}/health").status_code == 200
         assert "reading weights ..." in served.lines
