@@ -179,7 +179,8 @@ def store(target: BlockRows, codes: Tensor, scales: Tensor, supers: Tensor | Non
         lines = (quads[:, :, 0::2] & 0x0F) | (quads[:, :, 1::2] << 4)
         if form.bits > 4:
             width = form.bits - 4
-            upper = (quads >> 4).unflatten(2, (-1, 8 // width))  # [R, G, lines, 8 / width, 4]
+            shape = (*quads.shape[:2], form.group * width // (8 * QUAD), 8 // width, QUAD)
+            upper = (quads >> 4).view(shape)  # [R, G, lines, 8 / width, 4]
             more = torch.zeros_like(upper[:, :, :, 0])
             for i in range(8 // width):
                 more |= upper[:, :, :, i] << (i * width)
