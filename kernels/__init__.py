@@ -5,17 +5,25 @@ of requests or models.
 """
 
 from windlass.kernels.attention_call import AttentionCall
-from windlass.kernels.backend import Backend, Quantization, Recorder, Recording, Weight
+from windlass.kernels.backend import Activations, Backend, Quantization, Recorder, Recording, Storage, Weight
 from windlass.kernels.binding import bind, reads_narrow_weights
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
-from windlass.kernels.layouts.packed import LAYOUT_VERSION, PackedRows, PackedWeight
+from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
+from windlass.kernels.layouts.forms import FORMS, BlockForm
+from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.stacked import StackedWeight
 
 __all__ = [
+    "FORMS",
     "LAYOUT_VERSION",
+    "Activations",
     "AttentionCall",
     "Backend",
+    "BlockForm",
+    "BlockRows",
+    "BlockWeight",
     "Draw",
     "DrawStatus",
     "Drawer",
@@ -30,6 +38,8 @@ __all__ = [
     "Quantization",
     "Recorder",
     "Recording",
+    "StackedWeight",
+    "Storage",
     "Weight",
     "bind",
     "plane_shapes",

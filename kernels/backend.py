@@ -15,6 +15,7 @@ sequence was cut into chunks, or on where its blocks lie. Embedding, angles, rot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -25,24 +26,34 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.huge_pages import advise_huge_pages
+from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
+from windlass.kernels.layouts.forms import BlockForm
 from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.weight_memory import WeightMemory
 
 Quantization: TypeAlias = Literal["none", "int8", "int4"]
-Weight: TypeAlias = Tensor | PackedWeight | PanelWeight
+Activations: TypeAlias = Literal["int8", "float32"]
+Storage: TypeAlias = torch.dtype | BlockForm  # how a matrix is stored
+Weight: TypeAlias = Tensor | PackedWeight | PanelWeight | BlockWeight | StackedWeight
 
 
 @dataclass(frozen=True, slots=True)
 class BackendOptions:
-    """What a backend is bound for. dtype: activations. weight_dtype: matrices that are not quantized, biases aside."""
+    """What a backend is bound for.
+
+    dtype: activations. weight_dtype: matrices that are not in blocks, biases aside. activations: what rows become where they
+    meet blocks: int8 with a scale per group, or float32 as they are, with the blocks widened (slow; nothing is rounded).
+    """
 
     device: torch.device
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype = torch.float32
     quantization: Quantization = "none"
     deterministic: bool = False
+    activations: Activations = "int8"
 
 
 class Recording(ABC):
@@ -101,23 +112,37 @@ class Backend(ABC):
         """Memory for a weight of any other kind than those below. Raises what torch raises when there is none."""
         return self._memory.empty(shape, dtype)
 
-    def matrix(self, rows: int, columns: int) -> Weight:
-        """A weight that is only multiplied by, quantized if the backend is bound so."""
+    def matrix(self, rows: int, columns: int, storage: Storage | None = None) -> Weight:
+        """A weight that is only multiplied by. storage: how; None: quantized if the backend is bound so."""
+        if storage is not None:
+            return self._stored(rows, columns, storage)
         if self.quantization == "none":
-            return self._plain_matrix(rows, columns)
+            return self._plain_matrix(rows, columns, self.weight_dtype)
         return PackedWeight.empty(rows, columns, 8 if self.quantization == "int8" else 4, self.empty)
 
     def head(self, rows: int, columns: int) -> Weight:
         """As `matrix`, of 8 bits under any quantization."""
-        return self._plain_matrix(rows, columns) if self.quantization == "none" else self._eight_bits(rows, columns)
+        if self.quantization == "none":
+            return self._plain_matrix(rows, columns, self.weight_dtype)
+        return self._eight_bits(rows, columns)
 
-    def table(self, rows: int, columns: int) -> Tensor:
-        """A weight that rows are only gathered from; never quantized."""
-        return self.empty((rows, columns), self.weight_dtype)
+    def table(self, rows: int, columns: int, storage: Storage | None = None) -> Tensor | BlockWeight:
+        """A weight that rows are only gathered from."""
+        if isinstance(storage, BlockForm):
+            return BlockWeight.empty(rows, columns, storage, self.empty)
+        return self.empty((rows, columns), storage or self.weight_dtype)
 
-    def table_and_head(self, rows: int, columns: int) -> Tensor | PackedWeight:
-        """A weight that rows are gathered from and that is multiplied by; of 8 bits under any quantization."""
-        return self.table(rows, columns) if self.quantization == "none" else self._eight_bits(rows, columns)
+    def table_and_head(
+        self, rows: int, columns: int, storage: Storage | None = None
+    ) -> Tensor | PackedWeight | BlockWeight:
+        """A weight that rows are gathered from and that is multiplied by."""
+        if storage is None and self.quantization != "none":
+            return self._eight_bits(rows, columns)
+        return self.table(rows, columns, storage)
+
+    def stack(self, parts: Sequence[Part]) -> StackedWeight:
+        """Weights that `matrix` made as one, the rows of each under those before. Raises ValueError where they do not fit."""
+        return StackedWeight(tuple(parts))
 
     def pages(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for cached keys and values. It is reserved, not touched: on a CPU, what is not used costs nothing."""
@@ -125,17 +150,29 @@ class Backend(ABC):
         advise_huge_pages(made)
         return made
 
-    def _plain_matrix(self, rows: int, columns: int) -> Weight:
-        return self.empty((rows, columns), self.weight_dtype)
+    def _stored(self, rows: int, columns: int, storage: Storage) -> Part:
+        if isinstance(storage, BlockForm):
+            return BlockWeight.empty(rows, columns, storage, self.empty)
+        return self._plain_matrix(rows, columns, storage)
+
+    def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
+        return self.empty((rows, columns), dtype)
 
     def _eight_bits(self, rows: int, columns: int) -> PackedWeight:
         return PackedWeight.empty(rows, columns, 8, self.empty)
 
     @abstractmethod
-    def pack(self, target: PackedRows | PanelRows, source: Tensor) -> None:
+    def pack(self, target: PackedRows | PanelRows | BlockRows, source: Tensor) -> None:
         """Put source [rows, columns], float32 or narrower on the CPU, into rows of a weight that `matrix` made.
 
-        Quantizing gives the same bytes everywhere.
+        Quantizing gives the same bytes everywhere. Raises ValueError for blocks of a form that nothing is quantized into.
+        """
+
+    @abstractmethod
+    def repack(self, target: BlockRows, blocks: Tensor) -> None:
+        """Put blocks, uint8 [rows, bytes of a row] as GGUF has them in the target's form, into rows of a weight.
+
+        Nothing is rounded: what `dequantize` gives afterwards is what GGUF says that the blocks mean.
         """
 
     # Products, norms, activations
@@ -144,8 +181,9 @@ class Backend(ABC):
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x @ weight.T + bias. x: [T, K], weight: [N, K] in x's dtype or a narrower one, bias: [N]. Returns [T, N] in x's dtype.
 
-        Sums are float32 on a CPU whatever the storage. A packed weight meets x rounded to 8 bits; its sums are integers, so
-        a row's bits depend on that row alone, deterministic or not.
+        Sums are float32 on a CPU whatever the storage. A weight in blocks meets x rounded to 8 bits, with a scale for each
+        group: the sums of a group are integers and what follows has one order, so a row's bits depend on that row alone,
+        deterministic or not. With float32 activations nothing is rounded; the blocks are widened.
         """
 
     @abstractmethod
@@ -168,7 +206,7 @@ class Backend(ABC):
         """cap * tanh(x / cap) of [T, N] float32."""
 
     @abstractmethod
-    def embed(self, table: Tensor | PackedWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+    def embed(self, table: Tensor | PackedWeight | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         """table[ids] in the compute dtype times the scale rounded to it. table: [N, D], ids: [T] int64.
 
         Returns [T, D], memory of its own.

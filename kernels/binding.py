@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from windlass.kernels.backend import Backend, BackendOptions, Quantization
+from windlass.kernels.backend import Activations, Backend, BackendOptions, Quantization
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
@@ -20,13 +20,17 @@ def bind(
     weight_dtype: torch.dtype | None = None,
     *,
     quantization: Quantization = "none",
+    activations: Activations = "int8",
     deterministic: bool = False,
 ) -> Backend:
     """The backend for a model that computes in `dtype` on this device.
 
-    weight_dtype: of its matrices, `dtype` when None. quantization: what they become. deterministic: see `backend`.
+    weight_dtype: of its matrices, `dtype` when None. quantization: what they become. activations: see `BackendOptions`.
+    deterministic: see `backend`.
     """
-    options = BackendOptions(torch.device(device), dtype, weight_dtype or dtype, quantization, deterministic)
+    options = BackendOptions(
+        torch.device(device), dtype, weight_dtype or dtype, quantization, deterministic, activations
+    )
     own = _OWN_KERNELS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)
     if own is not None and refusal is None:

@@ -23,10 +23,10 @@ def _one(backend: Backend, spec: WeightSpec) -> Weight:
         case "bias":
             return backend.empty(spec.shape, backend.dtype)
         case "table":
-            return backend.table(*spec.shape)
+            return backend.table(spec.shape[0], spec.shape[1])
         case "head":
             return backend.head(*spec.shape)
         case "table and head":
-            return backend.table_and_head(*spec.shape)
+            return backend.table_and_head(spec.shape[0], spec.shape[1])
         case "matrix":
-            return backend.matrix(*spec.shape)
+            return backend.matrix(spec.shape[0], spec.shape[1])

@@ -19,10 +19,12 @@ from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
 from windlass.kernels.cpu import attention, library, linear, ops, packed, panels, recording, rotary, sampling
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
+from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.torch import batched
 from windlass.kernels.torch import linear as torch_linear
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
@@ -40,15 +42,15 @@ class CompiledBackend(Backend):
         super().__init__(options)
         self._library = library.load()
         self._torch = RowIndependentBackend(options) if options.deterministic else TorchBackend(options)
-        native = options.dtype == options.weight_dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16()
         # Products of bfloat16 rows by torch, where the processor has them, want the weight as it is.
-        self._lays_out_panels = options.weight_dtype in PANEL_DTYPES and (options.deterministic or not native)
+        self._multiplies_bfloat16 = options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16()
         if options.dtype not in linear.ACTIVATION_TYPES:
-            self._most_rows = -1
+            self._most_rows = self._most_bfloat16_rows = -1
         elif options.deterministic:
-            self._most_rows = sys.maxsize
+            self._most_rows = self._most_bfloat16_rows = sys.maxsize
         else:
-            self._most_rows = _FEWEST_NATIVE_ROWS - 1 if native else linear.MOST_ROWS
+            self._most_rows = linear.MOST_ROWS
+            self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.MOST_ROWS
         self._most_panel_rows = sys.maxsize if options.deterministic else panels.MOST_ROWS
 
     @staticmethod
@@ -61,16 +63,22 @@ class CompiledBackend(Backend):
     def explain(self) -> str:
         return f"compiled CPU kernels ({self._library.isa})"
 
-    def _plain_matrix(self, rows: int, columns: int) -> Weight:
-        if self._lays_out_panels:
-            return PanelWeight.empty(rows, columns, self.weight_dtype, self.empty)
-        return super()._plain_matrix(rows, columns)
+    def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
+        native = dtype == torch.bfloat16 and self._multiplies_bfloat16
+        if dtype in PANEL_DTYPES and (self.deterministic or not native):
+            return PanelWeight.empty(rows, columns, dtype, self.empty)
+        return super()._plain_matrix(rows, columns, dtype)
 
-    def pack(self, target: PackedRows | PanelRows, source: Tensor) -> None:
+    def pack(self, target: PackedRows | PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
             panels.pack_panels(target, source, library=self._library)
+        elif isinstance(target, BlockRows):
+            self._torch.pack(target, source)
         else:
             packed.pack_rows(target, source, library=self._library)
+
+    def repack(self, target: BlockRows, blocks: Tensor) -> None:
+        self._torch.repack(target, blocks)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, PanelWeight):
@@ -79,7 +87,12 @@ class CompiledBackend(Backend):
             return product(x, weight, bias, library=self._library)
         if isinstance(weight, PackedWeight):
             return packed.linear_packed(x, weight, bias, library=self._library)
-        if x.shape[0] <= self._most_rows:
+        if isinstance(weight, StackedWeight):
+            spans = weight.spans()
+            return torch.cat([self.linear(x, part, None if bias is None else bias[a:b]) for part, a, b in spans], dim=1)
+        if isinstance(weight, BlockWeight):
+            return self._torch.linear(x, weight, bias)
+        if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
             return linear.linear_small(x, weight, bias, library=self._library)
         return self._torch.linear(x, weight, bias)
 
@@ -95,8 +108,8 @@ class CompiledBackend(Backend):
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return ops.soft_cap(x, cap, library=self._library)
 
-    def embed(self, table: Tensor | PackedWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
-        if self.dtype != torch.float32 or isinstance(table, PackedWeight):
+    def embed(self, table: Tensor | PackedWeight | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+        if self.dtype != torch.float32 or not isinstance(table, Tensor):
             return self._torch.embed(table, ids, scale)
         return ops.embed_rows(table, ids, scale, library=self._library)
 

@@ -13,10 +13,23 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
+from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
-from windlass.kernels.torch import batched, draw, linear, logprobs, quantized, reference, rowwise
+from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.torch import (
+    batched,
+    block_bytes,
+    block_quantizers,
+    blocks,
+    draw,
+    linear,
+    logprobs,
+    quantized,
+    reference,
+    rowwise,
+)
 from windlass.kernels.torch.drawer import TorchDrawer
 
 
@@ -26,8 +39,6 @@ class TorchBackend(Backend):
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options)
         self._refusal = refusal
-        widens = linear.widens(options.device, options.dtype, options.weight_dtype)
-        self._product = linear.linear_widened if widens else linear.linear
 
     def explain(self) -> str:
         return f"plain torch kernels: {self._refusal or f'there are no others for {self.device.type}'}"
@@ -36,17 +47,37 @@ class TorchBackend(Backend):
     def is_second_choice(self) -> bool:
         return self._refusal is not None
 
-    def pack(self, target: PackedRows | PanelRows, source: Tensor) -> None:
+    def pack(self, target: PackedRows | PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
             raise TypeError("weights in panels are for the compiled kernels only")
-        quantized.pack(target, source)
+        if isinstance(target, BlockRows):
+            block_quantizers.pack(target, source)
+        else:
+            quantized.pack(target, source)
+
+    def repack(self, target: BlockRows, blocks: Tensor) -> None:
+        block_bytes.repack(target, blocks)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, StackedWeight):
+            spans = weight.spans()
+            found = [self.linear(x, part, None if bias is None else bias[a:b]) for part, a, b in spans]
+            return torch.cat(found, dim=1)
+        if isinstance(weight, BlockWeight):
+            return self._blocks_product(x, weight, bias)
         if isinstance(weight, PackedWeight):
             return quantized.linear(x, weight, bias)
         if isinstance(weight, PanelWeight):
             raise TypeError("weights in panels are for the compiled kernels only")
         return self._product(x, weight, bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        widens = linear.widens(self.device, x.dtype, weight.dtype)
+        return (linear.linear_widened if widens else linear.linear)(x, weight, bias)
+
+    def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
+        product = blocks.linear if self.options.activations == "int8" else blocks.linear_widened
+        return product(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, weight, eps)
@@ -61,8 +92,8 @@ class TorchBackend(Backend):
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return reference.soft_cap(x, cap)
 
-    def embed(self, table: Tensor | PackedWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
-        rows = table.dequantize(ids) if isinstance(table, PackedWeight) else table.index_select(0, ids)
+    def embed(self, table: Tensor | PackedWeight | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+        rows = table.index_select(0, ids) if isinstance(table, Tensor) else table.dequantize(ids)
         rows = rows.to(self.dtype)
         # The scale is rounded to the compute dtype first, as the reference implementation does.
         return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype, device=rows.device)
@@ -119,8 +150,13 @@ class TorchBackend(Backend):
 class RowIndependentBackend(TorchBackend):
     """Torch calls whose rows are independent (see `rowwise`): deterministic, and slow."""
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        return rowwise.linear(x, weight, bias) if isinstance(weight, Tensor) else super().linear(x, weight, bias)
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return rowwise.linear(x, weight, bias)
+
+    def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
+        if self.options.activations == "int8":
+            return blocks.linear(x, weight, bias)
+        return rowwise.linear_widened(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rowwise.rms_norm(x, weight, eps)

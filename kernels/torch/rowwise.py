@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.layouts.blocks import BlockWeight
 from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.torch import batched, reference
+from windlass.kernels.torch import batched, blocks, reference
 
 _PANEL_BYTES = 8 << 20
 
@@ -37,6 +38,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             out[t, begin : begin + step] = F.linear(row, panel)[0]
     if bias is not None:
         out += bias
+    return out.to(x.dtype)
+
+
+def linear_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
+    """See `blocks.linear_widened`."""
+    wide = x.float()
+    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32)
+    for rows, numbers in blocks.widened(weight):
+        out[:, rows] = linear(wide, numbers)
+    if bias is not None:
+        out += bias.float()
     return out.to(x.dtype)
 
 

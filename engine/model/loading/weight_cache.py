@@ -183,8 +183,12 @@ def decoder_tensors(decoder: Decoder) -> dict[str, Tensor]:
     for name, weight in decoder.weights().items():
         if isinstance(weight, PackedWeight):
             tensors |= {f"{name}.data": weight.data, f"{name}.scales": weight.scales}
+        elif isinstance(weight, PanelWeight):
+            tensors[name] = weight.data
+        elif isinstance(weight, Tensor):
+            tensors[name] = weight
         else:
-            tensors[name] = weight.data if isinstance(weight, PanelWeight) else weight
+            raise TypeError("weights in blocks are not cached yet")
     return tensors
 
 

@@ -20,11 +20,11 @@ from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.safetensors_file import Part, Place, read_tensors
 from windlass.engine.model.spec import HEAD_TENSOR
 from windlass.engine.model.weight_spec import StoredTensor
-from windlass.kernels import Backend, PackedRows, PackedWeight, PanelRows, PanelWeight, Weight
+from windlass.kernels import Backend, BlockRows, PackedRows, PackedWeight, PanelRows, PanelWeight, Weight
 from windlass.kernels.layouts.packed import PANEL
 
 Progress = Callable[[str, int, int], None]
-_Rows = PackedRows | PanelRows
+_Rows = PackedRows | PanelRows | BlockRows
 
 _RANDOM_BYTES = 4 << 20  # drawn at a time for a weight in panels: they are still in a cache when they are packed
 # Buffers some exporters save. They follow from the config; learned frequencies are read by `learned_frequencies`.
@@ -177,7 +177,7 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
 
 def _largest(view: Tensor | _Rows) -> float:
     """The largest number that fits there; packed weights are made from float32."""
-    if isinstance(view, PackedRows):
+    if isinstance(view, (PackedRows, BlockRows)):
         return float(torch.finfo(torch.float32).max)
     return float(torch.finfo(view.dtype if isinstance(view, Tensor) else view.weight.dtype).max)
 
@@ -215,6 +215,8 @@ def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = N
             _randomize_packed(tensor, generator)
         elif isinstance(tensor, PanelWeight):
             _randomize_panels(decoder.backend, tensor, generator)
+        elif not isinstance(tensor, Tensor):
+            raise TypeError("random weights in blocks are not drawn yet")
         elif tensor.dim() == 1:
             tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator, device=tensor.device))
         else:
