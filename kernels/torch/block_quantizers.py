@@ -1,4 +1,16 @@
-"""Quantizes rows into blocks, in plain torch."""
+"""Rows of floats quantized into blocks, in plain torch: the oracle of the compiled kernels.
+
+Each step is one float32 operation, and sums run over the elements of a group in their order, so that every instruction set
+comes to the same bytes. Rounding is to nearest, ties to even, where nothing else is said.
+
+q8_0 is llama.cpp's rule. In the forms with super groups each group looks for the scale (and minimum) of least squared error:
+several ranges are tried that clip more or less at their ends, and given the codes the best scale and minimum are the
+least-squares fit (as `make_qkx2_quants` in ggml-quants.c does, which clips at one end only). Then scales are rounded to
+bytes, and codes to what was stored.
+
+A group whose magnitudes all lie below 2^-100 is zero. A super group (q8_0: a group) with NaN or infinity, or too large for
+float16 scales, is NaN.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +19,185 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.kernels.layouts.blocks import BlockRows, store
+from windlass.kernels.layouts.forms import BlockForm
+
+TINY, HUGE = 2.0**-100, 2.0**100
+# By how many steps the codes reach past the ends of a group's values; below zero, they clip there.
+SHIFTS = (-0.6, -0.2, 0.2, 0.6, 1.0)
+# How far inside the end of the codes the largest magnitude of a group may fall, or past it, in symmetric forms.
+REACHES = tuple(0.5 * step for step in range(-8, 3))
+LEAST_SPREAD = 1e-5  # of codes, relative: below it the fit of a scale and a minimum is not determined
+
+_ELEMENTS = 1 << 18  # quantized at a time: what is made of them stays in the cache
 
 
 def pack(target: BlockRows, source: Tensor) -> None:
-    """Quantize source [count, columns], float32 or narrower, into rows of a weight in blocks.
+    """Quantize source [count, columns], float32 or narrower, into rows of a weight. Raises ValueError."""
+    if source.shape != target.shape:
+        raise ValueError(f"source {tuple(source.shape)} for rows {tuple(target.shape)}")
+    step = max(1, _ELEMENTS // target.weight.columns)
+    for begin in range(0, target.count, step):
+        part = source[begin : begin + step].float()
+        store(BlockRows(target.weight, target.first + begin, len(part)), *quantize(part, target.weight.form))
 
-    Raises ValueError for a form that nothing is quantized into.
+
+def quantize(x: Tensor, form: BlockForm, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and supers of rows, as `blocks.store` takes them. x: float32 [R, K].
+
+    weights: how much the squared error of an element counts, float32 >= 0 of ordinary size, broadcast to [R, K]; q8_0 has
+    no use for them. Raises ValueError for a form that floats are not quantized into.
     """
-    form = target.weight.form
-    if form.name != "q8_0":
-        raise ValueError(f"nothing is quantized into {form.name}")
-    groups = F.pad(source.float(), (0, -source.shape[1] % form.group)).view(source.shape[0], -1, form.group)
-    scale = (groups.abs().amax(2) / 127.0).half()
-    inverse = torch.where(scale == 0, 0.0, 1.0 / scale.float())
-    codes = (groups * inverse[:, :, None]).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
-    store(target, codes.flatten(1)[:, : source.shape[1]].contiguous(), scale[:, :, None])
+    if form.name == "q8_0":
+        return _quantize_eight(x, form)
+    if not form.super_groups:
+        raise ValueError(f"floats are quantized into q8_0, q4_k, q5_k or q6_k, not into {form.name}")
+    rows, columns = x.shape
+    per_element = torch.ones_like(x) if weights is None else weights.expand(rows, columns)
+    values, counts = _in_groups(x, form), _in_groups(per_element, form)  # [group, R * G]
+    top = values.abs().amax(0)
+    finite = top < HUGE  # false for NaN
+    usable = finite & (top >= TINY)
+    # By powers of two, exactly: sums neither overflow nor vanish.
+    exponent = (torch.where(usable, top, 1.0).view(torch.int32) >> 23) << 23
+    down, up = (0x7F000000 - exponent).view(torch.float32), exponent.view(torch.float32)
+    scaled = torch.where(usable, values * down, 0.0)
+    parts = _fit_with_minimum(scaled, counts, form) if form.minimum else _fit_symmetric(scaled, counts, form)
+    wanted = torch.stack([part * up for part in parts], dim=1).view(rows, -1, form.parts)
+    scales, supers = _store_scales(wanted, finite.view(rows, -1), form)
+    return _codes(values, scales, supers, form)[:, :columns], scales, supers
+
+
+def _in_groups(x: Tensor, form: BlockForm) -> Tensor:
+    """Groups side by side, zeros after a row's end. [R, K] -> [group, R * groups]."""
+    return F.pad(x, (0, -x.shape[1] % form.group)).view(-1, form.group).T.contiguous()
+
+
+def _in_order(terms: Tensor) -> Tensor:
+    """The sum over the first dimension, one term after the other."""
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _quotient(a: float, b: Tensor) -> Tensor:
+    """a / b. Torch itself multiplies a with the reciprocal."""
+    return torch.full_like(b, a) / b
+
+
+def _quantize_eight(x: Tensor, form: BlockForm) -> tuple[Tensor, Tensor, None]:
+    groups = F.pad(x, (0, -x.shape[1] % form.group)).view(len(x), -1, form.group)
+    top = groups.abs().amax(2, keepdim=True)
+    scale = top / torch.full_like(top, 127.0)
+    usable = (top >= TINY) & scale.half().isfinite()
+    stored = torch.where(usable | (top < TINY), torch.where(usable, scale, 0.0), torch.nan).half()
+    product = torch.where(usable, groups * _quotient(1.0, torch.where(usable, scale, 1.0)), 0.0).abs()
+    # Ties away from zero: those that were rounded down to an even number lie half above it.
+    rounded = product.round()
+    rounded += (product - rounded >= 0.5).float()
+    codes = rounded.copysign(groups).to(torch.int8)
+    return codes.flatten(1)[:, : x.shape[1]], stored, None
+
+
+class _Sums:
+    """Weighted sums over each group that a fit by codes q needs."""
+
+    def __init__(self, y: Tensor, weights: Tensor) -> None:
+        self.weights, self.wy = weights, weights * y  # [group, N]
+        self.w, self.y = _in_order(weights), _in_order(self.wy)
+
+    def of_codes(self, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums of w q, w q q and w y q."""
+        wq = self.weights * q
+        total = _in_order(torch.stack((wq, wq * q, self.wy * q), dim=1))  # [3, N]
+        return total[0], total[1], total[2]
+
+
+def _fit_with_minimum(y: Tensor, weights: Tensor, form: BlockForm) -> tuple[Tensor, Tensor]:
+    """Scale and minimum of each group: y is near scale * code - minimum; neither is negative. y, weights: [group, N]."""
+    top = float((1 << form.bits) - 1)
+    sums = _Sums(y, weights)
+    low = y.amin(0).clamp(max=0.0)
+    span = y.amax(0) - low
+    # Values between 0 and 1; all the same where there is no span.
+    z = (y - low) * torch.where(span > 0, _quotient(1.0, torch.where(span > 0, span, 1.0)), 0.0)
+    scale, minimum = span / torch.full_like(span, top), low
+    q1, qq, yq = sums.of_codes((z * top).round())
+    # What a fit takes off the squared error.
+    gain = 2.0 * (scale * yq + minimum * sums.y)
+    gain = gain - (scale * scale * qq + 2.0 * (scale * minimum) * q1 + minimum * minimum * sums.w)
+
+    def take_if_better(q: Tensor) -> None:
+        nonlocal scale, minimum, gain
+        q1, qq, yq = sums.of_codes(q)
+        spread = sums.w * qq - q1 * q1
+        determined = spread > LEAST_SPREAD * (sums.w * qq)
+        divisor = torch.where(determined, spread, 1.0)
+        new_scale, new_minimum = (sums.w * yq - sums.y * q1) / divisor, (qq * sums.y - q1 * yq) / divisor
+        above = new_minimum > 0  # zero is the most a minimum can be
+        new_scale = torch.where(above, yq / torch.where(qq > 0, qq, 1.0), new_scale)
+        new_minimum = torch.where(above, 0.0, new_minimum)
+        new_gain = new_scale * yq + new_minimum * sums.y
+        better = determined & (new_scale > 0) & (new_gain > gain)
+        scale, minimum = torch.where(better, new_scale, scale), torch.where(better, new_minimum, minimum)
+        gain = torch.where(better, new_gain, gain)
+
+    for below in SHIFTS:
+        for over in SHIFTS:
+            take_if_better((z * (top + (below + over)) - below).clamp(0.0, top).round())
+    by = torch.where(scale > 0, _quotient(1.0, torch.where(scale > 0, scale, 1.0)), 0.0)
+    take_if_better(((y - minimum) * by).clamp(0.0, top).round())
+    return scale, -minimum
+
+
+def _fit_symmetric(y: Tensor, weights: Tensor, form: BlockForm) -> tuple[Tensor]:
+    """The scale of each group, of either sign: y is near scale * (code - offset). y, weights: [group, N]."""
+    low, high = float(-form.offset), float(form.offset - 1)
+    sums = _Sums(y, weights)
+    most, least = y.amax(0), y.amin(0)
+    extreme = torch.where(most >= -least, most, least)
+    by = torch.where(extreme != 0, _quotient(1.0, torch.where(extreme != 0, extreme, 1.0)), 0.0)
+    z = y * by
+    square, norm, product = torch.zeros_like(by), torch.ones_like(by), torch.zeros_like(by)
+    # The extreme falls near one end of the codes, or near the other.
+    for reach in (*(low - past for past in REACHES), *(high + past for past in REACHES)):
+        _, qq, yq = sums.of_codes((z * reach).clamp(low, high).round())
+        # The squared error is least where (sum of y q)^2 / (sum of q^2) is largest.
+        better = yq * yq * norm > square * qq
+        square, norm = torch.where(better, yq * yq, square), torch.where(better, qq, norm)
+        product = torch.where(better, yq, product)
+    return (product / norm,)
+
+
+def _store_scales(wanted: Tensor, finite: Tensor, form: BlockForm) -> tuple[Tensor, Tensor]:
+    """Scales (and minima) of groups as bytes, with their supers. wanted: [R, G, parts]; finite: [R, G], of the values."""
+    most = 255.0 if form.minimum else 127.0
+    spare = -wanted.shape[1] % form.super_groups
+    wanted = F.pad(wanted, (0, 0, 0, spare)).unflatten(1, (-1, form.super_groups))  # [R, S, groups, parts]
+    finite = F.pad(finite, (0, spare), value=True).unflatten(1, (-1, form.super_groups)).all(2)[:, :, None]  # [R, S, 1]
+    top = wanted.abs().amax(2)
+    exact = top / torch.full_like(top, most)
+    # Rounded up: the largest byte is `most` at most, however coarse float16 is there.
+    supers = exact.half()
+    low = supers.float() < exact
+    supers = torch.where(low, (supers.view(torch.int16) + 1).view(torch.float16), supers)
+    finite = finite & supers.isfinite().all(2, keepdim=True)
+    supers = torch.where(finite, supers, torch.nan)
+    wide = supers.float()[:, :, None]  # [R, S, 1, parts]
+    counts = finite[:, :, None] & (wide > 0)
+    scales = torch.where(counts, wanted / torch.where(counts, wide, 1.0), 0.0).round().clamp(-most, most)
+    scales = scales.to(torch.uint8 if form.minimum else torch.int8).flatten(1, 2)
+    return scales[:, : scales.shape[1] - spare], supers
+
+
+def _codes(values: Tensor, scales: Tensor, supers: Tensor, form: BlockForm) -> Tensor:
+    """The nearest codes under the scales as they are stored. values: [group, R * G]. Returns uint8 [R, groups * group]."""
+    groups = scales.shape[1]
+    wide = scales.float() * supers.float().repeat_interleave(form.super_groups, 1)[:, :groups]  # [R, G, parts]
+    scale = wide[:, :, 0].flatten()
+    usable = (scale != 0) & scale.isfinite()
+    by = torch.where(usable, _quotient(1.0, torch.where(usable, scale, 1.0)), 0.0)
+    shifted = values + wide[:, :, 1].flatten() if form.minimum else values
+    low, high = float(-form.offset), float((1 << form.bits) - 1 - form.offset)
+    codes = torch.where(usable, shifted * by, low).clamp(low, high).round() - low
+    return codes.to(torch.uint8).T.reshape(len(scales), -1)
