@@ -173,8 +173,10 @@ def _store_scales(wanted: Tensor, finite: Tensor, form: BlockForm) -> tuple[Tens
     """Scales (and minima) of groups as bytes, with their supers. wanted: [R, G, parts]; finite: [R, G], of the values."""
     most = 255.0 if form.minimum else 127.0
     spare = -wanted.shape[1] % form.super_groups
-    wanted = F.pad(wanted, (0, 0, 0, spare)).unflatten(1, (-1, form.super_groups))  # [R, S, groups, parts]
-    finite = F.pad(finite, (0, spare), value=True).unflatten(1, (-1, form.super_groups)).all(2)[:, :, None]  # [R, S, 1]
+    wanted = F.pad(wanted, (0, 0, 0, spare)).view(len(wanted), -1, form.super_groups, form.parts)
+    finite = (
+        F.pad(finite, (0, spare), value=True).view(len(finite), -1, form.super_groups).all(2)[:, :, None]
+    )  # [R, S, 1]
     top = wanted.abs().amax(2)
     exact = top / torch.full_like(top, most)
     # Rounded up: the largest byte is `most` at most, however coarse float16 is there.
