@@ -166,20 +166,23 @@ def _interval(values: _Floats, confidence: float) -> Interval:
 
 def compare_means(first: Sequence[float], second: Sequence[float], confidence: float) -> Difference:
     """Means of two or more independent values of each side, and Welch's interval of their difference."""
-    means, errors = [], []
-    for values in (first, second):
-        data = np.asarray(values, dtype=np.float64)
-        means.append(float(data.mean()))
-        errors.append(float(data.var(ddof=1)) / len(data))
-    ends = []
-    for mean, error, values in zip(means, errors, (first, second), strict=True):
-        reach = student_quantile(confidence, len(values) - 1) * math.sqrt(error)
-        ends.append(Interval(mean - reach, mean + reach))
+    (a, around_a), (b, around_b) = mean_interval(first, confidence), mean_interval(second, confidence)
+    errors = [float(np.var(values, ddof=1)) / len(values) for values in (first, second)]
     total = sum(errors)
-    gap = means[1] - means[0]
+    gap = b - a
     parts = sum(error**2 / (len(values) - 1) for error, values in zip(errors, (first, second), strict=True))
     reach = student_quantile(confidence, total**2 / parts) * math.sqrt(total) if parts > 0 else 0.0
-    return Difference(means[0], means[1], ends[0], ends[1], Interval(gap - reach, gap + reach))
+    return Difference(a, b, around_a, around_b, Interval(gap - reach, gap + reach))
+
+
+def mean_interval(values: Sequence[float], confidence: float) -> tuple[float, Interval | None]:
+    """The mean of independent values and Student's interval of it, None where there are fewer than two."""
+    data = np.asarray(values, dtype=np.float64)
+    mean = float(data.mean())
+    if len(data) < 2:
+        return mean, None
+    reach = student_quantile(confidence, len(data) - 1) * math.sqrt(float(data.var(ddof=1)) / len(data))
+    return mean, Interval(mean - reach, mean + reach)
 
 
 def compare_shares(first: tuple[int, int], second: tuple[int, int], confidence: float) -> Difference:

@@ -10,14 +10,15 @@ frequencies the plan gives to a context of i + 1 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from windlass.engine.api.config import ComputeConfig, EngineConfig
+from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.cache.changes import KeyRerotation, TableChange, TableChanges
 from windlass.engine.cache.storage import KVStorage
@@ -42,21 +43,27 @@ class Scorer:
     """One loaded model and the policies.
 
     chunk: most tokens in one forward pass and most rows of logits at once, so memory does not grow with the text beyond
-    its keys and values.
+    its keys and values. weights: what tells the weights and their dtype from others. `identity` adds the cache's dtype.
     """
 
-    def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512) -> None:
+    def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512, weights: str = "") -> None:
         self.decoder, self._cache_dtype, self._chunk = decoder, cache_dtype, chunk
+        self.identity = f"{weights} {cache_dtype}"
 
     @classmethod
     def load(
-        cls, directory: Path, *, device: str = "auto", dtype: str = "auto", progress: Progress | None = None
+        cls,
+        directory: Path,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
+        progress: Progress | None = None,
     ) -> Scorer:
         """Load a Hugging Face directory as the server would; raises LoadError with one line."""
-        model = load_model(
-            EngineConfig(model=str(directory), compute=ComputeConfig(device=device, dtype=dtype)), progress
-        )
-        return cls(model.decoder, model.cache_dtype)
+        compute, cache = ComputeConfig(device=device, dtype=dtype), CacheConfig(dtype=kv_cache_dtype)
+        model = load_model(EngineConfig(model=str(directory), compute=compute, cache=cache), progress)
+        return cls(model.decoder, model.cache_dtype, weights=f"{model.digest.hex()} {model.decoder.dtype}")
 
     @property
     def trained_len(self) -> int:
@@ -73,21 +80,41 @@ class Scorer:
         """The plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
         return RotaryPlanner(self.decoder.spec.rotary_groups).plan(longest, scaling, rope_update, exact=exact)
 
-    def logprobs(self, token_ids: Sequence[int], plan: RotaryPlan, *, rows: Sequence[int] | None = None) -> Tensor:
+    def logprobs(
+        self,
+        token_ids: Sequence[int],
+        plan: RotaryPlan,
+        *,
+        rows: Sequence[int] | None = None,
+        computed: Callable[[int], None] | None = None,
+    ) -> Tensor:
         """Log-probability (nats, float32 on the CPU) of token i + 1 at each row i; rows None: all but the last.
 
-        Raises RequestError for a token the model does not have, or a row without a next token.
+        computed: told after each forward pass how many tokens it had; together they come to `work`. Raises RequestError
+        for a token the model does not have, or a row without a next token.
         """
         rows = range(len(token_ids) - 1) if rows is None else sorted(set(rows))
         if rows and rows[-1] >= len(token_ids) - 1:
             raise RequestError(f"row {rows[-1]} has no next token among {len(token_ids)}", "rows")
         found: list[Tensor] = []
         with torch.inference_mode():
-            for chosen, hidden in self._rows(token_ids, plan, rows, prompt=1):
+            for chosen, hidden in self._rows(token_ids, plan, rows, prompt=1, computed=computed):
                 logits = self.decoder.logits(hidden)  # [R, V]
                 target = torch.tensor([token_ids[i + 1] for i in chosen], device=logits.device)
                 found.append((logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(dim=1)).cpu())
         return torch.cat(found) if found else torch.empty(0)
+
+    @staticmethod
+    def work(plan: RotaryPlan, rows: Sequence[int]) -> int:
+        """Tokens that pass through the model until these ascending rows are scored."""
+        if not rows or plan.policy != "recompute":
+            return rows[-1] + 1 if rows else 0
+        total, place = 0, 0
+        for _, end, _ in _stages(plan, rows[-1] + 1, prompt=1):
+            after = bisect_left(rows, end, place)
+            total += rows[after - 1] + 1 if after > place else 0
+            place = after
+        return total
 
     def logits(self, token_ids: Sequence[int], plan: RotaryPlan, *, prompt: int = 1) -> Tensor:
         """Logits of every row, float32 [T, V] on the CPU: for short texts.
@@ -99,7 +126,13 @@ class Scorer:
             return torch.cat([self.decoder.logits(hidden).cpu() for _, hidden in rows])
 
     def _rows(
-        self, token_ids: Sequence[int], plan: RotaryPlan, rows: Sequence[int], *, prompt: int
+        self,
+        token_ids: Sequence[int],
+        plan: RotaryPlan,
+        rows: Sequence[int],
+        *,
+        prompt: int,
+        computed: Callable[[int], None] | None = None,
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(rows, their hidden states) for ascending rows, in pieces of at most `chunk`."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
@@ -107,7 +140,7 @@ class Scorer:
         if rows:
             rotates = plan.policy == "rotate"
             read = tuple(token_ids[: rows[-1] + 1])
-            text = _ScoredText(self.decoder, self._cache_dtype, read, self._chunk, num_copies=2 if rotates else 1)
+            text = _ScoredText(self.decoder, self._cache_dtype, read, self._chunk, 2 if rotates else 1, computed)
             stages = _stages(plan, len(read), prompt)
             walk = text.rotate(stages) if rotates else text.recompute(stages, rows)
             wanted = set(rows)
@@ -130,12 +163,19 @@ def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
 class _ScoredText:
     """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
 
-    num_copies: how often each key is to be held.
+    num_copies: how often each key is to be held. computed: as `Scorer.logprobs` has it.
     """
 
     def __init__(
-        self, decoder: Decoder, cache_dtype: torch.dtype, token_ids: tuple[int, ...], chunk: int, num_copies: int
+        self,
+        decoder: Decoder,
+        cache_dtype: torch.dtype,
+        token_ids: tuple[int, ...],
+        chunk: int,
+        num_copies: int,
+        computed: Callable[[int], None] | None = None,
     ) -> None:
+        self._computed = computed
         spec, self._chunk, self._num_tokens = decoder.spec, chunk, len(token_ids)
         self._groups = range(len(spec.kv_groups))
         self._num_blocks = -(-len(token_ids) // _BLOCK)
@@ -213,4 +253,7 @@ class _ScoredText:
                 rotary_rows=(RotaryRow(0, specs),),
                 sequences=(ScheduledSequence(0, start, stop - start, self._num_tokens),),
             )
-            yield start, self._runner.compute(plan)
+            hidden = self._runner.compute(plan)
+            if self._computed is not None:
+                self._computed(stop - start)
+            yield start, hidden

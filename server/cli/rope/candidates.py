@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.sweep_results import Kind
 
+_KINDS: dict[str, Kind] = {"linear": "linear", "ntk": "ntk", "yarn": "yarn", "dynamic": "dynamic"}
 _DYNAMIC_FACTORS = (1.0, 2.0, 4.0)
 POLICIES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
 
@@ -27,6 +29,9 @@ class Candidate:
     plotted: bool = False
 
 
+_NO_SCALING = Candidate("no scaling", "no scaling", "none", {"rope_type": "default"}, plotted=True)
+
+
 def static_candidates(
     *, trained_len: int, config_trained_len: int, max_len: int, target_len: int, own: RopeScaling
 ) -> list[Candidate]:
@@ -42,7 +47,7 @@ def static_candidates(
         factors.add(power)
         power *= 2
     factors.discard(1.0)
-    found = [Candidate("no scaling", "no scaling", "none", {"rope_type": "default"}, plotted=True)]
+    found = [_NO_SCALING]
     if own.rope_type != "default" and not own.depends_on_length:
         found.append(Candidate("model's own", f"model's own ({own.rope_type})", "own", None, plotted=True))
     original = {} if trained_len == config_trained_len else {"original_max_position_embeddings": trained_len}
@@ -86,6 +91,37 @@ def own_candidates(own: RopeScaling, max_len: int, target_len: int) -> list[Cand
             plotted = policy == "recompute"
             found.append(Candidate(name, label, "own", None, policy, longest, plotted))
     return found
+
+
+def chosen_candidates(
+    scalings: Sequence[dict[str, Any]], policies: Sequence[RopeUpdate], max_len: int
+) -> list[Candidate]:
+    """No scaling, and those a person asked for; one that follows the length, under each of the policies."""
+    found = [_NO_SCALING]
+    for scaling in scalings:
+        parsed = RopeScaling.from_dict(scaling)
+        name = _name(scaling)
+        kind = _KINDS.get(parsed.rope_type, "other")
+        if not parsed.depends_on_length:
+            found.append(Candidate(name, name, kind, scaling, plotted=True))
+            continue
+        for policy in policies:
+            full = f"{name}, {policy}"
+            found.append(Candidate(full, full, kind, scaling, policy, max_len, plotted=True))
+    return found
+
+
+def _name(scaling: dict[str, Any]) -> str:
+    """The kind and its factor; other fields as they are spelt, lists by their length."""
+    words = [str(scaling.get("rope_type", scaling.get("type")))]
+    for key, value in scaling.items():
+        if key in ("rope_type", "type"):
+            continue
+        shown = (
+            f"{value:g}" if isinstance(value, float) else f"{len(value)} numbers" if isinstance(value, list) else value
+        )
+        words.append(str(shown) if key == "factor" else f"{key}={shown}")
+    return " ".join(words)
 
 
 def factor_of(candidate_name: str) -> float:

@@ -30,6 +30,7 @@ _COLOURS = {
     "frozen": "#3b82c4",
     "recompute": "#2aa6a6",
     "rotate": "#8e6bbf",
+    "other": "#6b7fa3",
 }
 _DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate": (3, 1.2), "recompute": (7, 1.5)}
 
@@ -105,8 +106,11 @@ def draw_sweep(result: ScalingSweep, ink: str = _INK) -> Figure:
     figure = Figure(figsize=(10, 6.2), layout="constrained")
     axes = figure.subplots()
     middles = [(low + high) / 2 for low, high in result.buckets]
+    seen: dict[str, int] = {}
     for curve in result.plotted():
-        _plot(axes, middles, result.bucket_perplexity(curve), curve)
+        kind = curve.policy or curve.kind
+        _plot(axes, middles, result.bucket_perplexity(curve), curve, 0.7 ** seen.get(kind, 0))
+        seen[kind] = seen.get(kind, 0) + 1
     exact = result.exact
     if exact is not None and exact.points:
         axes.errorbar(
@@ -150,9 +154,10 @@ def draw_sweep(result: ScalingSweep, ink: str = _INK) -> Figure:
     return figure
 
 
-def _plot(axes: Axes, middles: list[float], heights: list[float], curve: Curve) -> None:
-    kind = curve.policy if curve.kind == "dynamic" else curve.kind
-    style: dict[str, Any] = {"color": _COLOURS[str(kind)], "linewidth": 1.6, "label": curve.label}
+def _plot(axes: Axes, middles: list[float], heights: list[float], curve: Curve, shade: float) -> None:
+    kind = curve.policy or curve.kind
+    # Several of one kind are told apart by their shade.
+    style: dict[str, Any] = {"color": _COLOURS[str(kind)], "linewidth": 1.6, "label": curve.label, "alpha": shade}
     if kind in _DASHES:
         style["dashes"] = _DASHES[str(kind)]
     axes.plot(middles, heights, **style)

@@ -89,9 +89,9 @@ def _reasons(result: ScalingSweep, chosen: Curve, others: list[Curve]) -> list[s
             f"against {plain:.1f} without scaling."
         ]
     if others:
-        mean, error = result.difference(others[0], chosen, target)
+        mean, interval = result.difference(others[0], chosen, 0, target)
         ratio = math.exp(abs(mean))
-        spread = "" if math.isnan(error) else f" ± {100 * ratio * error:.1f}"
+        spread = "" if interval is None else f" ± {100 * ratio * (interval.high - interval.low) / 2:.1f}"
         way = "better" if mean < 0 else "worse"
         note = ", and asks more of the server" if mean < 0 else ""
         # Below what the figure shows there is nothing to call better or worse.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.resources
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from windlass.server.cli.rope.recommendation import Recommendation
-from windlass.server.cli.rope.sweep_results import TOLERANCE, ScalingSweep
+from windlass.server.cli.rope.sweep_results import CONFIDENCE, TOLERANCE, ScalingSweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,37 +40,86 @@ def make_table(result: ScalingSweep, chosen: str) -> Table:
             value = result.perplexity(curve, low, high)
             cells.append("" if value != value else f"{value:,.1f}" if value < 1e4 else f"{value:.2g}")
         holds = result.holds_to(curve)
-        cells.append("" if curve.kind == "cut" else f"{holds:,}" if holds else "nowhere")
+        cells.append("" if curve.kind == "cut" or holds is None else f"{holds:,}" if holds else "nowhere")
         mark: Literal["", "chosen", "reference"] = "reference" if curve.kind == "cut" else ""
         rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
     return Table(("scaling", *result.ranges, "holds to"), tuple(rows))
 
 
+def make_changes(result: ScalingSweep, chosen: str) -> Table | None:
+    """By how many per cent each curve's perplexity differs from no scaling's, with intervals; None where there are none."""
+    plain = next((curve for curve in result.curves if curve.kind == "none"), None)
+    if plain is None or len(result.units) < 2:
+        return None
+    rows = []
+    for curve in result.curves:
+        if curve is plain:
+            continue
+        cells = [curve.name]
+        for low, high in result.ranges.values():
+            mean, interval = result.difference(curve, plain, low, high)
+            if interval is None:
+                cells.append("")
+            else:
+                cells.append(f"{_percent(mean)} ({_percent(interval.low)} to {_percent(interval.high)})")
+        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind == "cut" else ""
+        rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
+    return Table(("against no scaling, %", *result.ranges), tuple(rows))
+
+
+def _percent(nats: float) -> str:
+    """A difference of losses as a change of perplexity: 0.0953 -> "+10"."""
+    change = 100 * math.expm1(min(nats, 700.0))
+    text = f"{change:+.1f}" if abs(change) < 9.95 else f"{change:+,.0f}" if abs(change) < 1e5 else f"{change:+.1g}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
 def facts(result: ScalingSweep) -> str:
-    """One line: the model's length, the text, how it was read."""
+    """One line: the model's length, the texts, how they were read."""
+    texts = result.texts
+    names = ", ".join(f"{text.name} ({text.tokens:,} tokens)" for text in texts)
+    most = max(len(text.starts) for text in texts)
+    each = "of each " if len(texts) > 1 else ""
+    cached = "" if result.kv_cache_dtype == "auto" else f" Keys and values cached as {result.kv_cache_dtype}."
     return (
-        f"Trained on {result.trained_len:,} tokens, read to {result.max_len:,}. Text: {result.text_name}, "
-        f"{result.text_tokens:,} tokens, of which {len(result.starts)} "
-        f"{'windows' if len(result.starts) > 1 else 'window'} of {result.max_len:,} spread evenly"
-        f"{' and overlapping' if _overlap(result) else ''}."
+        f"Trained on {result.trained_len:,} tokens, read to {result.max_len:,}. "
+        f"{'Texts' if len(texts) > 1 else 'Text'}: {names}; {each}{most} {'windows' if most > 1 else 'window'} of "
+        f"{result.max_len:,}{' spread evenly' if most > 1 else ''}{' and overlapping' if _overlap(result) else ''}.{cached}"
     )
 
 
 def notes(result: ScalingSweep) -> list[str]:
     """What the columns mean and what the policies are."""
     half = result.trained_len // 2
+    kinds = {curve.kind for curve in result.curves}
+    over = f"each {result.unit_name}'s mean loss" if len(result.texts) > 1 else "all windows"
     found = [
         "Perplexity is e to the mean loss per token: lower is better, and the vocabulary's size is chance. Each "
-        f"column averages the rows of all windows in that range; those with a mark cover the {half:,} tokens before it. "
+        f"column averages {over} in that range; those with a mark cover the {half:,} tokens before it. "
         "Columns hold different text, so compare within a column.",
-        "The grey line, text cut to the trained length, is the same model without scaling that reads each token after the "
-        f"last {half:,} to {result.trained_len:,} tokens alone. Reading further is worth it where a scaling comes below that "
-        f"line. A scaling holds up to the length where it first lies more than {100 * (TOLERANCE - 1):.0f} % above it.",
-        "dynamic changes its frequencies with the length of the text. Under frozen they are those of the longest length from "
-        "the first token on; under recompute the text so far is read again whenever they change, so every row is what a model "
-        "without a cache gives at that length; under rotate the cached keys are turned to the new frequencies and nothing is "
-        "read again. The rows of recompute and rotate are read as if each token had been generated in turn.",
     ]
+    if len(result.units) > 1:
+        found.append(
+            f"Changes against no scaling are means over {len(result.units)} {result.unit_name}s, in brackets the "
+            f"{100 * CONFIDENCE:.0f} % interval of Student's t. They are paired: every scaling reads the same text, so what "
+            f"{result.unit_name}s differ by cancels out."
+            + ("" if len(result.texts) > 1 else " Windows of one text say nothing of other texts.")
+        )
+    if "cut" in kinds:
+        found.append(
+            "The grey line, text cut to the trained length, is the same model without scaling that reads each token after "
+            f"the last {half:,} to {result.trained_len:,} tokens alone. Reading further is worth it where a scaling comes "
+            f"below that line. A scaling holds up to the length where it first lies more than {100 * (TOLERANCE - 1):.0f} % "
+            "above it."
+        )
+    if any(curve.policy for curve in result.curves):
+        found.append(
+            "dynamic changes its frequencies with the length of the text. Under frozen they are those of the longest length "
+            "from the first token on; under recompute the text so far is read again whenever they change, so every row is "
+            "what a model without a cache gives at that length; under rotate the cached keys are re-rotated to the new "
+            "frequencies and nothing is read again. The rows of recompute and rotate are read as if each token had been "
+            "generated in turn."
+        )
     exact = result.exact
     if exact is not None:
         parts = [
@@ -95,6 +146,7 @@ def to_html(result: ScalingSweep, recommendation: Recommendation, svg: str, date
         date=date,
         facts=facts(result),
         table=make_table(result, recommendation.curve),
+        changes=make_changes(result, recommendation.curve),
         notes=notes(result),
     )
 
@@ -110,17 +162,25 @@ def to_markdown(result: ScalingSweep, recommendation: Recommendation, picture: s
         lines += [recommendation.body, "```", ""]
     if picture is not None:
         lines += [f"![Perplexity by position for each scaling]({picture})", ""]
-    lines += ["| " + " | ".join(table.heads) + " |", "|---" + "|--:" * (len(table.heads) - 1) + "|"]
-    for row in table.rows:
-        cells = [f"**{c}**" if row.mark == "chosen" and c else f"*{c}*" if row.mark and c else c for c in row.cells]
-        lines.append("| " + " | ".join(cells) + " |")
+    lines += _markdown_table(table)
+    changes = make_changes(result, recommendation.curve)
+    if changes is not None:
+        lines += ["", *_markdown_table(changes)]
     for paragraph in notes(result):
         lines += ["", paragraph]
     return "\n".join(lines) + "\n"
 
 
+def _markdown_table(table: Table) -> list[str]:
+    lines = ["| " + " | ".join(table.heads) + " |", "|---" + "|--:" * (len(table.heads) - 1) + "|"]
+    for row in table.rows:
+        cells = [f"**{c}**" if row.mark == "chosen" and c else f"*{c}*" if row.mark and c else c for c in row.cells]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
 def _overlap(result: ScalingSweep) -> bool:
-    return any(b - a < result.max_len for a, b in zip(result.starts, result.starts[1:], strict=False))
+    return any(b - a < result.max_len for text in result.texts for a, b in pairwise(text.starts))
 
 
 def _plain(text: str) -> str:

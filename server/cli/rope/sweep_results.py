@@ -7,15 +7,20 @@ are exact.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = Literal["none", "cut", "own", "linear", "ntk", "yarn", "dynamic"]
+from windlass.clients.loadtest.intervals import Interval, mean_interval
 
+Kind = Literal["none", "cut", "own", "linear", "ntk", "yarn", "dynamic", "other"]
+
+CONFIDENCE = 0.95
 # A scaling "holds" while its perplexity stays within this of the same text cut to the trained length.
 TOLERANCE = 1.25
 _MAX_BUCKETS = 64
@@ -66,21 +71,44 @@ class ExactComparison:
     error: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class SweptText:
+    """One text: its file's name, its length in tokens, its SHA-256, and the first token of each window read."""
+
+    name: str
+    tokens: int
+    digest: str
+    starts: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ScalingSweep:
-    """A whole sweep. model: as the user named it, None for the bundled one. starts: first token of each window."""
+    """A whole sweep. model: as the user named it, None for the bundled one. Windows of all texts lie behind each other.
+
+    kv_cache_dtype: what keys and values were cached as, "auto" where that was not chosen.
+    """
 
     model: str | None
     model_name: str
-    text_name: str
-    text_tokens: int
-    text_digest: str
+    texts: tuple[SweptText, ...]
     trained_len: int
     max_len: int
     target_len: int
-    starts: tuple[int, ...]
     curves: tuple[Curve, ...]
     exact: ExactComparison | None = None
+    kv_cache_dtype: str = "auto"
+
+    @cached_property
+    def units(self) -> list[slice]:
+        """What means and intervals are taken over, as ranges of windows: texts, or the windows of the only text."""
+        if len(self.texts) == 1:
+            return [slice(index, index + 1) for index in range(len(self.texts[0].starts))]
+        ends = list(accumulate(len(text.starts) for text in self.texts))
+        return [slice(end - len(text.starts), end) for end, text in zip(ends, self.texts, strict=True)]
+
+    @property
+    def unit_name(self) -> str:
+        return "text" if len(self.texts) > 1 else "window"
 
     @cached_property
     def buckets(self) -> list[tuple[int, int]]:
@@ -107,10 +135,21 @@ class ScalingSweep:
     def plotted(self) -> list[Curve]:
         return [curve for curve in self.curves if curve.plotted]
 
+    def _by_unit(self, nll: NDArray[np.float64], low: int, high: int) -> list[float]:
+        return [float(nll[unit, low:high].mean()) for unit in self.units]
+
     def loss(self, curve: Curve, low: int, high: int) -> float:
-        """Mean nats per token over rows low .. high of all windows; NaN if none was read."""
+        """Nats per token over rows low .. high: the mean over texts of each text's mean. NaN where rows were not read."""
         part = curve.nll[:, low:high]
-        return float(part.mean()) if part.size and not np.isnan(part).any() else math.nan
+        if not part.size or np.isnan(part).any():
+            return math.nan
+        return float(np.mean(self._by_unit(curve.nll, low, high)))
+
+    def loss_interval(self, curve: Curve, low: int, high: int) -> Interval | None:
+        """Student's interval of `loss` over texts, None where it has none."""
+        if math.isnan(self.loss(curve, low, high)):
+            return None
+        return mean_interval(self._by_unit(curve.nll, low, high), CONFIDENCE)[1]
 
     def perplexity(self, curve: Curve, low: int, high: int) -> float:
         return math.exp(min(self.loss(curve, low, high), 700.0))
@@ -118,11 +157,14 @@ class ScalingSweep:
     def bucket_perplexity(self, curve: Curve) -> list[float]:
         return [self.perplexity(curve, low, high) for low, high in self.buckets]
 
-    def holds_to(self, curve: Curve) -> int:
-        """The length up to which every stretch of half a trained length stays within TOLERANCE of the cut text; 0: none."""
+    def holds_to(self, curve: Curve) -> int | None:
+        """The length up to which every stretch of half a trained length stays within TOLERANCE of the cut text; 0: none.
+
+        None where the cut text was not read.
+        """
         reference = next((c for c in self.curves if c.kind == "cut"), None)
         if reference is None:
-            return 0
+            return None
         width = max(self.trained_len // 2, 1)
         for low in range(0, self.max_len, width):
             high = min(low + width, self.max_len)
@@ -130,21 +172,29 @@ class ScalingSweep:
                 return low
         return self.max_len
 
-    def difference(self, a: Curve, b: Curve, high: int) -> tuple[float, float]:
-        """Mean nats by which `a` exceeds `b` over rows below `high`, and its standard error over windows."""
-        per_window = (a.nll[:, :high] - b.nll[:, :high]).mean(axis=1)
-        error = float(per_window.std(ddof=1) / math.sqrt(len(per_window))) if len(per_window) > 1 else math.nan
-        return float(per_window.mean()), error
+    def difference(self, a: Curve, b: Curve, low: int, high: int) -> tuple[float, Interval | None]:
+        """Mean nats by which `a` exceeds `b` over rows low .. high, and Student's interval of it.
+
+        Paired: both read the same texts, so what texts differ by cancels out.
+        """
+        apart = a.nll - b.nll
+        if math.isnan(self.loss(a, low, high)) or math.isnan(self.loss(b, low, high)):
+            return math.nan, None
+        return mean_interval(self._by_unit(apart, low, high), CONFIDENCE)
 
     def to_json(self) -> dict[str, Any]:
         """Every number of the report, rounded to what means something; no date."""
         return {
             "model": self.model_name,
-            "text": {"name": self.text_name, "tokens": self.text_tokens, "sha256": self.text_digest},
+            "texts": [
+                {"name": text.name, "tokens": text.tokens, "sha256": text.digest, "windows": list(text.starts)}
+                for text in self.texts
+            ],
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "confidence": CONFIDENCE,
             "trained_length": self.trained_len,
             "max_length": self.max_len,
             "target_length": self.target_len,
-            "windows": list(self.starts),
             "buckets": [list(bucket) for bucket in self.buckets],
             "curves": [self._curve_json(curve) for curve in self.curves],
             "exact": None
@@ -165,9 +215,26 @@ class ScalingSweep:
             "rope_update": curve.policy,
             "frozen_for": curve.longest,
             "perplexity": {name: _round(self.perplexity(curve, *span)) for name, span in self.ranges.items()},
+            "perplexity_interval": {
+                name: _ends(self.loss_interval(curve, *span), math.exp) for name, span in self.ranges.items()
+            },
+            "nats_above_no_scaling": {name: self._above_json(curve, *span) for name, span in self.ranges.items()},
             "holds_to": self.holds_to(curve),
             "by_bucket": [_round(value) for value in self.bucket_perplexity(curve)],
         }
+
+    def _above_json(self, curve: Curve, low: int, high: int) -> dict[str, Any] | None:
+        plain = next((c for c in self.curves if c.kind == "none"), None)
+        if plain is None or plain is curve:
+            return None
+        mean, interval = self.difference(curve, plain, low, high)
+        return None if math.isnan(mean) else {"mean": round(mean, 5), "interval": _ends(interval)}
+
+
+def _ends(interval: Interval | None, scale: Callable[[float], float] = float) -> list[float] | None:
+    if interval is None:
+        return None
+    return [float(f"{scale(min(end, 700.0)):.5g}") for end in (interval.low, interval.high)]
 
 
 def _round(value: float) -> float | None:

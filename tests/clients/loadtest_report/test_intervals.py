@@ -15,6 +15,7 @@ from windlass.clients.loadtest.intervals import (
     compare_means,
     compare_repeated_shares,
     compare_shares,
+    mean_interval,
     student_quantile,
     wilson,
 )
@@ -181,6 +182,14 @@ def test_batch_means_of_random_arrivals_hold_the_truth_as_often_as_they_say():
 def test_rates_that_never_vary_have_no_width():
     found = compare_means([5.0] * 4, [5.0] * 4, 0.95)
     assert (found.interval.low, found.interval.high) == (0.0, 0.0) and not found.interval.excludes_zero
+
+
+def test_a_mean_of_four_values_and_its_interval():
+    """By hand: mean 5, standard error sqrt(20/3/4), t 3.1824 at 3 degrees of freedom."""
+    mean, interval = mean_interval([2.0, 4.0, 6.0, 8.0], 0.95)
+    assert mean == 5 and interval.high - 5 == pytest.approx(3.182446 * math.sqrt(20 / 12), rel=1e-6)
+    assert 5 - interval.low == pytest.approx(interval.high - 5)
+    assert mean_interval([3.0], 0.95) == (3.0, None)
 
 
 def test_shares_are_those_of_newcombe_s_paper():

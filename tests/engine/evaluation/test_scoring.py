@@ -47,6 +47,16 @@ def test_logprobs_are_those_of_the_logits_at_the_rows_asked_for(llama: Path, pol
     assert torch.allclose(scorer.logprobs(IDS, plan, rows=rows), expected[rows], atol=1e-5)
 
 
+@pytest.mark.parametrize("policy", ["frozen", "recompute", "rotate"])
+def test_the_work_is_what_passes_through_the_model(llama: Path, policy: str) -> None:
+    scorer = load(llama, chunk=16)
+    plan = scorer.plan(LENGTH, DYNAMIC, policy)  # type: ignore[arg-type]
+    for rows in (range(LENGTH - 1), [0, 31, 32, 37, 38, 64, 88], [40], []):
+        passed: list[int] = []
+        scorer.logprobs(IDS, plan, rows=rows, computed=passed.append)
+        assert scorer.work(plan, rows) == sum(passed)
+
+
 def test_exact_rows_are_uncached_passes_of_their_own_length(llama: Path) -> None:
     scorer = load(llama)
     plan = scorer.plan(LENGTH, DYNAMIC, "recompute", exact=True)

@@ -21,7 +21,7 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.recommendation import recommend
-from windlass.server.cli.rope.sweep_results import Curve, ScalingSweep
+from windlass.server.cli.rope.sweep_results import Curve, ScalingSweep, SweptText
 from windlass.server.startup import launch
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -96,7 +96,9 @@ REFERENCES = {
 @pytest.mark.parametrize("name", sorted(REFERENCES))
 def test_perplexities_are_those_of_transformers(name: str, model: Path, text: Path, measured: dict) -> None:
     reference = Uncached(model)
-    rows = [losses(REFERENCES[name](reference, ids), ids) for ids in windows(model, text, measured["windows"])]
+    rows = [
+        losses(REFERENCES[name](reference, ids), ids) for ids in windows(model, text, measured["texts"][0]["windows"])
+    ]
     (curve,) = [curve for curve in measured["curves"] if curve["name"] == name]
     expected = [perplexity(rows, low, high) for low, high in measured["buckets"]]
     assert curve["by_bucket"] == pytest.approx(expected, rel=1e-3)
@@ -110,7 +112,7 @@ def test_recompute_reads_every_length_anew(model: Path, text: Path, measured: di
     reference = Uncached(model)
     rows = [
         losses(reference.at_each_length(ids[:-1], frequencies), ids)
-        for ids in windows(model, text, measured["windows"])
+        for ids in windows(model, text, measured["texts"][0]["windows"])
     ]
     assert curve["by_bucket"] == pytest.approx([perplexity(rows, a, b) for a, b in measured["buckets"]], rel=1e-3)
     assert measured["exact"]["sampled_rows"] == WINDOWS * 8
@@ -120,7 +122,7 @@ def test_the_cut_text_is_read_in_trained_lengths(model: Path, text: Path, measur
     """Row r reads the half or more of a trained length before it, as a text of its own."""
     reference, plain = Uncached(model), plain_frequencies(10_000.0, DIM)
     rows = []
-    for ids in windows(model, text, measured["windows"]):
+    for ids in windows(model, text, measured["texts"][0]["windows"]):
         row = losses(reference.logits(ids[:TRAINED], plain), ids[: TRAINED + 1])
         for end in range(TRAINED + 16, MAX_LEN + 1, 16):
             piece = [ids[0], *ids[end - TRAINED + 1 : end + 1]]
@@ -162,7 +164,7 @@ def test_the_page_is_self_contained_and_escapes_what_it_is_given(report: Path, m
     ):
         assert label in drawn
     assert "currentColor" in page and "#010203" not in page
-    assert page.count("<tr") == len(measured["curves"]) + 1
+    assert page.count("<tr") == len(measured["curves"]) + 1 + len(measured["curves"])  # the second table: all but one
     assert "\\<b\\>" in (report / "report.md").read_text(encoding="utf-8")
 
 
@@ -205,7 +207,7 @@ def curve(name: str, kind: str, level: float, inside: float, policy: str | None 
 
 
 def result(*curves: Curve) -> ScalingSweep:
-    return ScalingSweep("toy", "toy", "t", 100, "", 16, 64, 64, (0, 30), curves)
+    return ScalingSweep("toy", "toy", (SweptText("t", 100, "", (0, 30)),), 16, 64, 64, curves)
 
 
 NONE, CUT = curve("no scaling", "none", 90, 10), curve("cut", "cut", 11, 10)
@@ -263,6 +265,14 @@ def test_how_far_a_scaling_holds() -> None:
         (["--text", "{text}", "--json", "{missing}.1", "--png", "{missing}.1"], "--json and --png are both"),
         (["--text", "{text}", "--png", "{text}"], "--text and --png are both"),
         (["--text", "{text}", "--windows", "0"], "--windows"),
+        (["--text", "{text}", "--text", "{text}"], "given twice"),
+        (["--text", "{empty}"], "a directory without a file"),
+        (["--text", "{text}", "--scaling", "[]"], "--scaling must be an object"),
+        (["--text", "{text}", "--scaling", '{"rope_type": "yarm"}'], "yarm"),
+        (["--text", "{text}", "--policy", "rotate"], "give --scaling too"),
+        (["--text", "{text}", "--scaling", '{"rope_type": "ntk", "factor": 2}', "--policy", "x"], "none of frozen"),
+        (["--text", "{text}", "--max-len", "128", "--keep", "{binary}"], "--keep"),
+        (["--text", "{text}", "--kv-cache-dtype", "int7"], "--kv-cache-dtype"),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -275,7 +285,9 @@ def test_what_is_wrong_is_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00x")
-    places = {"{text}": text, "{missing}": tmp_path / "missing", "{binary}": tmp_path / "binary"}
+    (tmp_path / "empty").mkdir()
+    names = ("missing", "binary", "empty")
+    places = {"{text}": text, **{f"{{{name}}}": tmp_path / name for name in names}}
     given = list(arguments)
     for mark, path in places.items():
         given = [word.replace(mark, str(path)) for word in given]

@@ -1,0 +1,138 @@
+"""`windlass rope sweep` over several texts: intervals, chosen scalings, other caches, and a sweep that goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny_models import make_model
+from helpers.toy_tokenizers import byte_level
+
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli import main as cli
+from windlass.server.cli.rope.sweep_progress import SweepProgress, duration
+from windlass.server.text.tokenizer import Tokenizer
+
+TRAINED, MAX_LEN = 32, 128
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size()
+    make_model("llama", directory, vocab_size=size, max_position_embeddings=TRAINED, num_hidden_layers=2)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+YARN, DYNAMIC = '{"rope_type": "yarn", "factor": 4}', '{"rope_type": "dynamic", "factor": 2}'
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("several")
+    for name, step in (("b", 7), ("a", 11), ("c", 13)):
+        lines = " ".join(f"{name} {i} costs {i * step % 89} pence;" for i in range(40))
+        (folder / f"{name}.txt").write_text(lines, encoding="utf-8")
+    (folder / "other.md").write_text("not read", encoding="utf-8")
+    return folder
+
+
+def sweep_several(model: Path, texts: Path, out: Path, *more: str) -> dict:
+    arguments = ["rope", "sweep", str(model), "--text", str(texts), "--max-len", str(MAX_LEN), "--windows", "1"]
+    arguments += ["--device", "cpu", "--out", str(out / "r.html"), "--json", str(out / "r.json")]
+    assert cli.run([*arguments, "--markdown", str(out / "r.md"), "--scaling", YARN, *more]) == 0
+    return json.loads((out / "r.json").read_text())
+
+
+def test_several_texts_have_paired_intervals(model: Path, texts: Path, tmp_path: Path) -> None:
+    """Mean over texts of the loss above no scaling, with the interval of a table of Student's t."""
+    found = sweep_several(model, texts, tmp_path)
+    assert [text["name"] for text in found["texts"]] == ["a.txt", "b.txt", "c.txt"]
+    assert [curve["name"] for curve in found["curves"]] == ["no scaling", "text cut to the trained length", "yarn 4"]
+    tokenizer, scorer = Tokenizer.from_directory(model), Scorer.load(model, device="cpu")
+    plans = [scorer.plan(MAX_LEN, RopeScaling.from_dict(json.loads(t))) for t in (YARN, '{"rope_type": "default"}')]
+    apart = []
+    for name in ("a", "b", "c"):
+        ids = tokenizer.encode((texts / f"{name}.txt").read_text())[: MAX_LEN + 1]
+        yarn, plain = (-scorer.logprobs(ids, plan).double()[MAX_LEN - 16 :].mean().item() for plan in plans)
+        apart.append(yarn - plain)
+    mean, reach = np.mean(apart), 4.302653 * np.std(apart, ddof=1) / math.sqrt(3)
+    above = found["curves"][2]["nats_above_no_scaling"]["at the end (128)"]
+    assert above["mean"] == pytest.approx(mean, abs=2e-5)
+    assert above["interval"] == pytest.approx([mean - reach, mean + reach], abs=2e-5)
+    assert found["curves"][0]["nats_above_no_scaling"]["at the end (128)"] is None
+    low, high = found["curves"][0]["perplexity_interval"]["at the end (128)"]
+    assert low < found["curves"][0]["perplexity"]["at the end (128)"] < high
+    words = (tmp_path / "r.md").read_text()
+    assert "means over 3 texts" in words and "| against no scaling, % |" in words
+
+
+def test_an_interrupted_sweep_goes_on(
+    model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sweep_several(model, texts, tmp_path, "--no-cut")
+    keep = tmp_path / "passes.jsonl"
+    logprobs, read = Scorer.logprobs, []
+
+    def stops(self: Scorer, *arguments: object, **named: object) -> torch.Tensor:
+        if len(read) == 4:
+            raise KeyboardInterrupt
+        read.append(1)
+        return logprobs(self, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scorer, "logprobs", stops)
+    arguments = ["rope", "sweep", str(model), "--text", str(texts), "--max-len", str(MAX_LEN), "--windows", "1"]
+    arguments += ["--device", "cpu", "--out", str(tmp_path / "r.html"), "--scaling", YARN, "--no-cut"]
+    assert cli.run([*arguments, "--keep", str(keep)]) == 130
+    assert len(keep.read_text().splitlines()) == 4
+    capsys.readouterr()
+    with keep.open("a") as file:
+        file.write('{"key": "0123", "nll": [1.0, 2.')  # the machine went down while it was written
+    read.clear()
+    assert sweep_several(model, texts, tmp_path, "--no-cut", "--keep", str(keep)) == whole
+    assert len(read) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "perplexity" in line]
+    assert len(lines) == 2 and "; 1 of 2 passes, about " in lines[0] and lines[1].endswith("; 2 of 2 passes")
+    read.clear()
+    assert sweep_several(model, texts, tmp_path, "--no-cut", "--keep", str(keep)) == whole and not read
+    # What is read through another cache is something else.
+    monkeypatch.setattr(Scorer, "logprobs", logprobs)
+    sweep_several(model, texts, tmp_path, "--no-cut", "--keep", str(keep), "--kv-cache-dtype", "bfloat16")
+    assert len(keep.read_text().splitlines()) == 1 + 6 + 6
+
+
+def test_chosen_scalings_under_chosen_policies(model: Path, texts: Path, tmp_path: Path) -> None:
+    found = sweep_several(model, texts, tmp_path, "--no-cut", "--scaling", DYNAMIC, "--policy", "rotate")
+    assert [curve["name"] for curve in found["curves"]] == ["no scaling", "yarn 4", "dynamic 2, rotate"]
+    assert [curve["rope_update"] for curve in found["curves"]] == [None, None, "rotate"]
+    assert found["exact"] is None and all(curve["holds_to"] is None for curve in found["curves"])
+    assert "grey line" not in (tmp_path / "r.md").read_text()
+
+
+def test_an_int8_cache_is_another_reading(model: Path, texts: Path, tmp_path: Path) -> None:
+    full = sweep_several(model, texts, tmp_path, "--no-cut")
+    narrow = sweep_several(model, texts, tmp_path, "--no-cut", "--kv-cache-dtype", "int8")
+    assert "cached as int8" in (tmp_path / "r.md").read_text() and narrow["kv_cache_dtype"] == "int8"
+    a, b = (found["curves"][0]["perplexity"]["all positions"] for found in (full, narrow))
+    assert a != b and b == pytest.approx(a, rel=0.05)
+
+
+def test_the_bar_counts_tokens_and_says_what_remains(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = SweepProgress(terminal=True)
+    progress.expect(100)
+    progress.expect(300)
+    progress.begin("yarn 4: [a].txt")
+    progress.computed(100)
+    progress.finished("yarn 4: [a].txt: perplexity 3.00")
+    progress.stop()
+    progress.stop()
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "yarn 4: [a].txt: perplexity 3.00; 1 of 2 passes, about 0 s to go" in shown
+    assert [duration(s) for s in (45, 600, 9000)] == ["45 s", "10 min", "2.5 h"]
