@@ -1,0 +1,1 @@
+"""Makes the tokenizer of a model from what its GGUF file says."""

@@ -1,0 +1,194 @@
+"""Reads the tokenizer's fields of a GGUF file's metadata, and refuses what is no vocabulary.
+
+Responsible for types, lengths and ranges: whoever gets a `GgufVocabulary` need not check again. Knows nothing of
+tokenizer.json, nor of how a GGUF file is read: the metadata come as plain Python values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NoReturn
+
+from windlass.engine.errors import LoadError
+
+MAX_TOKENS = 2**21  # eight times the largest vocabulary of a model with open weights
+MAX_TOKEN_CHARACTERS = 4096  # of one token; runs of spaces of 512 are the longest in use
+MAX_CHARACTERS = 2**25  # of all tokens; 262,144 tokens of Gemma have 1.5 million
+
+_PREFIX = "tokenizer.ggml."
+_SPECIAL = {
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "eot": "eot_token_id",
+    "eom": "eom_token_id",
+    "unk": "unknown_token_id",
+    "pad": "padding_token_id",
+}
+
+
+class TokenType(IntEnum):
+    """What a token is for, as `tokenizer.ggml.token_type` numbers it."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocabulary:
+    """The checked fields. Lists are parallel: token i has tokens[i], types[i] and, where there are any, scores[i].
+
+    source: the file's name, for messages. kind: `gpt2`, `llama`, …; pre: how a text is cut into words before merging.
+    ids: token -> id. merges: pairs, the earliest merged first; None where the file has none. special: ids by the
+    short names "bos", "eos", "eot", …, as far as the file tells. add_bos, add_eos, space_prefix: None where it does not
+    tell. model_name: lower case.
+    """
+
+    source: str
+    kind: str
+    pre: str | None
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+    scores: list[float] | None = None
+    merges: list[tuple[str, str]] | None = None
+    special: dict[str, int] = field(default_factory=dict)
+    add_bos: bool | None = None
+    add_eos: bool | None = None
+    space_prefix: bool | None = None
+    model_name: str = ""
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise the LoadError that says what is wrong with the vocabulary."""
+        raise _error(self.source, what)
+
+
+def read_vocabulary(metadata: Mapping[str, Any], source: str) -> GgufVocabulary:
+    """The vocabulary in a file's metadata; `source` names the file. Raises LoadError, one line.
+
+    metadata: key -> bool, int, float, str or a list of these, of which only `tokenizer.*` and `general.name` are read.
+    """
+    kind = _value(metadata, "model", str, source)
+    if kind is None:
+        raise _error(source, "it has no tokenizer (tokenizer.ggml.model is missing)")
+    tokens = _tokens(metadata, source)
+    name = metadata.get("general.name")
+    return GgufVocabulary(
+        source=source,
+        kind=kind,
+        pre=_value(metadata, "pre", str, source),
+        tokens=tokens,
+        types=_types(metadata, len(tokens), source),
+        ids=_ids(tokens, source),
+        scores=_scores(metadata, len(tokens), source),
+        merges=_merges(metadata, source),
+        special=_special(metadata, len(tokens), source),
+        add_bos=_value(metadata, "add_bos_token", bool, source),
+        add_eos=_value(metadata, "add_eos_token", bool, source),
+        space_prefix=_value(metadata, "add_space_prefix", bool, source),
+        model_name=name.lower() if isinstance(name, str) else "",
+    )
+
+
+def _error(source: str, what: str) -> LoadError:
+    return LoadError(f"cannot make a tokenizer from {source}: {what}; get the file again, or convert the model again")
+
+
+def _value(metadata: Mapping[str, Any], name: str, kind: type, source: str) -> Any:
+    """The value under a key, None where there is none."""
+    value = metadata.get(_PREFIX + name)
+    if value is None or type(value) is kind:
+        return value
+    raise _error(source, f"{_PREFIX}{name} should be a {kind.__name__}, not a {type(value).__name__}")
+
+
+def _list(metadata: Mapping[str, Any], name: str, kinds: tuple[type, ...], source: str) -> list[Any] | None:
+    values: list[Any] | None = _value(metadata, name, list, source)
+    if values is not None and (wrong := {type(value) for value in values} - set(kinds)):
+        names = ", ".join(sorted(kind.__name__ for kind in wrong))
+        raise _error(source, f"{_PREFIX}{name} holds values of type {names}, where only {kinds[0].__name__} may stand")
+    return values
+
+
+def _tokens(metadata: Mapping[str, Any], source: str) -> list[str]:
+    tokens = _list(metadata, "tokens", (str,), source)
+    if not tokens:
+        raise _error(source, "its vocabulary is missing (tokenizer.ggml.tokens)")
+    if len(tokens) > MAX_TOKENS:
+        raise _error(source, f"it has {len(tokens)} tokens, and at most {MAX_TOKENS} are read")
+    if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens)) > MAX_TOKEN_CHARACTERS:
+        raise _error(
+            source,
+            f"its tokens are longer than any model's: {MAX_TOKEN_CHARACTERS} characters each and {MAX_CHARACTERS} "
+            "together are read",
+        )
+    _check_unicode(tokens, "tokens", source)
+    # An empty token cannot stand in a dictionary beside others: llama.cpp gives it this name too.
+    return [token or f"[EMPTY_{index}]" for index, token in enumerate(tokens)]
+
+
+def _check_unicode(texts: list[str], name: str, source: str) -> None:
+    try:
+        "".join(texts).encode("utf-8")
+    except UnicodeEncodeError:
+        raise _error(source, f"{_PREFIX}{name} holds text that is not valid UTF-8") from None
+
+
+def _ids(tokens: list[str], source: str) -> dict[str, int]:
+    ids: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        if ids.setdefault(token, index) != index:
+            raise _error(source, f"tokens {ids[token]} and {index} are the same text, {token[:40]!r}")
+    return ids
+
+
+def _types(metadata: Mapping[str, Any], count: int, source: str) -> list[int]:
+    types = _list(metadata, "token_type", (int,), source)
+    if types is None:
+        return [TokenType.NORMAL] * count
+    if len(types) != count:
+        raise _error(source, f"tokenizer.ggml.token_type has {len(types)} entries for {count} tokens")
+    return types
+
+
+def _scores(metadata: Mapping[str, Any], count: int, source: str) -> list[float] | None:
+    scores = _list(metadata, "scores", (float, int), source)
+    if scores is not None and len(scores) != count:
+        raise _error(source, f"tokenizer.ggml.scores has {len(scores)} entries for {count} tokens")
+    if scores is not None and any(map(math.isnan, scores)):
+        raise _error(source, "tokenizer.ggml.scores holds values that are no numbers")
+    return scores
+
+
+def _merges(metadata: Mapping[str, Any], source: str) -> list[tuple[str, str]] | None:
+    merges = _list(metadata, "merges", (str,), source)
+    if merges is None:
+        return None
+    if len(merges) > 8 * MAX_TOKENS or sum(map(len, merges)) > 8 * MAX_CHARACTERS:
+        raise _error(source, f"it has {len(merges)} merges, more than any model's")
+    _check_unicode(merges, "merges", source)
+    pairs = []
+    for merge in merges:
+        at = merge.find(" ", 1)  # a space may be the first half, never a part of it
+        if at < 0 or at == len(merge) - 1:
+            raise _error(source, f"the merge {merge[:80]!r} is not two tokens with a space between them")
+        pairs.append((merge[:at], merge[at + 1 :]))
+    return pairs
+
+
+def _special(metadata: Mapping[str, Any], count: int, source: str) -> dict[str, int]:
+    found = {}
+    for name, key in _SPECIAL.items():
+        value = _value(metadata, key, int, source)
+        if value is None:
+            continue
+        if not 0 <= value < count:
+            raise _error(source, f"{_PREFIX}{key} is {value}, and there are {count} tokens")
+        found[name] = value
+    return found
