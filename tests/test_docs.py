@@ -136,7 +136,13 @@ def test_variables_are_spelt_as_the_page_says():
     for name, variable in serve_options().items():
         if variable is not None and not name.startswith("--no-"):
             assert variable == "WINDLASS_" + name.removeprefix("--").replace("-", "_").upper()
-    known = {"WINDLASS_MODEL", "WINDLASS_CPU_ISA", "WINDLASS_", *filter(None, serve_options().values())}
+    known = {
+        "WINDLASS_MODEL",
+        "WINDLASS_CACHE",
+        "WINDLASS_CPU_ISA",
+        "WINDLASS_",
+        *filter(None, serve_options().values()),
+    }
     assert not set(re.findall(r"\bWINDLASS_[A-Z_]*", SERVING)) - known
 
 
@@ -231,7 +237,7 @@ def test_the_rotary_report_on_the_page_is_that_of_the_example():
     (shown,) = re.findall(r"```json\n(.*?)```", section(HTTP, "### The rotary report"), re.DOTALL)
     report = json.loads(shown)["rotary"]
     (body,) = re.findall(r"-d '(\{.*\"rotate\".*\})'", section(ROTARY, "## Examples"))
-    (context,) = re.findall(r"serve --max-model-len (\d+)\n", section(ROTARY, "## Examples"))
+    (context,) = re.findall(r"serve demo --max-model-len (\d+)\n", section(ROTARY, "## Examples"))
     asked = json.loads(body)
     prompt = len(Tokenizer.from_directory(DEMO).encode(asked["prompt"]))
     arguments = asked["rope_scaling"], asked["rope_update"], prompt, asked["max_tokens"]

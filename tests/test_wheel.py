@@ -82,7 +82,7 @@ def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: 
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 40 << 20
     code = "import windlass, sys; from windlass.server.cli.main import main; print(windlass.__file__, file=sys.stderr); main()"
     run = subprocess.run(
-        [sys.executable, "-c", code, "generate", "The", "--max-tokens", "3", "--temperature", "0"],
+        [sys.executable, "-c", code, "generate", "The", "--model", "demo", "--max-tokens", "3", "--temperature", "0"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -18,8 +18,8 @@ from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.server.options.engine import EngineOptions
+from windlass.server.startup.choice import choose_model
 from windlass.server.startup.display import LoadingDisplay
-from windlass.server.startup.hub import resolve_model
 from windlass.server.startup.launch import check_model, make_client
 from windlass.server.text.tokenizer_file import find_tokenizer
 
@@ -56,7 +56,7 @@ def generate_here(wanted: GenerateOptions, model: str | None, options: EngineOpt
 
 async def _generate_here(wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str) -> None:
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
-    path = resolve_model(model)
+    _, path = choose_model(model)
     check_model(options, path)
     find_tokenizer(path)
     client = make_client(options, path, log_level)

@@ -113,12 +113,12 @@ def bench_engine(
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
     from windlass.engine.core.threads import prepare_this_process
+    from windlass.server.startup.choice import choose_model
     from windlass.server.startup.display import LoadingDisplay
-    from windlass.server.startup.hub import resolve_model
     from windlass.server.startup.launch import check_model
 
     engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
-    path = resolve_model(model)
+    _, path = choose_model(model)
     check_model(engine, path)
     config = engine.to_config(path)
     prepare_this_process(config.compute.cores)
@@ -143,6 +143,47 @@ def bench_engine(
     for name, value in (result | settings).items():
         table.add_row(name.replace("_", " "), f"{value:,.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
+
+
+@app.command()
+def chat(
+    engine: Engine,
+    model: ModelArgument = None,
+    system: Annotated[str | None, typer.Option("--system", help="What the model is told before the chat.")] = None,
+    url: Annotated[
+        str | None,
+        option(
+            "--url",
+            help="Chat through a running server, such as http://127.0.0.1:8000, rather than start one. Then "
+            "MODEL names a model of that server, and the engine's options are that server's.",
+        ),
+    ] = None,
+    api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,
+) -> int:
+    """Chat with a model on the terminal. /help lists what it understands."""
+    from windlass.server.cli.chat.app import chat_here, chat_with
+
+    if url is None:
+        return chat_here(model, engine, system)
+    return chat_with(url, api_key, model, system)
+
+
+@app.command()
+def pull(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `windlass models` lists.")]) -> None:
+    """Download a model that is known by a name, so that starts need no network."""
+    from windlass.server.cli.models import pull_named
+
+    pull_named(name)
+
+
+@app.command()
+def models(
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+) -> None:
+    """List the models that are known by a name, and those that are here."""
+    from windlass.server.cli.models import list_models
+
+    list_models(as_json)
 
 
 @app.command()

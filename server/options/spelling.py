@@ -6,6 +6,7 @@ Knows typer; knows nothing of what an option is for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -28,12 +29,16 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Directory of a Hugging Face model, or a hub id such as Qwen/Qwen3-0.6B. Default: the bundled model.",
+        help="A name that `windlass models` lists, a directory of a Hugging Face model, or a hub id such as "
+        "Qwen/Qwen3-0.6B. Default: smollm2, downloaded the first time; where that cannot be had, the bundled model.",
         envvar="WINDLASS_MODEL",
         show_default=False,
     ),
 ]
-ModelOption = Annotated[str | None, option("--model", help="Directory or hub id. Default: the bundled model.")]
+ModelOption = Annotated[
+    str | None,
+    option("--model", help="A known name, a directory or a hub id. Default: smollm2, else the bundled model."),
+]
 
 
 LogLevel = Annotated[str, option("--log-level", help=f"{', '.join(_LOG_LEVELS)}.")]
@@ -70,3 +75,17 @@ def read_size(name: str, value: str) -> int:
 def split(values: list[str] | None) -> list[str]:
     """Repeated options and comma-separated lists alike."""
     return [part.strip() for value in values or [] for part in value.split(",") if part.strip()]
+
+
+def to_arguments(options: Any) -> list[str]:
+    """The command line that gives the same options to another process: those of a dataclass that are not at their default."""
+    arguments: list[str] = []
+    for field in fields(options):
+        value, name = getattr(options, field.name), field.name.replace("_", "-")
+        if value == field.default:
+            continue
+        if isinstance(value, bool):
+            arguments.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            arguments += [f"--{name}={item}" for item in (value if isinstance(value, list) else [value])]
+    return arguments

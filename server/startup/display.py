@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +15,11 @@ from windlass.server.options.engine_names import in_options
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+
+# Private: set for a server that another program of ours has started, so that it can show the progress. Then a line with this
+# name and [stage, done, total] tells each step.
+PROGRESS_VARIABLE = "_WINDLASS_PROGRESS"
 
 
 class LoadingDisplay:
@@ -28,7 +35,9 @@ class LoadingDisplay:
         self._task: TaskID | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if not self._terminal:
+        if PROGRESS_VARIABLE in os.environ:
+            say(PROGRESS_VARIABLE + json.dumps([stage, done, total]))
+        elif not self._terminal:
             if stage != self._stage:
                 say(f"{stage} ...")
         else:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.formats import describe_foreign
+from windlass.server.startup.catalogue.known import KNOWN, KnownModel
 
 DOWNLOAD_PATTERNS = (
     "*.json",
@@ -35,8 +36,9 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 def resolve_model(name: str | None) -> Path:
     """The directory with the model's files.
 
-    name: a directory; a hub id such as `Qwen/Qwen3-0.6B`, optionally `id@revision`; None for the bundled model.
-    An existing directory wins over a hub id. A cached model is used as it is, without asking the network.
+    name: a directory; a name of the catalogue, such as `smollm2`, which is pulled where it is not here; a hub id such as
+    `Qwen/Qwen3-0.6B`, optionally `id@revision`; None for the bundled model.
+    An existing directory wins over a name. A cached model is used as it is, without asking the network.
     Raises LoadError, one line that says what was tried.
     """
     if name is None:
@@ -52,6 +54,8 @@ def resolve_model(name: str | None) -> Path:
         raise LoadError(
             foreign or f"{directory} is a file: give the directory that holds config.json and the safetensors files"
         )
+    if name in KNOWN:
+        return known_model(KNOWN[name])
     repo, _, revision = name.partition("@")
     revision = revision or "main"
     if not _REPO_ID.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in name or "--" in repo:
@@ -65,6 +69,15 @@ def resolve_model(name: str | None) -> Path:
         if not any(snapshot.glob("model*.safetensors")) and (foreign := describe_foreign(snapshot)):
             raise LoadError(foreign)
     return _download(repo, revision)
+
+
+def known_model(model: KnownModel) -> Path:
+    """The directory of a model of the catalogue, pulled where it is not here. Raises LoadError, PullError among them."""
+    if model.file is None:
+        return bundled_model()
+    from windlass.server.startup.catalogue.pull import pull
+
+    return resolve_model(str(pull(model)))
 
 
 def bundled_model() -> Path:
@@ -90,6 +103,14 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
 def find_cached(repo: str, revision: str = "main") -> Path | None:
     """The cached snapshot of a hub id, None when missing or incomplete. revision: a ref or a commit."""
     return next(filter(_is_complete, _snapshots(repo, revision)), None)
+
+
+def cached_repositories() -> Iterator[tuple[str, Path]]:
+    """Every repository whose main revision lies whole in the local cache: its id and the snapshot."""
+    for storage in sorted(cache_directory().glob("models--*")):
+        repo = storage.name.removeprefix("models--").replace("--", "/")
+        if (snapshot := find_cached(repo)) is not None:
+            yield repo, snapshot
 
 
 def _snapshots(repo: str, revision: str) -> Iterator[Path]:

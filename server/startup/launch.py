@@ -31,9 +31,9 @@ from windlass.server.options.engine_names import in_options
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
+from windlass.server.startup.choice import choose_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
-from windlass.server.startup.hub import resolve_model
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.text.tokenizer_file import find_tokenizer
 
@@ -61,8 +61,8 @@ def serve(
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
     engine.to_config(Path())
     bounds = connections.to_settings().within(raise_limit())
-    path = resolve_model(model)
-    settings = server.to_settings(model_name(model, path), engine)
+    name, path = choose_model(model)
+    settings = server.to_settings(name, engine)
     check_model(engine, path)
     find_tokenizer(path)
     client = make_client(engine, path, level)
@@ -121,13 +121,6 @@ def make_client(engine: EngineOptions, path: Path, log_level: str) -> ProcessCli
     """A client for the model in `path`, not yet spawned."""
     core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
     return ProcessClient(engine.to_config(path), log_level=log_level, core=core)
-
-
-def model_name(given: str | None, path: Path) -> str:
-    """The model's id in the API: a hub id as given (its cached directory is named by a hash), else the directory."""
-    if given is not None and not Path(given).expanduser().exists():
-        return given
-    return path.name
 
 
 def listen(host: str, port: int) -> socket.socket:

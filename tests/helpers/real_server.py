@@ -51,11 +51,11 @@ class RealServer:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, model: Path | None = None) -> Iterator[RealServer]:
+def serve(*arguments: str, model: Path | str = "demo") -> Iterator[RealServer]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("windlass")), "serve", *([str(model)] if model else [])]
+    command = [str(Path(sys.executable).with_name("windlass")), "serve", str(model)]
     command += ["--port", str(port), *arguments]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")

@@ -1,0 +1,133 @@
+"""`windlass models` and `windlass pull`: the models that are known by a name, and those that are on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from windlass.clients.terminal.lines import say
+from windlass.engine.errors import EngineError, LoadError, did_you_mean
+from windlass.server.startup.catalogue.folder import cache_folder, is_here, model_file
+from windlass.server.startup.catalogue.known import KNOWN, KnownModel
+from windlass.server.startup.catalogue.pull import check, megabytes, pull
+from windlass.server.startup.hub import bundled_model, cache_directory, cached_repositories
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedModel:
+    """A model that `windlass serve NAME` takes.
+
+    here: whether that needs no download. size: bytes on disk, or what would be downloaded. licence: None where this
+    machine does not tell. where: the file or directory, None where there is none yet.
+    """
+
+    name: str
+    about: str
+    here: bool
+    size: int
+    licence: str | None
+    source: str
+    where: str | None
+
+
+def pull_named(name: str) -> None:
+    """Have a model of the catalogue here, and whole. Raises LoadError, one line."""
+    model = KNOWN.get(name)
+    if model is None:
+        raise LoadError(
+            f"no model is known as {name!r}{did_you_mean(name, list(KNOWN))}: `windlass models` lists those that are; a model "
+            "of the Hugging Face hub is downloaded by `windlass serve`"
+        )
+    if model.file is None:
+        say(f"{name} came with this installation: {bundled_model()}")
+    elif is_here(model):
+        check(model)
+        say(f"{name} is here already, and whole: {model_file(model)}")
+    else:
+        pull(model)
+
+
+def list_models(as_json: bool) -> None:
+    """Write what is known and what is here to standard output."""
+    listed = [*(_of_catalogue(model) for model in KNOWN.values()), *_of_hub_cache()]
+    if as_json:
+        print(json.dumps({"models": [asdict(model) for model in listed], "cache": str(cache_folder())}))
+        return
+    width = max(len(model.name) for model in listed)
+    for model in listed:
+        here = "here" if model.here else "not here"
+        print(f"{model.name:{width}}  {here:8}  {megabytes(model.size):>10}  {model.licence or '–':10}  {model.about}")
+        print(" " * width, f" {model.where or model.source}")
+    missing = [model.name for model in listed if not model.here]
+    if missing:
+        say(
+            f"`windlass pull {missing[0]}` gets what is not here; `windlass serve` and `windlass chat` do so by themselves"
+        )
+
+
+def _of_catalogue(model: KnownModel) -> ListedModel:
+    here = is_here(model)
+    if model.file is None:
+        where: Path | None
+        try:
+            where = bundled_model()
+        except LoadError:
+            where, here = None, False
+        size = _size(where) if where else 0
+    else:
+        where = model_file(model) if here else None
+        size = model.file.size if here else model.file.wheel_size
+    return ListedModel(
+        name=model.name,
+        about=model.about,
+        here=here,
+        size=size,
+        licence=model.licence,
+        source=model.source,
+        where=str(where) if where else None,
+    )
+
+
+def _of_hub_cache() -> list[ListedModel]:
+    """What the Hugging Face cache holds whole and the decoder can run."""
+    found = []
+    for repository, snapshot in cached_repositories():
+        try:
+            about = _describe(snapshot)
+        except (EngineError, OSError, ValueError):  # another kind of model: not for this server
+            continue
+        found.append(
+            ListedModel(
+                name=repository,
+                about=about,
+                here=True,
+                size=_size(snapshot),
+                licence=None,
+                source=f"the Hugging Face cache, {cache_directory()}",
+                where=str(snapshot),
+            )
+        )
+    return found
+
+
+def _describe(directory: Path) -> str:
+    """Architecture and context of a model that can be served; raises EngineError for one that cannot."""
+    from windlass.engine.api.config import EngineConfig
+    from windlass.engine.model.loading.preflight import describe_model
+
+    spec = describe_model(EngineConfig(model=str(directory))).spec
+    return f"{spec.architecture}, trained for {spec.trained_len:,} tokens"
+
+
+def _size(directory: Path) -> int:
+    """Bytes of the files in a directory, links followed."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += Path(folder, name).stat().st_size
+            except OSError:
+                continue
+    return total

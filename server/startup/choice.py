@@ -1,0 +1,36 @@
+"""Which model a command works on: the one that was named, else the first one, else the bundled one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from windlass.clients.terminal.lines import say
+from windlass.engine.errors import LoadError
+from windlass.server.startup.catalogue.known import DEMO, SMOLLM2
+from windlass.server.startup.hub import bundled_model, known_model, resolve_model
+
+FIRST_MODEL = SMOLLM2
+
+
+def choose_model(given: str | None) -> tuple[str, Path]:
+    """What to call the model in the API, and its directory.
+
+    given: as `resolve_model` takes it. None: smollm2, pulled where it is not here, or the bundled model where it cannot be
+    had, with one line on standard error that says why. Raises LoadError.
+    """
+    if given is not None:
+        path = resolve_model(given)
+        return _name_of(given, path), path
+    try:
+        return FIRST_MODEL.name, known_model(FIRST_MODEL)
+    except LoadError as error:
+        say(f"note: this is the bundled model ({DEMO.about}), since {error}")
+        return DEMO.name, bundled_model()
+
+
+def _name_of(given: str, path: Path) -> str:
+    """A hub id or a known name as given, since the directory behind it is named by a hash; else that of the files."""
+    local = Path(given).expanduser()
+    if not local.exists():
+        return given
+    return local.stem if local.is_file() else path.name

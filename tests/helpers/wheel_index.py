@@ -1,0 +1,98 @@
+"""Wheels that hold a file, and a package index that serves one slowly: what pulling a model is tried with, without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+
+from windlass.server.startup.catalogue.known import KnownModel, PackagedFile
+
+MEMBER = "toy_model/toy.gguf"
+CONTENT = bytes(range(256)) * 4096  # 1 MiB
+
+
+def make_wheel(folder: Path, content: bytes = CONTENT, member: str = MEMBER) -> Path:
+    """toy-model 1.0, with one file."""
+    wheel = folder / "toy_model-1.0-py3-none-any.whl"
+    info = "toy_model-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(member, content)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: toy-model\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+def toy_model(wheel: Path, content: bytes = CONTENT) -> KnownModel:
+    """The model `toy`, which is this wheel's file."""
+    data = wheel.read_bytes()
+    return KnownModel(
+        name="toy",
+        about="a toy",
+        licence="MIT",
+        source="a test",
+        file=PackagedFile(
+            requirement="toy-model==1.0",
+            wheel_size=len(data),
+            wheel_sha256=hashlib.sha256(data).hexdigest(),
+            member=MEMBER,
+            size=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+        ),
+    )
+
+
+class SlowIndex:
+    """An index with one wheel, of which it sends one half, and the other once `release` is set.
+
+    downloads: how often it was asked for the wheel. halfway: set when the first half was sent.
+    """
+
+    def __init__(self, wheel: Path) -> None:
+        self.downloads = 0
+        self.halfway, self.release = threading.Event(), threading.Event()
+        index, data = self, wheel.read_bytes()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page = f'<a href="/{wheel.name}">{wheel.name}</a>'.encode()
+                whole = data if self.path.endswith(".whl") else page
+                self.send_response(200)
+                self.send_header("content-type", "text/html" if whole is page else "application/octet-stream")
+                self.send_header("content-length", str(len(whole)))
+                self.end_headers()
+                if whole is data:
+                    index.downloads += 1
+                    half = len(data) // 2
+                    self.wfile.write(data[:half])
+                    self.wfile.flush()
+                    index.halfway.set()
+                    index.release.wait(60)
+                    whole = data[half:]
+                try:
+                    self.wfile.write(whole)
+                except OSError:
+                    pass  # the client was killed
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/simple"
+
+    def __enter__(self) -> SlowIndex:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)

