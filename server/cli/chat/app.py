@@ -44,7 +44,7 @@ def chat_here(model: str | None, options: EngineOptions, system: str | None) -> 
         if name in KNOWN:
             dialogue.params = dict(KNOWN[name].sampling)
         with Client(server.url, api_key=server.api_key, retry=RetryPolicy(max_retries=0)) as client:
-            return Chat(console, dialogue, client, None, server).run()
+            return ChatLoop(console, dialogue, client, None, server).run()
 
 
 def chat_with(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
@@ -54,7 +54,7 @@ def chat_with(url: str, api_key: str | None, model: str | None, system: str | No
     console = ChatConsole()
     try:
         with Client(url, api_key=api_key, retry=RetryPolicy(max_retries=0)) as client:
-            return Chat(console, Dialogue(system=system), client, model, None).run()
+            return ChatLoop(console, Dialogue(system=system), client, model, None).run()
     except (APIError, ValueError) as error:
         raise EngineError(f"{url}: {_one_line(error)}") from error
 
@@ -74,7 +74,7 @@ class _AnswerTiming:
         self.pieces += 1
 
 
-class Chat:
+class ChatLoop:
     """One chat. server: the one that it has for itself, None where it uses another's."""
 
     def __init__(
@@ -112,8 +112,7 @@ class Chat:
                     break
             else:
                 self._ask(text)
-            if self._server is not None and (failure := self._server.failure()) is not None:
-                raise EngineError(f"the server is gone: {failure}")
+            self._check_server(0.0)
         return int(self._failed and not self._console.interactive)
 
     def _introduce(self) -> None:
@@ -202,13 +201,23 @@ class Chat:
         else:
             self._console.note("[it ends at max_tokens: /params max_tokens=N allows more]")
 
+    def _check_server(self, seconds: float) -> None:
+        """Raise EngineError if the chat's own server ended, or does within so long."""
+        if self._server is not None and (failure := self._server.failure(seconds)) is not None:
+            raise EngineError(f"the server is gone: {failure}")
+
     def _fail(self, error: Exception) -> None:
+        from windlass.clients import APIConnectionError
+
         self._failed = True
+        if isinstance(error, APIConnectionError):
+            self._check_server(_DYING_SECONDS)
         self._console.note("error: " + _one_line(error))
         if getattr(error, "code", None) == "context_length_exceeded":
             self._console.note(_FULL)
 
 
+_DYING_SECONDS = 2.0  # a process closes its connections a little before it is gone
 _FULL = (
     "[the context is full: /new begins anew, /undo takes the last question back, /params truncate_prompt_tokens=N keeps only "
     "the last N tokens of what was said]"

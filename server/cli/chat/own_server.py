@@ -37,7 +37,7 @@ class OwnServer:
         self._listening = threading.Event()
         self._display = LoadingDisplay()
         self._ready = False
-        command = [sys.executable, "-m", "windlass.server.cli.chat.child", "serve", model, "--port", "0"]
+        command = [sys.executable, "-m", "windlass.server.cli.chat_child", "serve", model, "--port", "0"]
         command += ["--grace-period", "0", *(["--served-model-name", name] if name else []), *options]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_") or k in _KEPT}
         self._process = subprocess.Popen(
@@ -69,9 +69,11 @@ class OwnServer:
             self._ready = True
             self._display.stop()
 
-    def failure(self) -> str | None:
-        """Why the server is gone; None while it is there."""
-        if self._process.poll() is None:
+    def failure(self, seconds: float = 0.0) -> str | None:
+        """Why the server is gone; None if it is still there after so long."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
             return None
         self._reader.join(1.0)
         said = [line for line in self.lines if line.startswith("error: ")] or self.lines

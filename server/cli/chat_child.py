@@ -1,6 +1,6 @@
 """The server behind a chat: `windlass serve`, which also ends when its standard input does, so that no chat leaves one behind.
 
-python -m windlass.server.cli.chat.child serve …
+python -m windlass.server.cli.chat_child serve …
 """
 
 from __future__ import annotations
