@@ -11,6 +11,7 @@ from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
 Quantization = Literal["none", "int8", "int4"]
+Activations = Literal["int8", "float32"]
 LoadFormat = Literal["safetensors", "dummy"]
 
 MAX_SPECULATIVE_TOKENS = 64
@@ -24,13 +25,15 @@ class ComputeConfig:
     """What the engine computes with.
 
     device: a torch device string or "auto" (CUDA when there is one). quantization: weights of 8 or 4 bits, quantized while
-    they are loaded; none: as `dtype` says. deterministic: the bits of a row depend on nothing but its own sequence, at a
-    price in speed. threads: torch intra-op threads. cores: the only ones the engine may run on.
+    they are loaded; none: as `dtype` says. activations: what rows are rounded to before they meet weights in blocks; float32:
+    not at all, which is slow and there to compare with. deterministic: the bits of a row depend on nothing but its own
+    sequence, at a price in speed. threads: torch intra-op threads. cores: the only ones the engine may run on.
     """
 
     device: str = "auto"
     dtype: str = "auto"
     quantization: Quantization = "none"
+    activations: Activations = "int8"
     deterministic: bool = False
     threads: int | None = None
     cores: tuple[int, ...] | None = None

@@ -137,7 +137,8 @@ def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
 def _namespace(model: LoadedModel) -> bytes:
     """What must agree for a cached block to mean the same: weights, dtypes, layout."""
     decoder = model.decoder
-    said = (decoder.quantization, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
+    plan = sorted((name, tuple((p.rows, p.storage) for p in parts)) for name, parts in decoder.plan.items())
+    said = (plan, decoder.backend.options.activations, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
     return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in said)))).digest()
 
 
@@ -179,7 +180,7 @@ def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds
         dtype=_name(decoder.dtype),
         weight_dtype=_name(decoder.weight_dtype),
         kv_cache_dtype=cached,
-        quantization=decoder.quantization,
+        quantization=model.quantization,
         device=str(decoder.device),
         num_parameters=decoder.num_parameters(),
         num_layers=len(spec.layers),

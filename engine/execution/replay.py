@@ -18,7 +18,7 @@ from torch import Tensor
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
-from windlass.kernels import PackedWeight, Recorder, Recording
+from windlass.kernels import Recorder, Recording
 
 _TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
 
@@ -55,7 +55,7 @@ class DecodeReplay:
         self._recorder = None if self.obstacle is not None else decoder.backend.recorder(_ARENA_BYTES)
         self.max_rows = sys.maxsize if self.obstacle is None else 0
         spec = decoder.spec
-        self._embeds_in_kernels = spec.temperature is None and not isinstance(decoder.embedding, PackedWeight)
+        self._embeds_in_kernels = spec.temperature is None and isinstance(decoder.embedding, Tensor)
         self.num_repeated = 0
 
     def run(self, batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:

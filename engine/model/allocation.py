@@ -1,32 +1,50 @@
-"""Memory for weights as their specs describe them, taken from a backend. Knows kinds of weights and no layer."""
+"""Memory for weights as their specs and the storage plan describe them, taken from a backend. Knows kinds of weights and no
+layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from windlass.engine.model.storage import StoragePlan, StoredPart, form_name, is_blocks
 from windlass.engine.model.weight_spec import WeightSpec
-from windlass.kernels import Backend, Weight
+from windlass.kernels import FORMS, Backend, Storage, Weight
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def allocate(backend: Backend, specs: Iterable[WeightSpec]) -> dict[str, Any]:
-    """An uninitialised weight for each spec, by name. Norms are float32, biases of the compute dtype."""
-    return {spec.name: _one(backend, spec) for spec in specs}
+def allocate(backend: Backend, specs: Iterable[WeightSpec], plan: StoragePlan) -> dict[str, Any]:
+    """An uninitialised weight for each spec, by name. Norms are float32, biases of the compute dtype.
+
+    plan: of the weights with rows and columns; what it does not name is of the backend's weight dtype.
+    """
+    return {spec.name: _one(backend, spec, plan.get(spec.name)) for spec in specs}
 
 
-def _one(backend: Backend, spec: WeightSpec) -> Weight:
-    match spec.kind:
-        case "norm":
-            return backend.empty(spec.shape, torch.float32)
-        case "bias":
-            return backend.empty(spec.shape, backend.dtype)
-        case "table":
-            return backend.table(spec.shape[0], spec.shape[1])
-        case "head":
-            return backend.head(*spec.shape)
-        case "table and head":
-            return backend.table_and_head(spec.shape[0], spec.shape[1])
-        case "matrix":
-            return backend.matrix(spec.shape[0], spec.shape[1])
+def of_layer(weights: Mapping[str, Any], prefix: str, specs: Iterable[WeightSpec]) -> dict[str, Any]:
+    """Those of a layer's part by the names that its own specs have. prefix: of their full names."""
+    return {spec.name: weights[prefix + spec.name] for spec in specs}
+
+
+def storage_of(name: str) -> Storage:
+    """What the kernels call a storage of a plan."""
+    if not is_blocks(name):
+        return _DTYPES[name]
+    form, supers = form_name(name)
+    return FORMS[form] if supers is None else replace(FORMS[form], super_groups=supers)
+
+
+def _one(backend: Backend, spec: WeightSpec, parts: tuple[StoredPart, ...] | None) -> Weight:
+    if spec.kind == "norm":
+        return backend.empty(spec.shape, torch.float32)
+    if spec.kind == "bias":
+        return backend.empty(spec.shape, backend.dtype)
+    rows, columns = spec.shape
+    make = {"table": backend.table, "table and head": backend.table_and_head}.get(spec.kind, backend.matrix)
+    if parts is None:
+        return make(rows, columns, backend.weight_dtype)
+    made = [make(part.rows, columns, storage_of(part.storage)) for part in parts]
+    return made[0] if len(made) == 1 else backend.stack(made)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, fields, replace
 from torch import Tensor
 
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.model.allocation import allocate
+from windlass.engine.model.allocation import allocate, of_layer
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
 from windlass.engine.model.mixers.attention import Attention, SharedAttention
-from windlass.engine.model.spec import ModelSpec
-from windlass.kernels import Backend, PackedWeight, Quantization, Weight
+from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.storage import StoragePlan
+from windlass.kernels import Backend, BlockWeight, Weight
 
 
 @dataclass(slots=True)
@@ -46,31 +47,38 @@ class DecoderLayer:
 class Decoder:
     """Embedding, layers, final norm and head of one model, on the backend that it is given.
 
-    Matrices may be stored narrower than they are computed with (weight_dtype); biases are stored in the compute dtype.
-    With a quantization the layers' matrices have its width and the head has 8 bits. An embedding of its own is only
-    gathered from, a row per token, and stays as it is; one tied to the head is the head's 8-bit rows.
+    Matrices may be stored narrower than they are computed with (the plan says how); biases are stored in the compute dtype.
     """
 
-    def __init__(self, spec: ModelSpec, backend: Backend) -> None:
-        """Allocate uninitialised weights; `weights.load_weights` or `weights.randomize_weights` fills them."""
+    def __init__(self, spec: ModelSpec, backend: Backend, plan: StoragePlan | None = None) -> None:
+        """Allocate uninitialised weights; `weights.load_weights` or `random_weights.randomize_weights` fills them.
+
+        plan: how they are stored; None: all in the backend's weight dtype.
+        """
         self.spec, self.backend = spec, backend
+        self.plan: StoragePlan = plan or {}
         self.dtype, self.device, self.weight_dtype = backend.dtype, backend.device, backend.weight_dtype
-        self.quantization: Quantization | None = None if backend.quantization == "none" else backend.quantization
-        outer = allocate(backend, spec.outer_weights())
-        self.embedding: Tensor | PackedWeight = outer["embedding"]
-        self.head: Weight = outer.get("head", self.embedding)
-        self.final_norm: Tensor = outer["final_norm"]
+        weights = allocate(backend, spec.weights(), self.plan)
+        self.embedding: Tensor | BlockWeight = weights["embedding"]
+        self.head: Weight = weights.get("head", self.embedding)
+        self.final_norm: Tensor = weights["final_norm"]
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
-        hidden = spec.hidden_size
         self.layers = [
-            DecoderLayer(
-                LayerNormWeights(**allocate(backend, layer.norms.weights(hidden))),
-                Attention(layer.mixer, hidden, spec.norm_eps, kind, backend),
-                GatedFeedForward(layer.feed_forward, hidden, backend),
-            )
-            for layer, kind in zip(spec.layers, self._attention.kind_of_layer, strict=True)
+            self._layer(layer, kind, f"layers.{index}.", weights)
+            for index, (layer, kind) in enumerate(zip(spec.layers, self._attention.kind_of_layer, strict=True))
         ]
+
+    def _layer(self, layer: LayerSpec, kind: int, prefix: str, weights: dict[str, Weight]) -> DecoderLayer:
+        hidden, backend = self.spec.hidden_size, self.backend
+        norms = of_layer(weights, prefix, layer.norms.weights(hidden))
+        mixer = of_layer(weights, prefix, layer.mixer.weights(hidden))
+        feed_forward = of_layer(weights, prefix, layer.feed_forward.weights(hidden))
+        return DecoderLayer(
+            LayerNormWeights(**norms),
+            Attention(layer.mixer, mixer, self.spec.norm_eps, kind, backend),
+            GatedFeedForward(layer.feed_forward, feed_forward, backend),
+        )
 
     def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden]."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
 
-from windlass.engine.api.config import EngineConfig, LoadFormat, Quantization, parse_cache_dtype
+from windlass.engine.api.config import Activations, EngineConfig, LoadFormat, Quantization, parse_cache_dtype
 from windlass.engine.core.threads import split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
@@ -21,6 +21,7 @@ from windlass.server.options.spelling import choose, option, read_dtype, read_si
 
 _LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 _QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+_ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 _ROPE_EXAMPLE = '\'{"rope_type": "yarn", "factor": 4}\''
 
 _engine = "Engine options"
@@ -40,6 +41,11 @@ class EngineOptions:
         option("--quantization", panel=_engine, help="Weights of fewer bits, quantized while they load: none, int8 or "
                "int4. Less memory and more speed on a CPU for a small loss of quality."),
     ] = "none"  # fmt: skip
+    activations: Annotated[
+        str,
+        option("--activations", panel=_engine, help="What meets quantized weights: int8, rounded to 8 bits in groups of "
+               "32 with a scale each, or float32, not rounded; much slower, to compare with."),
+    ] = "int8"  # fmt: skip
     weight_cache: Annotated[
         str | None,
         option("--weight-cache", panel=_engine, metavar="DIR", help="Keep quantized weights in this folder for the next "
@@ -168,6 +174,7 @@ class EngineOptions:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
         choose("--load-format", self.load_format, _LOAD_FORMATS)
         choose("--quantization", self.quantization, _QUANTIZATIONS)
+        choose("--activations", self.activations, _ACTIVATIONS)
         if self.target_step_ms < 0:
             raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
         self.profiles()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from windlass.engine.model.allocation import allocate
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.kernels import Backend, Weight
 
@@ -24,10 +25,10 @@ class GatedWeights:
 class GatedFeedForward:
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, spec: GatedSpec, hidden_size: int, backend: Backend) -> None:
-        """Allocate uninitialised weights."""
+    def __init__(self, spec: GatedSpec, weights: Mapping[str, Any], backend: Backend) -> None:
+        """weights: the fields of `GatedWeights`."""
         self.spec = spec
-        self.weights = GatedWeights(**allocate(backend, spec.weights(hidden_size)))
+        self.weights = GatedWeights(**weights)
         self._backend = backend
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The files of a safetensors checkpoint: which there are, and what their headers tell without reading a weight.
+"""The files of a checkpoint: which there are, and what their headers tell without reading a weight.
 
 Knows neither architectures nor torch, so that the API process can look before an engine is started. What a directory is
 that holds no such checkpoint is the business of `formats`.
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.formats import describe_foreign
+from windlass.engine.model.loading.gguf_index import INDEX as GGUF_INDEX
+from windlass.engine.model.loading.gguf_index import read_index
 from windlass.engine.model.loading.safetensors_header import TensorHeader, read_header
 
 _INDEX = "model.safetensors.index.json"
@@ -19,7 +21,13 @@ _SINGLE = "model.safetensors"
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The safetensors files of a model directory, single or sharded; LoadError when there are none or some are missing."""
+    """The safetensors files of a model directory, single or sharded, or the GGUF files it is derived from.
+
+    LoadError when there are none or some are missing.
+    """
+    gguf = read_index(directory)
+    if gguf is not None:
+        return list(gguf.files)
     index = directory / _INDEX
     if index.is_file():
         try:
@@ -51,6 +59,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """Every tensor of all files of a checkpoint by name. Raises LoadError."""
+    gguf = read_index(directory)
+    if gguf is not None:
+        return dict(gguf.tensors)
     return {name: tensor for file in checkpoint_files(directory) for name, tensor in read_header(file).tensors.items()}
 
 
@@ -65,4 +76,6 @@ def weights_digest(directory: Path) -> bytes:
     for file in checkpoint_files(directory):
         stat = file.stat()
         digest.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    if (directory / GGUF_INDEX).is_file():
+        digest.update((directory / GGUF_INDEX).read_bytes())  # which bytes are which tensor
     return digest.digest()

@@ -15,10 +15,10 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.preflight import prepare_model
-from windlass.engine.model.loading.sizes import weight_bytes
-from windlass.engine.model.loading.weights import Progress, load_weights, randomize_weights
+from windlass.engine.model.loading.random_weights import randomize_weights
+from windlass.engine.model.loading.weights import Progress, load_weights
+from windlass.engine.model.storage import plan_bytes
 from windlass.engine.rotary.groups import RotaryGroup
-from windlass.kernels.layouts.packed import MAX_COLUMNS
 
 _TORCH_DTYPES = {
     "float32": torch.float32,
@@ -32,7 +32,7 @@ _TORCH_DTYPES = {
 class LoadedModel:
     """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages.
 
-    rotary_groups: the model's own, before the server's scaling.
+    rotary_groups: the model's own, before the server's scaling. quantization: what to call that of the weights, if any.
     """
 
     decoder: Decoder
@@ -40,6 +40,7 @@ class LoadedModel:
     digest: bytes
     notices: tuple[str, ...]
     rotary_groups: tuple[RotaryGroup, ...]
+    quantization: str | None = None
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
@@ -51,7 +52,6 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         str(device),
         reads_narrow=kernels.reads_narrow_weights(device),
         free=free_memory(device),
-        max_columns=MAX_COLUMNS,
     )
     spec, stored = prepared.model.spec, _TORCH_DTYPES[prepared.weight_dtype]
     try:
@@ -59,10 +59,10 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
             device,
             _TORCH_DTYPES[prepared.compute_dtype],
             stored,
-            quantization=config.compute.quantization,
+            activations=config.compute.activations,
             deterministic=config.compute.deterministic,
         )
-        decoder = Decoder(spec, backend)
+        decoder = Decoder(spec, backend, prepared.plan)
         if config.loading.format == "dummy":
             notices = weight_cache.without_effect(config, "`loading.format=dummy`")
             randomize_weights(decoder, config.loading.seed, progress)
@@ -73,21 +73,23 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        size = gib(weight_bytes(spec, stored.itemsize, config.compute.quantization))
-        less = ", `compute.quantization=int8` or int4" if device.type == "cpu" else ""
+        size = gib(plan_bytes(spec, prepared.plan))
+        can_quantize = device.type == "cpu" and (prepared.model.gguf is None or not prepared.model.gguf.is_quantized())
+        less = ", `compute.quantization=int8` or int4" if can_quantize else ""
         raise LoadError(
             f"the weights need {size} of memory, more than {device} gives: use `compute.dtype=bfloat16`{less} or a smaller model"
         ) from None
     cached = _TORCH_DTYPES[prepared.cache_dtype]
-    return LoadedModel(decoder, cached, digest, spec.notices + notices, prepared.model.own_groups)
+    notices = spec.notices + prepared.notices + notices
+    return LoadedModel(decoder, cached, digest, notices, prepared.model.own_groups, prepared.quantization)
 
 
 def fill(decoder: Decoder, directory: Path, config: EngineConfig, progress: Progress | None = None) -> tuple[str, ...]:
     """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices."""
-    if config.loading.weight_cache is None or decoder.quantization is None:
+    if config.loading.weight_cache is None or config.compute.quantization == "none":
         load_weights(decoder, directory, progress)
         return weight_cache.without_effect(config, "`compute.quantization=none`")
-    cache = weight_cache.WeightCache(config.loading.weight_cache, directory, decoder)
+    cache = weight_cache.WeightCache(config.loading.weight_cache, directory, config.compute.quantization, decoder)
     if not cache.load(decoder, progress):
         load_weights(decoder, directory, progress)
         cache.store(decoder, progress)

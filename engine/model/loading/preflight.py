@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
-from windlass.engine.cache.budget import ITEM_BYTES, plan_cache
+from windlass.engine.cache.budget import plan_cache
 from windlass.engine.cache.memory import available_memory, default_kv_budget, gib
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
 from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import expect_device
+from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
 from windlass.engine.model.loading.safetensors_header import TensorHeader
-from windlass.engine.model.loading.sizes import weight_bytes
 from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes, plan_storage
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 
 _SCALING = "`rotary.scaling`"  # the field at fault
@@ -33,23 +34,31 @@ class ModelDescription:
     """A model as its files describe it.
 
     spec: under the server's scaling; own_groups: the rotary groups before it. headers: of every tensor in the files, none
-    under `loading.format=dummy`.
+    under `loading.format=dummy`. gguf: the index of the files where they are GGUF.
     """
 
     config: dict[str, Any]
     spec: ModelSpec
     own_groups: tuple[RotaryGroup, ...]
     headers: dict[str, TensorHeader]
+    gguf: GgufIndex | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelToLoad:
-    """A model, and the names of the types it computes in, its matrices are stored in and its keys and values cached in."""
+    """A model, and how it is loaded.
+
+    compute_dtype, weight_dtype, cache_dtype: names of the types it computes in, its matrices have that are not in blocks, and
+    keys and values are cached in. plan: of all its weights. quantization: what to call that, None where nothing is quantized.
+    """
 
     model: ModelDescription
     compute_dtype: str
     weight_dtype: str
     cache_dtype: str
+    plan: StoragePlan
+    quantization: str | None
+    notices: tuple[str, ...]
 
 
 def check_start(config: EngineConfig) -> ModelDescription:
@@ -64,23 +73,23 @@ def check_start(config: EngineConfig) -> ModelDescription:
     return describe_model(config)
 
 
-def prepare_model(
-    config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None, max_columns: int | None = None
-) -> ModelToLoad:
+def prepare_model(config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None) -> ModelToLoad:
     """The model and the types it is loaded in. Raises LoadError for what cannot be loaded or plainly does not fit.
 
     device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits. free: bytes before the
-    weights are there, None if nobody knows. max_columns: the most inputs that quantized products take, None if nobody knows.
+    weights are there, None if nobody knows.
     """
     check_quantization(config, device)
     model = describe_model(config)
-    if max_columns is not None:
-        check_width(config, model.spec, max_columns)
     kind = device.partition(":")[0]
     dtype = compute_dtype(config, model.config, kind)
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
-    check_memory(config, model.spec, dtype, stored, kind, free)
-    return ModelToLoad(model, dtype, stored, cache_dtype(config, dtype))
+    plan = storage_plan(config, model, stored, kind, reads_narrow=reads_narrow)
+    check_memory(config, model, plan, dtype, stored, kind, free)
+    called = describe_storage(config, model, plan)
+    return ModelToLoad(
+        model, dtype, stored, cache_dtype(config, dtype), plan, called, notices_of(model, plan, stored, device)
+    )
 
 
 def describe_model(config: EngineConfig) -> ModelDescription:
@@ -89,7 +98,12 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     hf_config = read_json(directory / "config.json")
     generation_path = directory / "generation_config.json"
     spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
-    headers = {} if config.loading.format == "dummy" else read_headers(directory)
+    dummy = config.loading.format == "dummy"
+    headers = {} if dummy else read_headers(directory)
+    gguf = None if dummy else read_index(directory)
+    if gguf is not None:
+        spec = gguf.adapt(spec)
+        check_not_quantized_twice(config, gguf)
     fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
     if fault is not None:
         raise LoadError(f"{directory}: {fault}")
@@ -98,7 +112,7 @@ def describe_model(config: EngineConfig) -> ModelDescription:
         groups = apply_scaling(own_groups, config.rotary.scaling, param=_SCALING)
     except RequestError as error:
         raise LoadError(error.message) from None
-    return ModelDescription(hf_config, replace(spec, rotary_groups=groups), own_groups, headers)
+    return ModelDescription(hf_config, replace(spec, rotary_groups=groups), own_groups, headers, gguf)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -162,37 +176,78 @@ def check_quantization(config: EngineConfig, device: str) -> None:
         )
 
 
-def check_width(config: EngineConfig, spec: ModelSpec, max_columns: int) -> None:
-    """LoadError for matrices that are wider than the sums of quantized products allow."""
-    widest = max(weight.shape[1] for weight in spec.weights() if weight.kind in ("matrix", "head", "table and head"))
-    quantization = config.compute.quantization
-    if quantization != "none" and widest > max_columns:
+def check_not_quantized_twice(config: EngineConfig, gguf: GgufIndex) -> None:
+    """LoadError where weights would be quantized that are quantized in their file."""
+    if config.compute.quantization != "none" and gguf.is_quantized():
         raise LoadError(
-            f"`compute.quantization={quantization}` takes at most {max_columns} inputs a layer, this model has {widest}: "
-            "use none"
+            f"{gguf.files[0]} is quantized already ({', '.join(gguf.types())}): leave "
+            f"`compute.quantization={config.compute.quantization}` out, or give the unquantized model"
         )
 
 
-def check_memory(config: EngineConfig, spec: ModelSpec, dtype: str, stored: str, device: str, free: int | None) -> None:
+def storage_plan(
+    config: EngineConfig, model: ModelDescription, stored: str, device: str, *, reads_narrow: bool
+) -> StoragePlan:
+    """How every weight is stored. stored: the type of those that are not in blocks; device, reads_narrow: as in
+    `weight_dtype`."""
+    quantization, kept = config.compute.quantization, {}
+    if model.gguf is not None and quantization == "none" and device == "cpu":
+        own = parse_dtype(config.compute.dtype) == "auto" and reads_narrow
+        kept = kept_storages(model.gguf.tensors, plain=own)
+    return plan_storage(model.spec, stored, quantization, kept)
+
+
+def describe_storage(config: EngineConfig, model: ModelDescription, plan: StoragePlan) -> str | None:
+    """What to call the quantization of the weights: "int8 (q8_0)", "GGUF Q4_1, Q8_0"; None where there is none."""
+    if config.compute.quantization != "none":
+        return f"{config.compute.quantization} ({', '.join(block_storages(model.spec, plan))})"
+    if model.gguf is not None:
+        return f"GGUF {', '.join(model.gguf.types())}"
+    return None
+
+
+def notices_of(model: ModelDescription, plan: StoragePlan, stored: str, device: str) -> tuple[str, ...]:
+    """What a person should know of how the weights are stored."""
+    if model.gguf is None or not model.gguf.is_quantized():
+        return ()
+    if not block_storages(model.spec, plan):
+        types = ", ".join(model.gguf.types())
+        return (
+            f"the GGUF file's {types} are dequantized to {stored} on {device}: blocks are multiplied on a CPU only",
+        )
+    notice = requantized(model.gguf.tensors)
+    return () if notice is None else (notice,)
+
+
+def check_memory(
+    config: EngineConfig,
+    model: ModelDescription,
+    plan: StoragePlan,
+    dtype: str,
+    stored: str,
+    device: str,
+    free: int | None,
+) -> None:
     """LoadError where weights, or cached keys and values beside them, plainly do not fit into the memory that is free.
 
     dtype, stored: what the model computes in, and its matrices before they are quantized. free: bytes before the weights
     are there, None if nobody knows.
     """
-    weights = weight_bytes(spec, ITEM_BYTES[stored], config.compute.quantization)
+    spec = model.spec
+    weights = plan_bytes(spec, plan)
     if free is not None and weights > free:
         raise LoadError(
-            f"the weights need {gib(weights)} of memory, {gib(free)} are free: {_smaller(spec, weights, stored, device, free)}"
+            f"the weights need {gib(weights)} of memory, {gib(free)} are free: {_smaller(model, weights, stored, device, free)}"
         )
     left = None if free is None else free - weights
     if config.cache.memory is None and left is None:
         return
     cached = cache_dtype(config, dtype)
     budget = config.cache.memory or default_kv_budget(left, device)
-    plan = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left)
-    if left is not None and plan.num_bytes > left:
+    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left)
+    if left is not None and cache.num_bytes > left:
         raise LoadError(
-            no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", plan.num_bytes, cached)
+            no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", cache.num_bytes, cached)
         )
 
 
@@ -205,14 +260,16 @@ def no_room(there: str, num_bytes: int, cached: str) -> str:
     )
 
 
-def _smaller(spec: ModelSpec, weights: int, stored: str, device: str, free: int) -> str:
+def _smaller(model: ModelDescription, weights: int, stored: str, device: str, free: int) -> str:
     """Options under which the weights fit, each with what they then need."""
     choices: list[tuple[str, int]] = []
-    if stored == "float32":
-        choices.append(("`compute.dtype=bfloat16`", weight_bytes(spec, 2)))
-    if device == "cpu":
+    quantized = model.gguf is not None and model.gguf.is_quantized()
+    if stored == "float32" and not (quantized and device == "cpu"):
+        choices.append(("`compute.dtype=bfloat16`", plan_bytes(model.spec, plan_storage(model.spec, "bfloat16"))))
+    if device == "cpu" and not quantized:
         choices += [
-            (f"`compute.quantization={q}`", weight_bytes(spec, ITEM_BYTES[stored], q)) for q in ("int8", "int4")
+            (f"`compute.quantization={q}`", plan_bytes(model.spec, plan_storage(model.spec, stored, q)))
+            for q in ("int8", "int4")
         ]
     fitting = [f"{option} ({gib(size)})" for option, size in choices if size < min(weights, free)]
     return f"use {', '.join(fitting)} or a smaller model" if fitting else "use a smaller model or free some memory"

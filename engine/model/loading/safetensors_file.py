@@ -1,22 +1,13 @@
-"""Reads the tensors of a safetensors file in order, where they belong if that can be, else in parts, some ahead of whoever
-takes them; and writes such a file.
+"""Reads the tensors of a safetensors file, and writes such a file.
 
-Responsible for the data of such a file and for keeping the peak of memory low: a mapped file would count against the
-process page by page, until the weights were there twice, and the library's own writer copies every tensor before it writes
-the first. Parts pass through a few buffers that are small enough to stay in a cache: memory asked for anew costs as much as
-the reading (measured). Whoever reads also looks for NaN and infinite numbers, piece by piece while the bytes are still in the
-core's cache. It knows no names.
+Responsible for the format, and for keeping the peak of memory low: the library's own writer copies every tensor before it
+writes the first. It knows no names.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,14 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from windlass.engine.model.loading.finite import all_finite
 from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
-
-_READERS = 2  # what a page cache hands out, one core cannot copy as fast as memory takes it
-_AHEAD = 6  # parts read or being read while one is in use
-_PART = 4 << 20  # bytes
-_LOOK = 256 << 10  # bytes read before they are looked at
-_ROWS = 16  # a part has a multiple of so many, or what is left: packed weights are written in panels
+from windlass.engine.model.loading.tensor_stream import Entry, Part, Place, bytes_of, read_entries
 
 _DTYPES = {
     "F64": torch.float64,
@@ -51,51 +36,12 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PIECE = 64 << 20  # bytes written at a time
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    dtype: torch.dtype
-    shape: list[int]
-    offset: int  # bytes from the start of the file
-
-
-# Where a tensor (name, dtype, shape) is wanted: a contiguous CPU tensor just like it, or None: nowhere, in parts.
-Place = Callable[[str, torch.dtype, list[int]], Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Rows first .. first + len(tensor) of the tensor `name` of this shape; the last of its parts, or not the last.
-
-    finite: no number of these rows is NaN or infinite.
-    """
-
-    name: str
-    shape: list[int]
-    first: int
-    last: bool
-    tensor: Tensor
-    finite: bool
-
-
 def read_tensors(path: Path, place: Place) -> Iterator[Part]:
-    """Every tensor of the file, in the order of its data: what `place` returned for it, filled, or one part after another.
+    """Every tensor of the file, in the order of its data, as `read_entries` gives them.
 
-    A part that had no place is overwritten once the next one is asked for. Raises SafetensorError or OSError, which name
-    no path, or LoadError.
+    Raises SafetensorError or OSError, which name no path, or LoadError.
     """
-    entries = _entries(_checked_header(path))
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as pool:
-        buffers: list[Tensor] = []
-        pending: deque[tuple[_Request, Future[Part]]] = deque()
-        for request in _requests(entries, place):
-            if request.place is None:
-                request.buffer = _take(buffers, request.size)
-            pending.append((request, pool.submit(_read, file.fileno(), request)))
-            if len(pending) > _AHEAD:
-                yield from _hand_out(*pending.popleft(), buffers)
-        while pending:
-            yield from _hand_out(*pending.popleft(), buffers)
+    yield from read_entries(path, _entries(_checked_header(path)), place)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
@@ -116,16 +62,11 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mappi
     file.write(len(text).to_bytes(8, "little") + text)
     done = 0
     for tensor in tensors.values():
-        with _bytes_of(tensor) as view:
+        with bytes_of(tensor) as view:
             for begin in range(0, len(view), _PIECE):
                 file.write(view[begin : begin + _PIECE])
                 yield done + min(begin + _PIECE, len(view))
         done += tensor.nbytes
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
 
 
 def _checked_header(path: Path) -> SafetensorsHeader:
@@ -134,75 +75,12 @@ def _checked_header(path: Path) -> SafetensorsHeader:
     return read_header(path)
 
 
-def _entries(header: SafetensorsHeader) -> list[_Entry]:
+def _entries(header: SafetensorsHeader) -> list[Entry]:
     """In the order of their data."""
     entries = []
     for name, tensor in header.tensors.items():
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
             raise SafetensorError(f"tensor {name!r} has the type {tensor.dtype}, which is not supported")
-        entries.append(_Entry(name, dtype, list(tensor.shape), tensor.begin))
+        entries.append(Entry(name, dtype, list(tensor.shape), tensor.begin))
     return sorted(entries, key=lambda entry: entry.offset)
-
-
-@dataclass(slots=True)
-class _Request:
-    """Some rows of an entry, to be read into `place`, or else into the beginning of `buffer`."""
-
-    entry: _Entry
-    first: int
-    shape: list[int]  # of these rows
-    place: Tensor | None
-    last: bool
-    buffer: Tensor | None = None
-
-    @property
-    def size(self) -> int:
-        return prod(self.shape) * self.entry.dtype.itemsize
-
-
-def _requests(entries: list[_Entry], place: Place) -> Iterator[_Request]:
-    for entry in entries:
-        wanted = place(entry.name, entry.dtype, entry.shape)
-        rows = entry.shape[0] if entry.shape else 1
-        if wanted is not None or not prod(entry.shape) or not entry.shape:
-            yield _Request(entry, 0, entry.shape, wanted, last=True)
-            continue
-        row_bytes = prod(entry.shape[1:]) * entry.dtype.itemsize
-        step = max(1, _PART // row_bytes // _ROWS) * _ROWS
-        for first in range(0, rows, step):
-            count = min(step, rows - first)
-            yield _Request(entry, first, [count, *entry.shape[1:]], None, last=first + count == rows)
-
-
-def _take(buffers: list[Tensor], size: int) -> Tensor:
-    """A free buffer of at least `size` bytes, or a new one."""
-    if buffers and buffers[-1].numel() >= size:
-        return buffers.pop()
-    return torch.empty(max(size, _PART), dtype=torch.uint8)
-
-
-def _hand_out(request: _Request, future: Future[Part], buffers: list[Tensor]) -> Iterator[Part]:
-    yield future.result()
-    if request.buffer is not None:
-        buffers.append(request.buffer)
-
-
-def _read(descriptor: int, request: _Request) -> Part:
-    entry, tensor = request.entry, request.place
-    if tensor is None:
-        assert request.buffer is not None
-        tensor = request.buffer[: request.size].view(entry.dtype).view(request.shape)
-    start = entry.offset + request.first * (prod(entry.shape[1:]) * entry.dtype.itemsize)
-    finite = True
-    with _bytes_of(tensor) as view:
-        for begin in range(0, request.size, _LOOK):
-            piece = view[begin : begin + _LOOK]
-            done = 0
-            while done < len(piece):
-                count = os.preadv(descriptor, [piece[done:]], start + begin + done)
-                if count <= 0:
-                    raise OSError(f"the file ends inside tensor {entry.name!r}")
-                done += count
-            finite = finite and all_finite(piece, entry.dtype)
-    return Part(entry.name, entry.shape, request.first, request.last, tensor, finite)

@@ -18,7 +18,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -33,13 +33,13 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.safetensors_file import read_layout, read_tensors, write_tensors
 from windlass.engine.model.loading.weights import Progress
-from windlass.kernels import PackedWeight, PanelWeight
+from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
 BESIDE = "beside"
 FOLDER = (
     "windlass-cache"  # not the model's directory itself, where other programs load every safetensors file they find
 )
-_KIND = "windlass packed weights"
+_KIND = "windlass quantized weights"
 _PART = ".part"
 _ABANDONED_SECONDS = 3600.0  # a file that was begun so long ago has lost its writer
 
@@ -47,14 +47,15 @@ _ABANDONED_SECONDS = 3600.0  # a file that was begun so long ago has lost its wr
 class WeightCache:
     """The cache file of one decoder. notices: one line each, for the person who started the server.
 
-    where: a folder, or `BESIDE` for one in the model's directory. decoder: quantized, filled or not.
+    where: a folder, or `BESIDE` for one in the model's directory. quantization: as `compute.quantization` has it.
+    decoder: of that plan, filled or not.
     """
 
-    def __init__(self, where: str, directory: Path, decoder: Decoder) -> None:
+    def __init__(self, where: str, directory: Path, quantization: str, decoder: Decoder) -> None:
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (decoder.dtype, decoder.weight_dtype))
-        kind = (decoder.quantization, *dtypes)
         self._directory = directory
-        self._made_into = "-".join(str(part) for part in kind)
+        self._made_into = "-".join((quantization, *dtypes))
+        self._plan = {name: [[p.rows, p.storage] for p in parts] for name, parts in decoder.plan.items()}
         self.path = _folder(where, directory) / f"{_model_prefix(where, directory)}{self._made_into}.safetensors"
         self._fingerprint = self._describe()
         self.notices: list[str] = []
@@ -125,6 +126,7 @@ class WeightCache:
             "version": windlass.__version__,
             "layout": kernels.LAYOUT_VERSION,
             "made_into": self._made_into,
+            "plan": hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest(),
             "config": hashlib.sha256(config).hexdigest(),
             "files": files,
         }
@@ -141,7 +143,8 @@ class WeightCache:
             return "its metadata is damaged"
         reasons = {
             "version": "another version of this program wrote it",
-            "layout": "packed weights have another layout now",
+            "layout": "quantized weights have another layout now",
+            "plan": "the weights are quantized in another way now",
             "config": "config.json has changed since",
             "files": "the checkpoint has changed since",
         }
@@ -178,18 +181,19 @@ def without_effect(config: EngineConfig, option: str) -> tuple[str, ...]:
 
 
 def decoder_tensors(decoder: Decoder) -> dict[str, Tensor]:
-    """Every tensor that makes up a decoder's weights, by the name of the weight; a packed weight is two."""
-    tensors: dict[str, Tensor] = {}
-    for name, weight in decoder.weights().items():
-        if isinstance(weight, PackedWeight):
-            tensors |= {f"{name}.data": weight.data, f"{name}.scales": weight.scales}
-        elif isinstance(weight, PanelWeight):
-            tensors[name] = weight.data
-        elif isinstance(weight, Tensor):
-            tensors[name] = weight
-        else:
-            raise TypeError("weights in blocks are not cached yet")
-    return tensors
+    """Every tensor that makes up a decoder's weights, by the name of the weight; one in blocks or parts is several."""
+    return {name: t for weight_name, weight in decoder.weights().items() for name, t in _tensors(weight_name, weight)}
+
+
+def _tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(weight, StackedWeight):
+        for index, part in enumerate(weight.parts):
+            yield from _tensors(f"{name}.{index}", part)
+    elif isinstance(weight, BlockWeight):
+        for part_name, tensor in weight.tensors().items():
+            yield f"{name}.{part_name}", tensor
+    else:
+        yield name, weight.data if isinstance(weight, PanelWeight) else weight
 
 
 def _folder(where: str, directory: Path) -> Path:
@@ -207,6 +211,8 @@ def _model_prefix(where: str, directory: Path) -> str:
 def _identity(file: Path) -> list[object]:
     """Size, time and header of a checkpoint file: tells it from another without reading gigabytes."""
     stat = file.stat()
+    if file.suffix != ".safetensors":
+        return [stat.st_size, stat.st_mtime_ns]
     with file.open("rb") as opened:
         length = opened.read(8)
         header = opened.read(min(int.from_bytes(length, "little"), stat.st_size))

@@ -1,6 +1,6 @@
-"""Fills a Decoder's tensors: from safetensors files, streamed part by part into place, or with random numbers.
+"""Fills a Decoder's tensors from the files of a checkpoint, streamed part by part into place.
 
-Which tensor goes where is said by the specs of the weights. Reads safetensors only, never pickle.
+Which tensor goes where is said by the specs of the weights. Reads safetensors and GGUF files only, never pickle.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from torch import Tensor
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
-from windlass.engine.model.loading.safetensors_file import Part, Place, read_tensors
+from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GgufIndex, read_index
+from windlass.engine.model.loading.gguf_tensors import dequantized, read_gguf_tensors, scales_are_finite
+from windlass.engine.model.loading.safetensors_file import read_tensors
+from windlass.engine.model.loading.tensor_stream import Part, Place
 from windlass.engine.model.spec import HEAD_TENSOR
 from windlass.engine.model.weight_spec import StoredTensor
-from windlass.kernels import Backend, BlockRows, PackedRows, PackedWeight, PanelRows, PanelWeight, Weight
-from windlass.kernels.layouts.packed import PANEL
+from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
 
 Progress = Callable[[str, int, int], None]
-_Rows = PackedRows | PanelRows | BlockRows
+_Rows = BlockRows | PanelRows
 
-_RANDOM_BYTES = 4 << 20  # drawn at a time for a weight in panels: they are still in a cache when they are packed
 # Buffers some exporters save. They follow from the config; learned frequencies are read by `learned_frequencies`.
 _DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.attention\.(masked_bias|bias)$")
+_COMPARED = 1 << 22  # numbers at a time
+_PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,22 @@ class _WeightTarget:
     offset: float = 0.0
     rows: Tensor | None = None
 
-    def fill(self, backend: Backend, tensor: Tensor, first: int = 0) -> None:
-        """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where `rows` sorts them."""
+    def takes(self, blocks: str) -> bool:
+        """Whether the view holds blocks of this type of GGUF just as they are."""
+        form = FORMS[BLOCKS[blocks][0]] if blocks in BLOCKS else None
+        return isinstance(self.view, BlockRows) and self.view.weight.form == form
+
+    def fill(self, backend: Backend, tensor: Tensor, first: int = 0, *, blocks: bool = False) -> None:
+        """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where `rows` sorts them.
+
+        blocks: they are the bytes of blocks, which the view takes as they are.
+        """
         ordered = tensor if self.rows is None else tensor[self.rows]
         view = _rows_of(self.view, first, len(tensor))
+        if blocks:
+            assert isinstance(view, BlockRows)
+            backend.repack(view, ordered)
+            return
         if not isinstance(view, Tensor):
             backend.pack(view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
             return
@@ -63,19 +78,13 @@ def _rows_of(view: Tensor | _Rows, first: int, count: int) -> Tensor | _Rows:
     return view.narrow(0, first, count)
 
 
-_PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _whole(weight: Weight) -> Tensor | _Rows:
-    return weight if isinstance(weight, Tensor) else weight.narrow(0, weight.shape[0])
+def _rows(weight: Weight, first: int, count: int) -> Tensor | _Rows:
+    return weight.narrow(0, first, count) if isinstance(weight, Tensor) else weight.narrow(first, count)
 
 
 def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | _Rows]:
     """Views of consecutive rows, of these sizes."""
-    if not isinstance(weight, Tensor):
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        return [weight.narrow(start, size) for start, size in zip(starts, sizes, strict=True)]
-    return list(torch.split(weight, list(sizes)))
+    return [_rows(weight, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
@@ -109,14 +118,35 @@ def _order(tensor: StoredTensor) -> Tensor | None:
     return torch.cat((order, torch.arange(len(order), tensor.rows)))
 
 
+class _Checkpoint:
+    """The tensors of a model's files, whatever their format."""
+
+    def __init__(self, directory: Path) -> None:
+        self._gguf: GgufIndex | None = read_index(directory)
+        self._files = checkpoint_files(directory)
+        self.num_bytes = sum(file.stat().st_size for file in self._files)
+
+    def parts(self, place: Place) -> Iterator[Part]:
+        """Raises LoadError for files that cannot be read."""
+        return _read(self._files, place) if self._gguf is None else read_gguf_tensors(self._gguf, place)
+
+    def blocks(self, name: str) -> str | None:
+        """The type of a tensor that comes as rows of bytes; None for one that comes as numbers."""
+        header = self._gguf.tensors[name] if self._gguf is not None else None
+        return None if header is None or header.dtype in PLAIN else header.dtype
+
+    def shape(self, part: Part) -> list[int]:
+        """Of the tensor that this is a part of, in numbers."""
+        return part.shape if self._gguf is None else list(self._gguf.tensors[part.name].shape)
+
+
 def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = None) -> None:
     """Stream every tensor of the checkpoint into the decoder; a missing, surplus or misshapen one is a LoadError."""
     targets = _targets(decoder)
     remaining = set(targets)
-    files = checkpoint_files(directory)
-    total = sum(file.stat().st_size for file in files)
+    checkpoint = _Checkpoint(directory)
     done = 0
-    tied_copy: Tensor | None = None
+    tied_copy: tuple[Tensor, str | None] | None = None
 
     def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
         target = targets.get(name)
@@ -128,56 +158,79 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         fits = view.dtype == dtype and list(view.shape) == shape and view.is_cpu and view.is_contiguous()
         return view if fits else None
 
-    for part in _read(files, place):
+    for part in checkpoint.parts(place):
         name, tensor = part.name, part.tensor
         done += tensor.nbytes
-        target = targets.get(name)
-        if not part.finite and (target is not None or not _DERIVED.search(name)):
-            raise LoadError(
-                f"{directory}: tensor {name!r} holds numbers that are NaN or infinite: the checkpoint is damaged or "
-                "its training diverged: download or copy it again, or take another"
-            )
+        target, blocks = targets.get(name), checkpoint.blocks(name)
+        if not _is_finite(part, blocks) and (target is not None or not _DERIVED.search(name)):
+            raise LoadError(_not_finite(directory, name))
         if target is None:
             if name == HEAD_TENSOR and decoder.spec.tied_embeddings:
-                tied_copy = tensor
+                tied_copy = tensor, blocks
                 continue
             if _DERIVED.search(name):
                 continue
             raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
         if name not in remaining:
             raise LoadError(f"{directory}: tensor {name!r} appears in more than one file")
-        if part.shape != list(target.view.shape):
+        if checkpoint.shape(part) != list(target.view.shape):
             raise LoadError(
-                f"{directory}: tensor {name!r} has shape {part.shape} where config.json asks for "
+                f"{directory}: tensor {name!r} has shape {checkpoint.shape(part)} where config.json asks for "
                 f"{list(target.view.shape)}"
             )
-        if not tensor.dtype.is_floating_point:
-            raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
-        if (limit := _largest(target.view)) < torch.finfo(tensor.dtype).max and _peak(tensor) > limit:
-            raise LoadError(
-                f"{directory}: tensor {name!r} holds numbers beyond {limit:.3g}, the largest of {decoder.weight_dtype}: "
-                "use `compute.dtype=bfloat16` or float32"
-            )
-        target.fill(decoder.backend, tensor, part.first)
+        taken = blocks is not None and target.takes(blocks)
+        if not taken:
+            tensor = _numbers(tensor, blocks, decoder, directory, target, name)
+        target.fill(decoder.backend, tensor, part.first, blocks=taken)
         if part.last:
             remaining.discard(name)
         if progress:
-            progress("loading weights", done, total)
+            progress("loading weights", done, checkpoint.num_bytes)
     if remaining:
         first = ", ".join(sorted(remaining)[:3])
         raise LoadError(
             f"{directory}: {len(remaining)} tensors are missing, for example {first}: the checkpoint is incomplete"
         )
-    if tied_copy is not None and not _equals(decoder.backend, tied_copy, decoder.embedding):
+    if tied_copy is not None and not _equals(decoder.backend, *tied_copy, decoder.embedding):
         raise LoadError(
             f"{directory}: lm_head.weight differs from the embedding although the model ties them: set "
             '"tie_word_embeddings": false in config.json to use it, or remove the tensor'
         )
 
 
+def _numbers(
+    tensor: Tensor, blocks: str | None, decoder: Decoder, directory: Path, target: _WeightTarget, name: str
+) -> Tensor:
+    """Rows of a checkpoint's tensor as numbers. Raises LoadError for those that its place cannot hold."""
+    if blocks is not None:
+        tensor = dequantized(tensor, blocks)
+        if not bool(tensor.isfinite().all()):
+            raise LoadError(_not_finite(directory, name))
+    if not tensor.dtype.is_floating_point:
+        raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
+    if (limit := _largest(target.view)) < torch.finfo(tensor.dtype).max and _peak(tensor) > limit:
+        raise LoadError(
+            f"{directory}: tensor {name!r} holds numbers beyond {limit:.3g}, the largest of {decoder.weight_dtype}: "
+            "use `compute.dtype=bfloat16` or float32"
+        )
+    return tensor
+
+
+def _is_finite(part: Part, blocks: str | None) -> bool:
+    """Blocks of the other types are looked at once they are numbers."""
+    return part.finite if blocks not in BLOCKS else scales_are_finite(part.tensor, blocks)
+
+
+def _not_finite(directory: Path, name: str) -> str:
+    return (
+        f"{directory}: tensor {name!r} holds numbers that are NaN or infinite: the checkpoint is damaged or "
+        "its training diverged: download or copy it again, or take another"
+    )
+
+
 def _largest(view: Tensor | _Rows) -> float:
-    """The largest number that fits there; packed weights are made from float32."""
-    if isinstance(view, (PackedRows, BlockRows)):
+    """The largest number that fits there; weights in blocks are made from float32."""
+    if isinstance(view, BlockRows):
         return float(torch.finfo(torch.float32).max)
     return float(torch.finfo(view.dtype if isinstance(view, Tensor) else view.weight.dtype).max)
 
@@ -189,13 +242,21 @@ def _peak(tensor: Tensor) -> float:
     return max(-low.item(), high.item())
 
 
-def _equals(backend: Backend, tensor: Tensor, weight: Tensor | PackedWeight) -> bool:
+def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor | BlockWeight) -> bool:
     """Whether filling the weight from this tensor would leave it as it is."""
-    if not isinstance(weight, PackedWeight):
-        return torch.equal(tensor.to(weight), weight)
-    again = PackedWeight.empty(weight.rows, weight.columns, weight.bits)
-    _WeightTarget(_whole(again)).fill(backend, tensor)
-    return torch.equal(again.data, weight.data) and torch.equal(again.scales, weight.scales)
+    if not isinstance(weight, BlockWeight):
+        numbers = tensor if blocks is None else dequantized(tensor, blocks)
+        return numbers.shape == weight.shape and torch.equal(numbers.to(weight), weight)
+    again = BlockWeight.empty(weight.rows, weight.columns, weight.form)
+    target = _WeightTarget(again.narrow(0, again.rows))
+    taken = blocks is not None and target.takes(blocks)
+    numbers = tensor if blocks is None or taken else dequantized(tensor, blocks)
+    if len(numbers) != weight.rows:
+        return False
+    target.fill(backend, numbers, blocks=taken)
+    rows = torch.arange(weight.rows)
+    step = max(1, _COMPARED // weight.columns)
+    return all(torch.equal(again.dequantize(part), weight.dequantize(part)) for part in rows.split(step))
 
 
 def _read(files: list[Path], place: Place) -> Iterator[Part]:
@@ -204,50 +265,3 @@ def _read(files: list[Path], place: Place) -> Iterator[Part]:
             yield from read_tensors(file, place)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
-
-
-def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:
-    """Distinct random weights everywhere, scaled so that activations stay of order one (for benchmarks)."""
-    generator = torch.Generator(device=decoder.device).manual_seed(seed)
-    tensors = decoder.tensors()
-    for i, tensor in enumerate(tensors):
-        if isinstance(tensor, PackedWeight):
-            _randomize_packed(tensor, generator)
-        elif isinstance(tensor, PanelWeight):
-            _randomize_panels(decoder.backend, tensor, generator)
-        elif not isinstance(tensor, Tensor):
-            raise TypeError("random weights in blocks are not drawn yet")
-        elif tensor.dim() == 1:
-            tensor.copy_(1 + 0.1 * torch.randn(tensor.shape, generator=generator, device=tensor.device))
-        else:
-            _randomize_rows(tensor, generator)
-        if progress:
-            progress("making random weights", i + 1, len(tensors))
-
-
-def _randomize_rows(rows: Tensor, generator: torch.Generator) -> None:
-    """Uniform, several times quicker to draw than normal; the variance is that of 1 / fan-in."""
-    bound = (3.0 / rows.shape[1]) ** 0.5
-    rows.uniform_(-bound, bound, generator=generator)
-
-
-def _randomize_panels(backend: Backend, weight: PanelWeight, generator: torch.Generator) -> None:
-    """The same numbers that the weight would get as rows."""
-    step = max(1, _RANDOM_BYTES // (PANEL * max(weight.columns, 1) * weight.dtype.itemsize)) * PANEL
-    for first in range(0, weight.rows, step):
-        rows = torch.empty((min(step, weight.rows - first), weight.columns), dtype=weight.dtype)
-        _randomize_rows(rows, generator)
-        backend.pack(weight.narrow(first, len(rows)), rows)
-
-
-def _randomize_packed(weight: PackedWeight, generator: torch.Generator) -> None:
-    """Random integers, all equally likely, under scales that give the variance of 1 / fan-in."""
-    # Eight bytes at a draw. -128 becomes a -127, as quantizing never gives it.
-    weight.data.view(-1).view(torch.int64).random_(generator=generator)
-    if weight.bits == 8:
-        signed = weight.data.view(torch.int8)
-        torch.maximum(signed, torch.tensor(-127, dtype=torch.int8), out=signed)
-    steps = 255.0 if weight.bits == 8 else 16.0
-    scale = (12.0 / weight.columns) ** 0.5 / steps
-    spread = torch.rand(weight.scales.shape, generator=generator).add_(0.5)
-    weight.scales.copy_(spread.mul_(scale))

@@ -5,13 +5,13 @@ Knows its spec, its weights and the backend. It knows no other layer, no checkpo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from windlass.engine.model.allocation import allocate
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.kernels import AttentionCall, Backend, KVPages, Weight
@@ -70,13 +70,14 @@ class SharedAttention:
 class Attention:
     """Projects, norms and rotates the heads, appends keys and values to the pages, attends, projects back.
 
-    kind: of this layer, see `SharedAttention`.
+    weights: the fields of `AttentionWeights`. kind: of this layer, see `SharedAttention`.
     """
 
-    def __init__(self, spec: AttentionSpec, hidden_size: int, norm_eps: float, kind: int, backend: Backend) -> None:
-        """Allocate uninitialised weights."""
+    def __init__(
+        self, spec: AttentionSpec, weights: Mapping[str, Any], norm_eps: float, kind: int, backend: Backend
+    ) -> None:
         self.spec = spec
-        self.weights = AttentionWeights(**allocate(backend, spec.weights(hidden_size)))
+        self.weights = AttentionWeights(**weights)
         self._backend, self._eps, self._kind = backend, norm_eps, kind
         self._unit_norm = torch.ones(spec.head_dim, dtype=torch.float32, device=backend.device)
 

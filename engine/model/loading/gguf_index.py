@@ -1,0 +1,186 @@
+"""The index of a GGUF model: which tensors its files hold and where, under the names that a Hugging Face checkpoint has.
+
+It lies as `gguf.json` in the directory that is derived from the files, beside the config.json and the tokenizer made of their
+metadata. Responsible for reading it, for checking that the files are still those it was made from, and for the storage in
+which each type of tensor is kept. Imports neither torch nor the `gguf` package: an ordinary start needs no more than this.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.spec import ModelSpec
+
+INDEX = "gguf.json"
+VERSION = 1
+
+# Types whose blocks are multiplied as they are: the storage, the elements of a block and its bytes.
+BLOCKS = {
+    "Q4_0": ("q4_0", 32, 18),
+    "Q4_1": ("q4_1", 32, 20),
+    "Q5_0": ("q5_0", 32, 22),
+    "Q5_1": ("q5_1", 32, 24),
+    "Q8_0": ("q8_0", 32, 34),
+    "Q4_K": ("q4_k", 256, 144),
+    "Q5_K": ("q5_k", 256, 176),
+    "Q6_K": ("q6_k", 256, 210),
+}
+PLAIN = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+# Types that are dequantized while they are loaded, and kept with 8 bits: elements and bytes of a block.
+_OTHERS = {
+    "Q2_K": (256, 84),
+    "Q3_K": (256, 110),
+    "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56),
+    "IQ2_XXS": (256, 66),
+    "IQ2_XS": (256, 74),
+    "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98),
+    "IQ3_S": (256, 110),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
+    "TQ1_0": (256, 54),
+    "TQ2_0": (256, 66),
+    "MXFP4": (32, 17),
+    "NVFP4": (64, 36),
+}
+_KEPT_AS = "q8_0"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufIndex:
+    """files: absolute paths. tensors: by name, and `places`: the file of each, an index into `files`.
+
+    interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: norms are stored with what the family
+    adds to them.
+    """
+
+    files: tuple[Path, ...]
+    tensors: Mapping[str, TensorHeader]
+    places: Mapping[str, int]
+    interleaved: bool
+    norms_with_offset: bool
+
+    def types(self) -> list[str]:
+        """The types of the matrices, that of most numbers first."""
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            if len(tensor.shape) > 1:
+                counts[tensor.dtype] += prod(tensor.shape)
+        return [name for name, _ in counts.most_common()]
+
+    def is_quantized(self) -> bool:
+        """Whether matrices are something else than plain numbers."""
+        return any(name not in PLAIN for name in self.types())
+
+    def adapt(self, spec: ModelSpec) -> ModelSpec:
+        """The spec of the model as these files hold it."""
+        if self.norms_with_offset:
+            spec = replace(spec, norm_offset=0.0)
+        if not self.interleaved:
+            return spec
+        layers = []
+        for layer in spec.layers:
+            group = layer.mixer.rotary_group
+            pairs = 0 if group is None else spec.rotary_groups[group].base.rotary_dim
+            layers.append(replace(layer, mixer=replace(layer.mixer, interleaved_dims=pairs)))
+        return replace(spec, layers=tuple(layers))
+
+
+def read_index(directory: Path) -> GgufIndex | None:
+    """The index in a derived directory; None for a directory of another kind. Raises LoadError for one that holds no longer."""
+    path = directory / INDEX
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LoadError(f"cannot read {path}: {error.strerror or error}") from None
+    try:
+        index = _parsed(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise LoadError(f"{path} is damaged: remove {directory} and start again with the GGUF file") from None
+    return index
+
+
+def kept_storages(tensors: Mapping[str, TensorHeader], *, plain: bool) -> dict[str, str]:
+    """The storage of each matrix, by the tensor's name. plain: tensors of plain numbers keep their types too."""
+    kept = {}
+    for name, tensor in tensors.items():
+        if len(tensor.shape) < 2:
+            continue
+        if tensor.dtype in BLOCKS:
+            kept[name] = BLOCKS[tensor.dtype][0]
+        elif tensor.dtype in _OTHERS:
+            kept[name] = _KEPT_AS
+        elif plain and tensor.dtype in PLAIN:
+            kept[name] = PLAIN[tensor.dtype][0]
+    return kept
+
+
+def requantized(tensors: Mapping[str, TensorHeader]) -> str | None:
+    """What to say of tensors whose types are not multiplied as they are; None where there are none."""
+    counts = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _OTHERS)
+    if not counts:
+        return None
+    named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
+    return (
+        f"the GGUF file holds {named}, which cannot be multiplied as stored: kept with 8 bits each instead ({_KEPT_AS}); "
+        "a file of Q4_K_M or Q8_0 takes less memory for the same quality"
+    )
+
+
+def _parsed(content: dict[str, Any]) -> GgufIndex:
+    if content["version"] != VERSION:
+        raise ValueError
+    files = tuple(_checked_file(entry) for entry in content["files"])
+    sizes = [entry["size"] for entry in content["files"]]
+    tensors, places = {}, {}
+    for name, entry in content["tensors"].items():
+        header = TensorHeader(entry["type"], tuple(map(int, entry["shape"])), int(entry["begin"]), int(entry["end"]))
+        places[name] = int(entry["file"])
+        if not 0 <= header.begin <= header.end <= sizes[places[name]] or places[name] < 0:
+            raise ValueError
+        _check_type(name, header, files[places[name]])
+        tensors[name] = header
+    return GgufIndex(files, tensors, places, bool(content["interleaved"]), bool(content["norms_with_offset"]))
+
+
+def _checked_file(entry: Mapping[str, Any]) -> Path:
+    path = Path(entry["path"])
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read any more ({error.strerror}): start again with the GGUF file") from None
+    if (stat.st_size, stat.st_mtime_ns) != (entry["size"], entry["mtime_ns"]):
+        raise LoadError(f"{path} has changed since it was looked at: start again with the GGUF file")
+    return path
+
+
+def _check_type(name: str, header: TensorHeader, path: Path) -> None:
+    """LoadError for a type that nobody here can read, or for bytes that are not those of the shape."""
+    if header.dtype in PLAIN:
+        elements, size = 1, PLAIN[header.dtype][1]
+    elif header.dtype in BLOCKS:
+        _, elements, size = BLOCKS[header.dtype]
+    elif header.dtype in _OTHERS:
+        elements, size = _OTHERS[header.dtype]
+    else:
+        raise LoadError(
+            f"{path}: tensor {name!r} has the type {header.dtype}, which cannot be read: give a file of another "
+            "quantization, Q4_K_M or Q8_0 for example"
+        )
+    columns = header.shape[-1] if header.shape else 1
+    if columns % elements or prod(header.shape) // elements * size != header.end - header.begin:
+        raise LoadError(
+            f"{path}: tensor {name!r} of shape {list(header.shape)} and type {header.dtype} does not have the bytes it needs: "
+            "download the file again"
+        )

@@ -1,0 +1,70 @@
+"""The tensors of GGUF files, streamed: plain numbers as they are, blocks as rows of bytes.
+
+Responsible for how the bytes of a tensor are to be read, and for turning blocks into numbers where no kept form takes them;
+that is done by the `gguf` package, which is imported only then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.gguf_index import PLAIN, GgufIndex
+from windlass.engine.model.loading.tensor_stream import Entry, Part, Place, read_entries
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Where the float16 scales of a block lie: its first bytes, or its last.
+_SCALES = {
+    "Q4_0": slice(0, 2),
+    "Q4_1": slice(0, 4),
+    "Q5_0": slice(0, 2),
+    "Q5_1": slice(0, 4),
+    "Q8_0": slice(0, 2),
+    "Q4_K": slice(0, 4),
+    "Q5_K": slice(0, 4),
+    "Q6_K": slice(208, 210),
+}
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+_NOT_FINITE = 0x7C00  # the exponent of a float16 that is NaN or infinite
+
+
+def read_gguf_tensors(index: GgufIndex, place: Place) -> Iterator[Part]:
+    """Every tensor of the index, file by file in the order of the data. One in blocks is uint8 [rows, bytes of a row].
+
+    Raises LoadError.
+    """
+    for number, path in enumerate(index.files):
+        here = [name for name in index.tensors if index.places[name] == number]
+        entries = [_entry(name, index) for name in sorted(here, key=lambda name: index.tensors[name].begin)]
+        try:
+            yield from read_entries(path, entries, place)
+        except OSError as error:
+            raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+
+
+def _entry(name: str, index: GgufIndex) -> Entry:
+    header = index.tensors[name]
+    if header.dtype in PLAIN:
+        return Entry(name, _DTYPES[header.dtype], list(header.shape), header.begin)
+    rows = header.shape[:-1]
+    row_bytes = (header.end - header.begin) // max(1, int(np.prod(rows)))
+    return Entry(name, torch.uint8, [*rows, row_bytes], header.begin)
+
+
+def scales_are_finite(blocks: Tensor, kind: str) -> bool:
+    """Whether no number of these rows, uint8 [count, bytes of a row] of this type, is NaN or infinite."""
+    scales = blocks.reshape(-1, _BLOCK_BYTES[kind])[:, _SCALES[kind]].contiguous().view(torch.int16)
+    return not bool((scales & _NOT_FINITE == _NOT_FINITE).any())
+
+
+def dequantized(blocks: Tensor, kind: str) -> Tensor:
+    """Rows of bytes of any type that the `gguf` package knows, as numbers: float32 [..., columns]."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), GGMLQuantizationType[kind])))
