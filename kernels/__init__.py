@@ -5,12 +5,11 @@ of requests or models.
 """
 
 from windlass.kernels.attention_call import AttentionCall
-from windlass.kernels.backend import Activations, Backend, Quantization, Recorder, Recording, Storage, Weight
+from windlass.kernels.backend import Activations, Backend, Recorder, Recording, Storage, Weight
 from windlass.kernels.binding import bind, reads_narrow_weights
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
 from windlass.kernels.layouts.forms import FORMS, BlockForm
-from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
@@ -30,12 +29,9 @@ __all__ = [
     "Filters",
     "KVPages",
     "LogitsChanges",
-    "PackedRows",
-    "PackedWeight",
     "PanelRows",
     "PanelWeight",
     "Penalties",
-    "Quantization",
     "Recorder",
     "Recording",
     "StackedWeight",

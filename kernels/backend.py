@@ -28,16 +28,14 @@ from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.forms import BlockForm
-from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.weight_memory import WeightMemory
 
-Quantization: TypeAlias = Literal["none", "int8", "int4"]
 Activations: TypeAlias = Literal["int8", "float32"]
 Storage: TypeAlias = torch.dtype | BlockForm  # how a matrix is stored
-Weight: TypeAlias = Tensor | PackedWeight | PanelWeight | BlockWeight | StackedWeight
+Weight: TypeAlias = Tensor | PanelWeight | BlockWeight | StackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,6 @@ class BackendOptions:
     device: torch.device
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype = torch.float32
-    quantization: Quantization = "none"
     deterministic: bool = False
     activations: Activations = "int8"
 
@@ -88,7 +85,6 @@ class Backend(ABC):
     def __init__(self, options: BackendOptions) -> None:
         self.options = options
         self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
-        self.quantization: Quantization = options.quantization
         self.deterministic = options.deterministic
         self._memory = WeightMemory(options.device)
 
@@ -112,32 +108,20 @@ class Backend(ABC):
         """Memory for a weight of any other kind than those below. Raises what torch raises when there is none."""
         return self._memory.empty(shape, dtype)
 
-    def matrix(self, rows: int, columns: int, storage: Storage | None = None) -> Weight:
-        """A weight that is only multiplied by. storage: how; None: quantized if the backend is bound so."""
-        if storage is not None:
-            return self._stored(rows, columns, storage)
-        if self.quantization == "none":
-            return self._plain_matrix(rows, columns, self.weight_dtype)
-        return PackedWeight.empty(rows, columns, 8 if self.quantization == "int8" else 4, self.empty)
+    def matrix(self, rows: int, columns: int, storage: Storage) -> Part:
+        """A weight that is only multiplied by."""
+        if isinstance(storage, BlockForm):
+            return BlockWeight.empty(rows, columns, storage, self.empty)
+        return self._plain_matrix(rows, columns, storage)
 
-    def head(self, rows: int, columns: int) -> Weight:
-        """As `matrix`, of 8 bits under any quantization."""
-        if self.quantization == "none":
-            return self._plain_matrix(rows, columns, self.weight_dtype)
-        return self._eight_bits(rows, columns)
-
-    def table(self, rows: int, columns: int, storage: Storage | None = None) -> Tensor | BlockWeight:
+    def table(self, rows: int, columns: int, storage: Storage) -> Tensor | BlockWeight:
         """A weight that rows are only gathered from."""
         if isinstance(storage, BlockForm):
             return BlockWeight.empty(rows, columns, storage, self.empty)
-        return self.empty((rows, columns), storage or self.weight_dtype)
+        return self.empty((rows, columns), storage)
 
-    def table_and_head(
-        self, rows: int, columns: int, storage: Storage | None = None
-    ) -> Tensor | PackedWeight | BlockWeight:
+    def table_and_head(self, rows: int, columns: int, storage: Storage) -> Tensor | BlockWeight:
         """A weight that rows are gathered from and that is multiplied by."""
-        if storage is None and self.quantization != "none":
-            return self._eight_bits(rows, columns)
         return self.table(rows, columns, storage)
 
     def stack(self, parts: Sequence[Part]) -> StackedWeight:
@@ -150,19 +134,11 @@ class Backend(ABC):
         advise_huge_pages(made)
         return made
 
-    def _stored(self, rows: int, columns: int, storage: Storage) -> Part:
-        if isinstance(storage, BlockForm):
-            return BlockWeight.empty(rows, columns, storage, self.empty)
-        return self._plain_matrix(rows, columns, storage)
-
     def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
         return self.empty((rows, columns), dtype)
 
-    def _eight_bits(self, rows: int, columns: int) -> PackedWeight:
-        return PackedWeight.empty(rows, columns, 8, self.empty)
-
     @abstractmethod
-    def pack(self, target: PackedRows | PanelRows | BlockRows, source: Tensor) -> None:
+    def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         """Put source [rows, columns], float32 or narrower on the CPU, into rows of a weight that `matrix` made.
 
         Quantizing gives the same bytes everywhere. Raises ValueError for blocks of a form that nothing is quantized into.
@@ -206,7 +182,7 @@ class Backend(ABC):
         """cap * tanh(x / cap) of [T, N] float32."""
 
     @abstractmethod
-    def embed(self, table: Tensor | PackedWeight | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+    def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         """table[ids] in the compute dtype times the scale rounded to it. table: [N, D], ids: [T] int64.
 
         Returns [T, D], memory of its own.

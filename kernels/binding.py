@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from windlass.kernels.backend import Activations, Backend, BackendOptions, Quantization
+from windlass.kernels.backend import Activations, Backend, BackendOptions
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
@@ -19,18 +19,15 @@ def bind(
     dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
     *,
-    quantization: Quantization = "none",
     activations: Activations = "int8",
     deterministic: bool = False,
 ) -> Backend:
     """The backend for a model that computes in `dtype` on this device.
 
-    weight_dtype: of its matrices, `dtype` when None. quantization: what they become. activations: see `BackendOptions`.
+    weight_dtype: of its matrices, `dtype` when None. activations: see `BackendOptions`.
     deterministic: see `backend`.
     """
-    options = BackendOptions(
-        torch.device(device), dtype, weight_dtype or dtype, quantization, deterministic, activations
-    )
+    options = BackendOptions(torch.device(device), dtype, weight_dtype or dtype, deterministic, activations)
     own = _OWN_KERNELS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)
     if own is not None and refusal is None:

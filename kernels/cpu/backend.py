@@ -16,11 +16,10 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
-from windlass.kernels.cpu import attention, library, linear, ops, packed, panels, recording, rotary, sampling
+from windlass.kernels.cpu import attention, library, linear, ops, panels, recording, rotary, sampling
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
-from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
@@ -69,13 +68,11 @@ class CompiledBackend(Backend):
             return PanelWeight.empty(rows, columns, dtype, self.empty)
         return super()._plain_matrix(rows, columns, dtype)
 
-    def pack(self, target: PackedRows | PanelRows | BlockRows, source: Tensor) -> None:
+    def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
             panels.pack_panels(target, source, library=self._library)
-        elif isinstance(target, BlockRows):
-            self._torch.pack(target, source)
         else:
-            packed.pack_rows(target, source, library=self._library)
+            self._torch.pack(target, source)
 
     def repack(self, target: BlockRows, blocks: Tensor) -> None:
         self._torch.repack(target, blocks)
@@ -85,8 +82,6 @@ class CompiledBackend(Backend):
             few = x.shape[0] <= self._most_panel_rows
             product = panels.linear_panels if few else panels.linear_panels_widened
             return product(x, weight, bias, library=self._library)
-        if isinstance(weight, PackedWeight):
-            return packed.linear_packed(x, weight, bias, library=self._library)
         if isinstance(weight, StackedWeight):
             spans = weight.spans()
             return torch.cat([self.linear(x, part, None if bias is None else bias[a:b]) for part, a, b in spans], dim=1)
@@ -108,7 +103,7 @@ class CompiledBackend(Backend):
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return ops.soft_cap(x, cap, library=self._library)
 
-    def embed(self, table: Tensor | PackedWeight | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+    def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if self.dtype != torch.float32 or not isinstance(table, Tensor):
             return self._torch.embed(table, ids, scale)
         return ops.embed_rows(table, ids, scale, library=self._library)

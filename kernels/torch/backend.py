@@ -14,7 +14,6 @@ from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
-from windlass.kernels.layouts.packed import PackedRows, PackedWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
@@ -26,7 +25,6 @@ from windlass.kernels.torch import (
     draw,
     linear,
     logprobs,
-    quantized,
     reference,
     rowwise,
 )
@@ -47,13 +45,10 @@ class TorchBackend(Backend):
     def is_second_choice(self) -> bool:
         return self._refusal is not None
 
-    def pack(self, target: PackedRows | PanelRows | BlockRows, source: Tensor) -> None:
+    def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
             raise TypeError("weights in panels are for the compiled kernels only")
-        if isinstance(target, BlockRows):
-            block_quantizers.pack(target, source)
-        else:
-            quantized.pack(target, source)
+        block_quantizers.pack(target, source)
 
     def repack(self, target: BlockRows, blocks: Tensor) -> None:
         block_bytes.repack(target, blocks)
@@ -65,8 +60,6 @@ class TorchBackend(Backend):
             return torch.cat(found, dim=1)
         if isinstance(weight, BlockWeight):
             return self._blocks_product(x, weight, bias)
-        if isinstance(weight, PackedWeight):
-            return quantized.linear(x, weight, bias)
         if isinstance(weight, PanelWeight):
             raise TypeError("weights in panels are for the compiled kernels only")
         return self._product(x, weight, bias)
@@ -92,7 +85,7 @@ class TorchBackend(Backend):
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return reference.soft_cap(x, cap)
 
-    def embed(self, table: Tensor | PackedWeight | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+    def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         rows = table.index_select(0, ids) if isinstance(table, Tensor) else table.dequantize(ids)
         rows = rows.to(self.dtype)
         # The scale is rounded to the compute dtype first, as the reference implementation does.

@@ -254,9 +254,9 @@ def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor
     if len(numbers) != weight.rows:
         return False
     target.fill(backend, numbers, blocks=taken)
-    rows = torch.arange(weight.rows)
     step = max(1, _COMPARED // weight.columns)
-    return all(torch.equal(again.dequantize(part), weight.dequantize(part)) for part in rows.split(step))
+    parts = (torch.arange(first, min(first + step, weight.rows)) for first in range(0, weight.rows, step))
+    return all(torch.equal(again.dequantize(part), weight.dequantize(part)) for part in parts)
 
 
 def _read(files: list[Path], place: Place) -> Iterator[Part]:

@@ -22,18 +22,21 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.formats import describe_foreign
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.model.loading.preflight import check_memory, check_start, describe_model
-from windlass.engine.model.loading.sizes import weight_bytes
-from windlass.engine.model.spec import ModelSpec
-from windlass.kernels import PackedWeight, bind
+from windlass.engine.model.loading.preflight import ModelDescription, check_memory, check_start, describe_model
+from windlass.engine.model.storage import plan_bytes, plan_storage
+from windlass.kernels import bind
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 GIB = 1 << 30
 
 
 @pytest.fixture(scope="module")
-def spec() -> ModelSpec:
-    return describe_model(engine_config(DEMO)).spec
+def demo() -> ModelDescription:
+    return describe_model(engine_config(DEMO))
+
+
+def size_of(model: ModelDescription, dtype: str = "float32", quantization: str = "none") -> int:
+    return plan_bytes(model.spec, plan_storage(model.spec, dtype, quantization))
 
 
 @pytest.mark.parametrize(
@@ -87,54 +90,54 @@ def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tm
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16, "vocab_size": 512}
     config = engine_config(str(make_model(family, tmp_path / "model", **sizes)), device="cpu", **options)
     decoder = load_model(config).decoder
-    foretold = weight_bytes(decoder.spec, decoder.weight_dtype.itemsize, config.compute.quantization)
-    matrices = [t for t in decoder.tensors() if isinstance(t, PackedWeight) or len(t.shape) > 1]
-    # Scales of rows of 8 bits are not counted; with real widths they are less than a thousandth.
-    assert 0.97 * sum(t.nbytes for t in matrices) <= foretold <= sum(t.nbytes for t in matrices)
+    assert plan_bytes(decoder.spec, decoder.plan) == sum(t.nbytes for t in decoder.tensors() if len(t.shape) > 1)
 
 
-def refusal(spec: ModelSpec, free: int | None, stored: str = "float32", **options: object) -> str:
+def check(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> None:
     config = engine_config(DEMO, **options)  # type: ignore[arg-type]
+    check_memory(config, model, plan_storage(model.spec, stored), "float32", stored, "cpu", free)
+
+
+def refusal(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> str:
     with pytest.raises(LoadError) as error:
-        check_memory(config, spec, "float32", stored, "cpu", free)
+        check(model, free, stored, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_weights_that_do_not_fit_name_the_options_under_which_they_do(spec: ModelSpec) -> None:
-    whole, half, quarter = (weight_bytes(spec, n, q) for n, q in ((4, "none"), (2, "none"), (4, "int4")))
-    said = refusal(spec, whole - 1)
+def test_weights_that_do_not_fit_name_the_options_under_which_they_do(demo: ModelDescription) -> None:
+    whole, half, quarter = (size_of(demo, *how) for how in (("float32",), ("bfloat16",), ("float32", "int4")))
+    said = refusal(demo, whole - 1)
     assert "`compute.dtype=bfloat16` (" in said
     assert "`compute.quantization=int8` (" in said and "`compute.quantization=int4` (" in said
     assert "the weights need 15.2 MiB of memory, 15.2 MiB are free" in said
-    said = refusal(spec, half - 1)
+    said = refusal(demo, half - 1)
     assert "compute.dtype" not in said and "`compute.quantization=int8`" in said
-    assert refusal(spec, quarter - 1).endswith("use a smaller model or free some memory")
-    assert "compute.dtype" not in refusal(spec, half - 1, "bfloat16")
-    check_memory(engine_config(DEMO), spec, "float32", "float32", "cpu", 4 * whole)
+    assert refusal(demo, quarter - 1).endswith("use a smaller model or free some memory")
+    assert "compute.dtype" not in refusal(demo, half - 1, "bfloat16")
+    check(demo, 4 * whole)
 
 
-def test_a_cache_must_fit_beside_the_weights(spec: ModelSpec) -> None:
+def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
     length, sequences = 1 << 20, 4
-    needed = length * sequences * bytes_per_token(spec.kv_groups[0], "float32")
-    weights = weight_bytes(spec, 4)
+    needed = length * sequences * bytes_per_token(demo.spec.kv_groups[0], "float32")
+    weights = size_of(demo)
     options = {"max_model_len": length, "max_num_seqs": sequences, "kv_cache_memory": 500 * GIB}
-    said = refusal(spec, needed + weights - 1, **options)
+    said = refusal(demo, needed + weights - 1, **options)
     assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.2 MiB of it for the weights: ")
-    assert "`cache.dtype=int8`" in said and "int8" not in refusal(spec, GIB, kv_cache_dtype="int8", **options)
-    config = engine_config(DEMO, **options)  # type: ignore[arg-type]
-    check_memory(config, spec, "float32", "float32", "cpu", needed + weights)
-    check_memory(config, spec, "float32", "float32", "cpu", None)  # nobody knows what is free
+    assert "`cache.dtype=int8`" in said and "int8" not in refusal(demo, GIB, kv_cache_dtype="int8", **options)
+    check(demo, needed + weights, **options)
+    check(demo, None, **options)  # nobody knows what is free
 
 
-def test_only_ways_out_that_lead_somewhere_are_named(spec: ModelSpec) -> None:
+def test_only_ways_out_that_lead_somewhere_are_named(demo: ModelDescription) -> None:
     """1 M tokens take 4 GiB in float32 and 1.1 in int8."""
-    said = refusal(spec, 10 * GIB, max_model_len=1 << 20, kv_cache_memory=GIB)
+    said = refusal(demo, 10 * GIB, max_model_len=1 << 20, kv_cache_memory=GIB)
     assert "it needs 4.0 GiB of KV cache, there are 1.0 GiB, which hold 262144 tokens" in said
     assert "raise `cache.memory` or lower `max_model_len` or use `cache.dtype=int8`" in said
-    said = refusal(spec, 2 * GIB, max_model_len=1 << 20)
+    said = refusal(demo, 2 * GIB, max_model_len=1 << 20)
     assert "raise" not in said and said.endswith("lower `max_model_len` or use `cache.dtype=int8`")
-    said = refusal(spec, GIB, max_model_len=1 << 20)
+    said = refusal(demo, GIB, max_model_len=1 << 20)
     assert said.endswith("tokens: lower `max_model_len`")
 
 
@@ -143,10 +146,10 @@ def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
     spec = describe_model(engine_config(model)).spec
     options = {"max_model_len": 4096, "max_num_batched_tokens": 64}
     few, many = (engine_config(model, max_num_seqs=n, **options) for n in (1, 64))  # type: ignore[arg-type]
-    budget = plan_cache(few, spec.kv_groups, spec.trained_len, "float32", GIB).num_bytes
-    assert plan_cache(few, spec.kv_groups, spec.trained_len, "float32", budget).max_model_len == 4096
+    budget = plan_cache(few, demo.spec.kv_groups, spec.trained_len, "float32", GIB).num_bytes
+    assert plan_cache(few, demo.spec.kv_groups, spec.trained_len, "float32", budget).max_model_len == 4096
     with pytest.raises(LoadError, match=r"lower `max_model_len` or `scheduling\.max_num_seqs`"):
-        plan_cache(many, spec.kv_groups, spec.trained_len, "float32", budget)
+        plan_cache(many, demo.spec.kv_groups, spec.trained_len, "float32", budget)
 
 
 def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_the_first_start_writes_one_ordinary_safetensors_file(model: Path) -> No
     assert found.keys() == decoder_tensors(loaded.decoder).keys()
     for name, tensor in decoder_tensors(loaded.decoder).items():
         assert found[name].dtype == tensor.dtype and bits(found[name]) == bits(tensor), name
-    assert "head.data" not in found, "a tied head is the embedding's"
+    assert "head.codes" not in found, "a tied head is the embedding's"
     umask = os.umask(0o022)
     os.umask(umask)
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
@@ -225,11 +225,11 @@ def other_tensors(path: Path) -> None:
 
 
 def damaged_metadata(path: Path) -> None:
-    save_file(load_file(path), path, metadata={"kind": "windlass packed weights", "fingerprint": "["})
+    save_file(load_file(path), path, metadata={"kind": "windlass quantized weights", "fingerprint": "["})
 
 
 def odd_metadata(path: Path) -> None:
-    save_file(load_file(path), path, metadata={"kind": "windlass packed weights", "fingerprint": "[1]"})
+    save_file(load_file(path), path, metadata={"kind": "windlass quantized weights", "fingerprint": "[1]"})
 
 
 def not_finite(path: Path) -> None:
@@ -237,7 +237,7 @@ def not_finite(path: Path) -> None:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     tensors = load_file(path)
-    tensors["layers.1.out.scales"][5] = torch.nan
+    tensors["layers.1.out.scales"][0, 0, 0, 5] = torch.nan
     save_file(tensors, path, metadata=header["__metadata__"])
 
 
@@ -340,7 +340,7 @@ def test_what_a_killed_writer_left_is_removed_once_it_is_old(model: Path, tmp_pa
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_not_cached(model: Path) -> None:
     loaded = load(model, None)
-    cache = WeightCache("beside", model, loaded.decoder)
+    cache = WeightCache("beside", model, "int8", loaded.decoder)
     touch(model)
     cache.store(loaded.decoder)
     assert "changed while it was read" in cache.notices[0]
