@@ -21,7 +21,8 @@ import torch
 from harness.rates import readable
 from torch import Tensor
 
-from windlass.kernels import PackedWeight, cpu
+from windlass.kernels import cpu
+from windlass.kernels.layouts.packed import PackedWeight
 from windlass.kernels.weight_memory import WeightMemory
 
 LAYERS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.kernels import Backend, PackedRows, PackedWeight, PanelWeight, bind, cpu, reads_narrow_weights
+from windlass.kernels import FORMS, Backend, BlockWeight, PanelWeight, bind, cpu, reads_narrow_weights
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
@@ -45,16 +45,17 @@ def test_other_devices_get_plain_torch_as_their_first_choice(deterministic: bool
     assert type(backend) is kind and not reads_narrow_weights("meta")
     assert "no others for meta" in backend.explain() and not backend.is_second_choice
     assert backend.recording_refusal == "the model is on meta" and not backend.reads_host_memory
-    assert backend.table(3, 5).device.type == backend.pages((2, 3), torch.int8).device.type == "meta"
+    assert backend.table(3, 5, torch.float32).device.type == backend.pages((2, 3), torch.int8).device.type == "meta"
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_matrices_have_their_width_and_heads_eight_bits(quantization: str) -> None:
-    backend = bind("cpu", quantization="int8" if quantization == "int8" else "int4")
-    matrix, head, tied = backend.matrix(20, 33), backend.head(20, 33), backend.table_and_head(20, 33)
-    assert isinstance(matrix, PackedWeight) and matrix.bits == int(quantization[3:])
-    assert isinstance(head, PackedWeight) and isinstance(tied, PackedWeight) and head.bits == tied.bits == 8
-    assert isinstance(backend.table(20, 33), torch.Tensor)
+@pytest.mark.parametrize("name", FORMS)
+def test_weights_have_the_form_that_is_asked_for(name: str) -> None:
+    backend, form = bind("cpu"), FORMS[name]
+    for make in (backend.matrix, backend.table, backend.table_and_head):
+        weight = make(20, 33, form)
+        assert isinstance(weight, BlockWeight) and weight.form == form and weight.shape == (20, 33)
+        plain = make(20, 33, torch.float32)
+        assert isinstance(plain, torch.Tensor) and plain.dtype == torch.float32 and plain.shape == (20, 33)
 
 
 def test_torch_refuses_weights_in_panels() -> None:
@@ -75,14 +76,14 @@ def test_every_backend_embeds_the_same_rows(
     for unavailable in (False, True):
         if unavailable:
             monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "off"))
-        backend = bind("cpu", dtype, torch.float32, quantization="int8" if quantized else "none")
-        table = backend.table_and_head(5, 32)
-        if isinstance(table, PackedWeight):
-            backend.pack(PackedRows(table, 0, 5), source)
+        backend = bind("cpu", dtype, torch.float32)
+        table = backend.table_and_head(5, 32, FORMS["q8_0"] if quantized else torch.float32)
+        if isinstance(table, BlockWeight):
+            backend.pack(table.narrow(0, 5), source)
         else:
             table.copy_(source)
         found.append(backend.embed(table, ids, 7.3))
-        rows = (table.dequantize(ids) if isinstance(table, PackedWeight) else table[ids]).to(dtype)
+        rows = (table.dequantize(ids) if isinstance(table, BlockWeight) else table[ids]).to(dtype)
         assert torch.equal(found[-1], rows * torch.tensor(7.3, dtype=dtype)) and found[-1].dtype == dtype
         assert torch.equal(backend.embed(table, ids), rows)
     assert torch.equal(*found)

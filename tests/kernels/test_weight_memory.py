@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from windlass.kernels import PackedWeight, weight_memory
+from windlass.kernels import weight_memory
+from windlass.kernels.layouts.packed import PackedWeight
 from windlass.kernels.weight_memory import WeightMemory
 
 

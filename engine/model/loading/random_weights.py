@@ -55,7 +55,7 @@ def _randomize_panels(backend: Backend, weight: PanelWeight, generator: torch.Ge
 def _randomize_blocks(weight: BlockWeight, generator: torch.Generator) -> None:
     """Random codes, all equally likely, under scales that give the variance of 1 / fan-in and a mean near zero."""
     form, steps = weight.form, 1 << weight.form.bits
-    weight.codes.view(-1).view(torch.int64).random_(generator=generator)  # eight bytes at a draw
+    weight.codes.view(-1).view(torch.int64).random_(-(1 << 63), None, generator=generator)  # eight bytes at a draw
     scale = (12.0 / weight.columns) ** 0.5 / steps
     spread = torch.rand(weight.scales.shape, generator=generator).add_(0.5)  # 0.5 .. 1.5
     if form.minimum:

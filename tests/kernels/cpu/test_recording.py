@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import PACKED_FORMS, kernels
 
-from windlass.kernels import AttentionCall, KVPages, PackedWeight, bind, cpu
+from windlass.kernels import AttentionCall, KVPages, bind, cpu
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.recording import CompiledRecording
@@ -48,16 +48,11 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
 class Layers:
     """The calls of a decode step, [T, HIDDEN] to logits [T, VOCABULARY], every layer with weights and pages of its own."""
 
-    def __init__(self, backend: CompiledBackend, layers: int, rows: int, packed: bool) -> None:
+    def __init__(self, backend: CompiledBackend, layers: int, rows: int) -> None:
         self.backend = backend
 
-        def matrix(out: int, inner: int) -> torch.Tensor | PackedWeight:
-            values = torch.randn(out, inner) / inner**0.5
-            if not packed:
-                return values
-            weight = PackedWeight.empty(out, inner, 8)
-            backend.pack(weight.narrow(0, out), values)
-            return weight
+        def matrix(out: int, inner: int) -> torch.Tensor:
+            return torch.randn(out, inner) / inner**0.5
 
         qkv = (HEADS + 2 * KV_HEADS) * DIM
         sizes = (qkv, HIDDEN), (HIDDEN, HIDDEN), (2 * INNER, HIDDEN), (HIDDEN, INNER)
@@ -108,12 +103,9 @@ def poison(arena: cpu.Arena) -> None:
     torch.frombuffer(arena.memory, dtype=torch.uint8).fill_(0xFF)  # NaN in every float type
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["floats", "packed"])
 @pytest.mark.parametrize("rows", [1, 2, 8, 33])
-def test_repetitions_have_the_bits_of_the_calls(
-    rows: int, packed: bool, chosen: CompiledBackend, arena: cpu.Arena
-) -> None:
-    work = Layers(chosen, 3, rows, packed)
+def test_repetitions_have_the_bits_of_the_calls(rows: int, chosen: CompiledBackend, arena: cpu.Arena) -> None:
+    work = Layers(chosen, 3, rows)
     with torch.inference_mode(), chosen.record(arena) as recording:
         found = work()
     assert recording.obstacle is None and len(recording.calls) == 1 + 1 + 3 * 9 + 1
@@ -132,7 +124,7 @@ def test_repetitions_have_the_bits_of_the_calls(
 def test_layers_share_memory(backend: CompiledBackend, arena: cpu.Arena) -> None:
     held = {}
     for layers in (3, 7, 40):  # the first ones may still pack more tightly
-        work = Layers(backend, layers, 8, packed=False)
+        work = Layers(backend, layers, 8)
         with backend.record(arena) as recording:
             work()
         assert recording.obstacle is None
@@ -143,7 +135,7 @@ def test_layers_share_memory(backend: CompiledBackend, arena: cpu.Arena) -> None
 
 
 def test_recordings_take_turns_in_an_arena(backend: CompiledBackend, arena: cpu.Arena) -> None:
-    few, many = Layers(backend, 2, 2, packed=False), Layers(backend, 2, 8, packed=False)
+    few, many = Layers(backend, 2, 2), Layers(backend, 2, 8)
     recordings = []
     for work in (few, many):
         with backend.record(arena) as recording:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import PackedWeight, bind, cpu
+from windlass.kernels import bind, cpu
 from windlass.kernels.cpu.library import Library
+from windlass.kernels.layouts.packed import PackedWeight
 from windlass.kernels.layouts.panels import DTYPES, PanelWeight
 
 X_TYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, kernels
 
-from windlass.kernels import PackedWeight, bind, cpu
+from windlass.kernels import cpu
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.packed import MAX_COLUMNS, Bits, integers, store
+from windlass.kernels.layouts.packed import MAX_COLUMNS, Bits, PackedWeight, integers, store
 from windlass.kernels.torch import quantized as quantized_reference
 
 SHAPES = [
@@ -268,15 +268,3 @@ def test_operands_that_do_not_fit_are_refused(bits: Bits) -> None:
         cpu.linear_packed(torch.randn(2, 8).double(), weight)
     with pytest.raises(ValueError, match="pack_rows"):
         cpu.pack_rows(weight.narrow(0, 2), torch.randn(3, 8))
-
-
-def test_without_compiled_kernels_the_reference_runs(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.kernels.cpu.library.unavailable_reason", lambda: "none here")
-    monkeypatch.setattr("windlass.kernels.cpu.packed.linear_packed", None)
-    monkeypatch.setattr("windlass.kernels.cpu.packed.pack_rows", None)
-    operations = bind("cpu", quantization="int8" if bits == 8 else "int4")
-    weight, x = PackedWeight.empty(20, 40, bits), torch.randn(3, 40)
-    operations.pack(weight.narrow(0, 20), torch.randn(20, 40))
-    whole = operations.linear(x, weight)
-    assert torch.equal(whole, quantized_reference.linear(x, weight))
-    assert torch.equal(operations.linear(x[1:2], weight), whole[1:2])

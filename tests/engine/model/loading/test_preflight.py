@@ -146,10 +146,10 @@ def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
     spec = describe_model(engine_config(model)).spec
     options = {"max_model_len": 4096, "max_num_batched_tokens": 64}
     few, many = (engine_config(model, max_num_seqs=n, **options) for n in (1, 64))  # type: ignore[arg-type]
-    budget = plan_cache(few, demo.spec.kv_groups, spec.trained_len, "float32", GIB).num_bytes
-    assert plan_cache(few, demo.spec.kv_groups, spec.trained_len, "float32", budget).max_model_len == 4096
+    budget = plan_cache(few, spec.kv_groups, spec.trained_len, "float32", GIB).num_bytes
+    assert plan_cache(few, spec.kv_groups, spec.trained_len, "float32", budget).max_model_len == 4096
     with pytest.raises(LoadError, match=r"lower `max_model_len` or `scheduling\.max_num_seqs`"):
-        plan_cache(many, demo.spec.kv_groups, spec.trained_len, "float32", budget)
+        plan_cache(many, spec.kv_groups, spec.trained_len, "float32", budget)
 
 
 def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
