@@ -8,6 +8,7 @@ from torch import Tensor
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.weights import Progress
 from windlass.kernels import Backend, BlockWeight, PanelWeight, StackedWeight, Weight
+from windlass.kernels.layouts import random_blocks
 from windlass.kernels.layouts.blocks import PANEL
 
 _RANDOM_BYTES = 4 << 20  # drawn at a time for a weight in panels: they are still in a cache when they are packed
@@ -28,7 +29,7 @@ def _randomize(backend: Backend, weight: Weight, generator: torch.Generator) -> 
         for part in weight.parts:
             _randomize(backend, part, generator)
     elif isinstance(weight, BlockWeight):
-        _randomize_blocks(weight, generator)
+        random_blocks.randomize(weight, generator)
     elif isinstance(weight, PanelWeight):
         _randomize_panels(backend, weight, generator)
     elif weight.dim() == 1:
@@ -50,27 +51,3 @@ def _randomize_panels(backend: Backend, weight: PanelWeight, generator: torch.Ge
         rows = torch.empty((min(step, weight.rows - first), weight.columns), dtype=weight.dtype)
         _randomize_rows(rows, generator)
         backend.pack(weight.narrow(first, len(rows)), rows)
-
-
-def _randomize_blocks(weight: BlockWeight, generator: torch.Generator) -> None:
-    """Random codes, all equally likely, under scales that give the variance of 1 / fan-in and a mean near zero."""
-    form, steps = weight.form, 1 << weight.form.bits
-    weight.codes.view(-1).view(torch.int64).random_(-(1 << 63), None, generator=generator)  # eight bytes at a draw
-    scale = (12.0 / weight.columns) ** 0.5 / steps
-    spread = torch.rand(weight.scales.shape, generator=generator).add_(0.5)  # 0.5 .. 1.5
-    if form.minimum:
-        spread[:, :, 1] = spread[:, :, 0]  # the minimum belongs to the scale
-    if weight.supers is None:
-        spread *= scale
-        if form.minimum:
-            spread[:, :, 1] *= -(steps - 1) / 2
-        weight.scales.copy_(spread)
-    else:
-        weight.scales.copy_(spread.mul_(40.0))  # 20 .. 60 of the 6 bits that a scale of the files has
-        weight.supers[:, :, 0] = scale / 40.0
-        if form.minimum:
-            weight.supers[:, :, 1] = scale / 40.0 * (steps - 1) / 2
-    if weight.rows % PANEL:  # padding stays zero
-        for tensor in (weight.scales, weight.supers):
-            if tensor is not None:
-                tensor[-1, ..., weight.rows % PANEL :] = 0
