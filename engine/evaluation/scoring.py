@@ -104,6 +104,20 @@ class Scorer:
                 found.append((logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(dim=1)).cpu())
         return torch.cat(found) if found else torch.empty(0)
 
+    def most_likely(self, token_ids: Sequence[int], plan: RotaryPlan, *, rows: Sequence[int]) -> list[int]:
+        """The most likely next token at each of these ascending rows."""
+        found: list[int] = []
+        with torch.inference_mode():
+            for _, hidden in self._rows(token_ids, plan, rows, prompt=1):
+                found += self.decoder.logits(hidden).argmax(dim=1).tolist()
+        return found
+
+    def hidden(self, token_ids: Sequence[int], plan: RotaryPlan) -> Tensor:
+        """Final hidden states of every row, [T, hidden] on the CPU, from which `decoder.logits` makes logits."""
+        with torch.inference_mode():
+            rows = self._rows(token_ids, plan, range(len(token_ids)), prompt=1)
+            return torch.cat([hidden.cpu() for _, hidden in rows])
+
     @staticmethod
     def work(plan: RotaryPlan, rows: Sequence[int]) -> int:
         """Tokens that pass through the model until these ascending rows are scored."""

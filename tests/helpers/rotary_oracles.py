@@ -152,3 +152,30 @@ class UnrotatedCache:
         first, second = x.chunk(2, dim=-1)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class CachedInOnePass:
+    """What `cached_by_transformers` computes under frequencies that follow the length, in one pass over the whole text.
+
+    There the key at position i is rotated once, by the frequencies of i + 1 tokens (of the prompt's length, inside the
+    prompt), and so is the query. So one pass that rotates each position by its own frequencies sees the same numbers.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
+
+    @torch.no_grad()
+    def hidden(self, token_ids: Sequence[int], frequencies: Frequencies, prompt: int) -> Tensor:
+        """[T, hidden] behind the last norm."""
+        inv_freq = torch.stack([frequencies(max(i + 1, prompt)) for i in range(len(token_ids))])  # [T, d/2]
+
+        def rotary(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+            angle = position_ids[..., None].double() * inv_freq
+            angle = torch.cat((angle, angle), dim=-1)
+            return angle.cos().float(), angle.sin().float()
+
+        self.model.model.rotary_emb.forward = rotary
+        ids = torch.tensor([list(token_ids)])
+        return self.model.model(ids, use_cache=False).last_hidden_state[0]

@@ -1,0 +1,166 @@
+"""Whether a model under a rotary scaling still finds what stands far back: numbers hidden in a long text, asked for later.
+
+    python benchmarks/passkeys.py MODEL --text FILE_OR_DIR [--text …] --max-len 16384 --scaling JSON [--scaling …]
+
+In front of paragraphs of each text stand notes, "The secret number of Alice is 48213.", each with a name of its own, and
+further on the same sentence again, once. There the five digits count as found when each of them is the model's most likely
+next token: what greedy decoding would have written. One pass per text and scaling answers all questions, those at short
+positions first; distances are drawn at random. Prints a Markdown table: found by stretch of the text and by distance, with
+Wilson's 95 % intervals. Frequencies that follow the length are those of --max-len (`frozen`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windlass.clients.loadtest.intervals import wilson
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli.rope.texts import find_files, read_text
+from windlass.server.text.tokenizer import Tokenizer
+
+NAMES = (
+    "Alice Bruno Clara David Elena Felix Greta Henry Irene Jacob Karen Louis Maria Nigel Olive Peter Queenie Ralph Susan "
+    "Tobias Ursula Victor Wendy Xavier Yvonne Zachary Amelia Boris Cecily Dorian Esther Frank Gloria Hector Ingrid Jonas "
+    "Kirsten Leonard Monica Norman Ophelia Philip Roberta Samuel Teresa Ulrich Vera Walter Agnes Basil Cora Dexter Edith "
+    "Fergus Gwen Hugo Ivy Jerome Lydia Miles"
+).split()
+DIGITS = 5
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The first digit's position, how many tokens back the note's first digit stands, and the digits' tokens."""
+
+    position: int
+    distance: int
+    answer: tuple[int, ...]
+
+
+def hide(tokenizer: Tokenizer, text: str, length: int, seed: int, every: int) -> tuple[list[int], list[Question]]:
+    """The text with notes and questions, and where these are. every: tokens of text between two insertions."""
+    chance = random.Random(seed)
+
+    def encode(piece: str) -> list[int]:
+        return tokenizer.encode(piece, add_special_tokens=False)
+
+    paragraphs = (encode(paragraph + "\n\n") for paragraph in text.split("\n\n"))
+    ids: list[int] = list(tokenizer.encode(""))
+    names = list(NAMES)
+    chance.shuffle(names)
+    notes: list[tuple[str, tuple[int, ...], int]] = []
+    questions, since = [], 0
+    for paragraph in paragraphs:
+        ids += paragraph
+        since += len(paragraph)
+        if since < every:
+            continue
+        since = 0
+        old = [note for note in notes if len(ids) - note[2] >= every]
+        if old and (len(notes) >= 10 or not names):
+            note = chance.choice(old)
+            notes.remove(note)
+            ids += encode(f"The secret number of {note[0]} is")
+            questions.append(Question(len(ids), len(ids) - note[2], note[1]))
+            ids += [*note[1], *encode(".\n\n")]
+        if names:
+            digits = tuple(encode(" " + "".join(str(chance.randrange(10)) for _ in range(DIGITS))))
+            name = names.pop()
+            ids += encode(f"The secret number of {name} is")
+            notes.append((name, digits, len(ids)))
+            ids += [*digits, *encode(".\n\n")]
+        if len(ids) > length:
+            break
+    ids = ids[: length + 1]
+    return ids, [question for question in questions if question.position + len(question.answer) <= length]
+
+
+def ask(scorer: Scorer, ids: list[int], questions: list[Question], scaling: dict[str, Any]) -> list[bool]:
+    """Whether every digit of each question is the most likely token where it stands."""
+    plan = scorer.plan(len(ids), RopeScaling.from_dict(scaling), "frozen")
+    rows = {q.position + i - 1: token for q in questions for i, token in enumerate(q.answer)}
+    right = scorer.most_likely(ids, plan, rows=sorted(rows))
+    best = dict(zip(sorted(rows), right, strict=True))
+    return [all(best[q.position + i - 1] == token for i, token in enumerate(q.answer)) for q in questions]
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = Tokenizer.from_directory(options.model)
+    scorer = Scorer.load(options.model, device="cpu", dtype="float32")
+    scalings = [{"rope_type": "default"}, *map(json.loads, options.scaling)]
+    found = []
+    for index, file in enumerate(find_files(options.text)):
+        ids, questions = hide(tokenizer, read_text(file), options.max_len, options.seed + index, options.every)
+        if len(ids) <= options.max_len:
+            raise SystemExit(f"{file} is shorter than {options.max_len} tokens")
+        for scaling in scalings:
+            with torch.inference_mode():
+                answers = ask(scorer, ids, questions, scaling)
+            print(f"{file.name}, {json.dumps(scaling)}: {sum(answers)} of {len(answers)}", flush=True)
+            found += [
+                {"text": file.name, "scaling": scaling, "position": q.position, "distance": q.distance, "found": right}
+                for q, right in zip(questions, answers, strict=True)
+            ]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "model": options.model.name,
+        "max_len": options.max_len,
+        "stretch": options.stretch,
+        "questions": found,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: a row per scaling, a column per stretch of positions, then the far ones among all."""
+    ends = [*range(0, report["max_len"], report["stretch"]), report["max_len"]]
+    spans = list(pairwise(ends))
+    heads = [f"asked at {low:,}–{high:,}" for low, high in spans]
+    lines = ["| scaling | " + " | ".join(heads) + " |", "|---" + "|--:" * len(heads) + "|"]
+    names = list(dict.fromkeys(json.dumps(question["scaling"]) for question in report["questions"]))
+    for name in names:
+        own = [q for q in report["questions"] if json.dumps(q["scaling"]) == name]
+        cells = [share([q["found"] for q in own if low <= q["position"] < high]) for low, high in spans]
+        scaling = json.loads(name)
+        label = " ".join(f"{value:g}" if isinstance(value, float | int) else str(value) for value in scaling.values())
+        lines.append(f"| {'no scaling' if label == 'default' else label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def share(found: list[bool]) -> str:
+    if not found:
+        return ""
+    ends = wilson(sum(found), len(found), CONFIDENCE)
+    return f"{sum(found)} of {len(found)} ({100 * ends.low:.0f} to {100 * ends.high:.0f} %)"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="Hugging Face directory")
+    parser.add_argument("--text", type=Path, action="append", required=True, help="UTF-8 text, or a directory of *.txt")
+    parser.add_argument("--max-len", type=int, default=16384, help="tokens read of each text")
+    parser.add_argument("--stretch", type=int, default=4096, help="positions of one column of the table")
+    parser.add_argument("--every", type=int, default=256, help="tokens of text between two notes")
+    parser.add_argument(
+        "--scaling", action="append", default=[], help="rotary scaling, as JSON; no scaling is always read"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write every answer as JSON")
+    options = parser.parse_args()
+    report = measure(options)
+    if options.out is not None:
+        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The measurements on long texts: each on a tiny model, against what it says it measures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from helpers.rotary_oracles import CachedInOnePass, cached_by_transformers, dynamic_frequencies
+from helpers.tiny_models import make_model
+from helpers.toy_tokenizers import byte_level
+
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.text.tokenizer import Tokenizer
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TRAINED, LENGTH = 32, 96
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = byte_level()
+    make_model(
+        "llama",
+        directory,
+        vocab_size=tokenizer.get_vocab_size(),
+        max_position_embeddings=TRAINED,
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for name, step in (("a", 11), ("b", 7)):
+        lines = "\n\n".join(f"{name} {i} costs {i * step % 89} pence;" for i in range(200))
+        (folder / f"{name}.txt").write_text(lines, encoding="utf-8")
+    return folder
+
+
+def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: object) -> dict:
+    monkeypatch.setattr(sys, "argv", ["x", *map(str, arguments), "--out", str(out)])
+    module.main()
+    return json.loads(out.read_text())
+
+
+def test_one_pass_gives_what_transformers_cache_gives(tmp_path: Path) -> None:
+    """Random weights forgive nothing: a key at any other frequencies would show in the first digits."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    directory = make_model(
+        "llama", tmp_path, num_hidden_layers=3, max_position_embeddings=TRAINED, rope_parameters=dynamic
+    )
+    ids = torch.randint(3, 128, (LENGTH,), generator=torch.Generator().manual_seed(0)).tolist()
+    frequencies = dynamic_frequencies(10_000.0, 16, 2.0, TRAINED, grid=False)
+    for prompt in (1, 48):
+        expected = cached_by_transformers(directory, ids, prompt)
+        one_pass = CachedInOnePass(directory)
+        with torch.no_grad():
+            found = one_pass.model.lm_head(one_pass.hidden(ids, frequencies, prompt))
+        assert (found - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+def test_stale_keys_of_a_model(
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = load("stale_keys_model")
+    arguments = [model, "--text", texts, "--max-len", LENGTH, "--work", tmp_path / "work"]
+    found = run(module, monkeypatch, tmp_path / "r.json", *arguments)
+    assert found["edges"] == [0, 32, 39, 46, 54, 64, 77, 91, 96] and found["trained_length"] == TRAINED
+    tokenizer, scorer = Tokenizer.from_directory(model), Scorer.load(model, device="cpu", dtype="float32")
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    for index, name in enumerate(("a", "b")):
+        ids = tokenizer.encode((texts / f"{name}.txt").read_text())[: LENGTH + 1]
+        for way in ("recompute", "rotate", "frozen"):
+            nll = -scorer.logprobs(ids, scorer.plan(LENGTH, dynamic, way)).double().numpy()
+            assert found["loss"][way][index][1] == pytest.approx(nll[32:39].mean(), abs=1e-4)
+        plain, recomputed = (
+            scorer.logits(ids[:-1], plan).double().log_softmax(-1)[TRAINED::8]
+            for plan in (scorer.plan(LENGTH, RopeScaling()), scorer.plan(LENGTH, dynamic, "recompute"))
+        )
+        kl = (recomputed.exp() * (recomputed - plain)).sum(-1).mean()
+        assert found["kl_from_recompute"]["no scaling"][index] == pytest.approx(float(kl), rel=1e-3)
+    # Up to the trained length nothing has changed yet; past it transformers' cache is another thing than a recompute.
+    stale, recompute = (np.array(found["loss"][way]) for way in ("transformers, cached", "recompute"))
+    assert stale[:, 0] == pytest.approx(recompute[:, 0], abs=1e-5) and abs(stale - recompute)[:, 2:].min() > 1e-5
+    assert capsys.readouterr().out.count("\n") == 2 + len(module.WAYS)
+    monkeypatch.setattr(module, "hidden_states", None)  # all of them are kept
+    assert run(module, monkeypatch, tmp_path / "r.json", *arguments) == found
+
+
+def test_narrower_caches_by_position(
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [model, "--text", texts, "--max-len", 64, "--stretch", 32, "--keep", tmp_path / "k"]
+    found = run(load("kv_by_position"), monkeypatch, tmp_path / "r.json", *arguments)
+    assert [(row["from"], row["to"]) for row in found["rows"]] == [(0, 32), (32, 64), (0, 64)]
+    tokenizer = Tokenizer.from_directory(model)
+    apart = []
+    for name in ("a", "b"):
+        ids = tokenizer.encode((texts / f"{name}.txt").read_text())[:65]
+        narrow, plain = (
+            Scorer.load(model, device="cpu", dtype="float32", kv_cache_dtype=dtype) for dtype in ("int8", "float32")
+        )
+        losses = [-s.logprobs(ids, s.plan(64, RopeScaling())).double()[32:].mean().item() for s in (narrow, plain)]
+        apart.append(losses[0] - losses[1])
+    assert found["rows"][1]["int8"]["nats"] == pytest.approx(np.mean(apart), abs=1e-6)
+    reach = 12.7062 * abs(apart[0] - apart[1]) / 2  # Student's t at one degree of freedom
+    low, high = found["rows"][1]["int8"]["interval"]
+    assert (high - low) / 2 == pytest.approx(reach, rel=1e-3) and math.isfinite(low)
+    assert "| 32–64 |" in capsys.readouterr().out
+
+
+def test_hidden_numbers_stand_where_the_questions_say(model: Path, texts: Path) -> None:
+    module = load("passkeys")
+    tokenizer = Tokenizer.from_directory(model)
+    ids, questions = module.hide(tokenizer, (texts / "a.txt").read_text(), 4000, seed=1, every=40)
+    assert len(ids) == 4001 and len(questions) > 5
+    for question in questions:
+        digits = list(question.answer)
+        asked, told = question.position, question.position - question.distance
+        assert ids[asked : asked + len(digits)] == digits == ids[told : told + len(digits)]
+        words = tokenizer.decode(ids[asked - 60 : asked + len(digits)])
+        name = words.rsplit("number of ", 1)[1].split(" ")[0]
+        assert f"number of {name} is" in tokenizer.decode(ids[told - 60 : told])
+    assert len({question.answer for question in questions}) == len(questions)
+
+
+def test_a_number_is_found_when_every_digit_is(model: Path, texts: Path) -> None:
+    """Against argmaxes of logits: random weights find nothing, so the answers are set to what they say, then spoilt."""
+    module = load("passkeys")
+    scorer = Scorer.load(model, device="cpu")
+    ids = Tokenizer.from_directory(model).encode((texts / "a.txt").read_text())[:65]
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    best = scorer.logits(ids, scorer.plan(64, RopeScaling.from_dict(scaling))).argmax(-1).tolist()
+    right = module.Question(20, 5, tuple(best[19:22]))
+    spoilt = module.Question(40, 5, (best[39], best[40], (best[41] + 1) % 100))
+    assert module.ask(scorer, ids, [right, spoilt], scaling) == [True, False]
