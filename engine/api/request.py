@@ -120,7 +120,7 @@ class ModelInfo:
     dtype: str  # compute dtype: float32 | bfloat16 | float16
     weight_dtype: str
     kv_cache_dtype: str
-    quantization: str | None
+    quantization: str | None  # of the weights, with the forms of their blocks: "int8 (q8_0)", "GGUF Q4_1, Q8_0"
     device: str
     num_parameters: int
     num_layers: int

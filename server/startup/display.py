@@ -72,9 +72,8 @@ def summary(
 
     profiles: names of the declared rotary scalings. options: those in force that the other lines do not show, as written.
     """
-    weights = info.dtype if info.weight_dtype == info.dtype else f"{info.dtype}, weights {info.weight_dtype}"
-    if info.quantization:
-        weights += f" ({info.quantization})"
+    stored = info.quantization or info.weight_dtype
+    weights = info.dtype if stored == info.dtype else f"{info.dtype}, weights {stored}"
     lines = [
         f"windlass {__version__} serves {name} at {url}",
         f"  model     {info.architecture}, {count(info.num_parameters)} parameters in {info.num_layers} layers, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,20 @@ import pytest
 import torch
 from helpers.configs import engine_config
 from helpers.cpu_kernels import kernels
-from helpers.engines import Finished, greedy, make_core, run
-from helpers.tiny_models import make_model
+from helpers.engines import Finished, greedy, make_core, run, specs_of
+from helpers.tiny_models import FAMILIES as TINY_FAMILIES
+from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
 import windlass
 from windlass.engine.core.engine_core import _namespace
 from windlass.engine.errors import LoadError
 from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import check_quantization
-from windlass.kernels import BlockWeight
+from windlass.engine.model.loading.weights import half_split_order
+from windlass.kernels import BlockWeight, StackedWeight
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 FAMILIES = ("llama", "llama_bias", "glm", "phi3", "gemma3", "hunyuan")
@@ -173,3 +177,44 @@ def test_what_does_not_work_is_refused_with_a_way_out(models: dict[str, Path]) -
 def test_kernels_are_compiled_here() -> None:
     """Without them the tests above would compare the reference with itself."""
     kernels("generic")
+
+
+def as_an_ordinary_model(source: Path, decoder: Decoder, target: Path) -> Path:
+    """The numbers that the decoder's weights stand for as a Hugging Face directory."""
+    saved = load_file(source / "model.safetensors")
+    weights = decoder.weights()
+    for spec in decoder.spec.weights():
+        weight, first = weights[spec.name], 0
+        if not isinstance(weight, (BlockWeight, StackedWeight)):
+            continue
+        parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+        numbers = torch.cat([part.dequantize() for part in parts if isinstance(part, BlockWeight)])
+        for stored in spec.stored:
+            rows, first = numbers[first : first + stored.rows], first + stored.rows
+            heads = stored.interleaved
+            if heads is not None:
+                order = half_split_order(heads.heads, heads.head_dim, heads.rotary_dim)
+                rows = rows[torch.cat((order, torch.arange(len(order), stored.rows))).argsort()]
+            saved[stored.name] = rows.contiguous()
+    target.mkdir()
+    shutil.copy(source / "config.json", target)
+    save_file(saved, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("family", sorted(TINY_FAMILIES))
+def test_logits_are_those_of_transformers_over_the_quantized_weights(family: str, width: str, tmp_path: Path) -> None:
+    """Where rows are not rounded, to 1e-5 of the largest; where they are, near."""
+    source = make_model(family, tmp_path / "source")
+    core = make_core(source, quantization=width, dtype="float32", activations="float32")
+    plain = as_an_ordinary_model(source, core.runner.decoder, tmp_path / "plain")
+    ids = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    request = greedy("a", ids, 5)
+    result = run(core, [request])["a", 0]
+    names = [group.name for group in core.runner.decoder.spec.rotary_groups]
+    want = Reference(plain, specs_of(core, request), names).logits(ids + result.token_ids)[len(ids) - 1 : -1]
+    got = torch.stack(result.logits)
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+    rounded = run(make_core(source, quantization=width, dtype="float32"), [request])["a", 0].logits[0]
+    assert 0 < (rounded - want[0]).norm() < 0.1 * want[0].norm()

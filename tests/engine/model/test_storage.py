@@ -1,0 +1,71 @@
+"""The storage plan: what is planned is what the kernels' forms take, and every weight is in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.configs import engine_config
+from helpers.tiny_models import make_model
+
+from windlass.engine.model.allocation import allocate, storage_of
+from windlass.engine.model.loading.preflight import describe_model
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.storage import BLOCK_SIZES, StoredPart, block_storages, plan_bytes, plan_storage
+from windlass.kernels import FORMS, BlockWeight, StackedWeight, bind
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return describe_model(engine_config(make_model("llama", tmp_path_factory.mktemp("llama")))).spec
+
+
+@pytest.mark.parametrize("columns", [32, 33, 64, 255, 256, 576, 1536])
+@pytest.mark.parametrize("name", [*FORMS, "q4_k:4", "q4_k:1"])
+def test_a_row_takes_what_the_kernels_allocate(name: str, columns: int, spec: ModelSpec) -> None:
+    head = replace(next(weight for weight in spec.weights() if weight.kind == "head"), shape=(16, columns))
+    alone = replace(spec, vocab_size=16, hidden_size=columns, layers=())
+    weight = BlockWeight.empty(16, columns, storage_of(name))  # type: ignore[arg-type]
+    assert plan_bytes(alone, {head.name: (StoredPart(16, name),)}) == weight.nbytes
+
+
+def test_every_form_is_known() -> None:
+    assert set(BLOCK_SIZES) == set(FORMS)
+    for name, size in BLOCK_SIZES.items():
+        form = FORMS[name]
+        assert (size.bits, size.group, size.super_groups, size.parts) == (
+            form.bits, form.group, form.super_groups, form.parts
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_every_matrix_is_planned_row_by_row(quantization: str, spec: ModelSpec) -> None:
+    plan = plan_storage(spec, "bfloat16", quantization)
+    planned = {weight.name: weight for weight in spec.weights() if len(weight.shape) > 1}
+    assert plan.keys() == planned.keys()
+    for name, parts in plan.items():
+        assert sum(part.rows for part in parts) == planned[name].shape[0]
+    assert plan["embedding"] == (StoredPart(128, "bfloat16"),)
+    assert (block_storages(spec, plan) == []) == (quantization == "none")
+
+
+def test_a_tied_table_is_quantized_as_a_head() -> None:
+    demo = describe_model(engine_config(DEMO)).spec
+    assert demo.tied_embeddings
+    assert [part.storage for part in plan_storage(demo, "float32", "int8")["embedding"]] == ["q8_0"]
+
+
+def test_neighbours_of_one_storage_are_one_part(spec: ModelSpec) -> None:
+    prefix = "model.layers.1.self_attn."
+    kept = {f"{prefix}{name}_proj.weight": form for name, form in (("q", "q4_k"), ("k", "q4_k"), ("v", "q6_k"))}
+    plan = plan_storage(spec, "float32", "none", kept)
+    assert plan["layers.1.qkv"] == (StoredPart(96, "q4_k"), StoredPart(32, "q6_k"))
+    assert plan["layers.0.qkv"] == (StoredPart(128, "float32"),)
+    made = allocate(bind("cpu"), spec.weights(), plan)
+    assert isinstance(made["layers.1.qkv"], StackedWeight) and made["layers.1.qkv"].shape == (128, 64)
+    assert isinstance(made["layers.0.qkv"], torch.Tensor)
+    assert list(made) == [weight.name for weight in spec.weights()]
