@@ -39,6 +39,12 @@ SIGNATURES: dict[str, list[type]] = {
     "widen_panels": [_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER],
     "linear_packed": [*(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER), *(_POINTER, _LONG, _LONG, _LONG, _LONG)],
     "pack_weight": [*(_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER)],
+    "repack_blocks": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
+    "pack_blocks": [
+        *(_POINTER, _LONG, _INT, _POINTER, _LONG),  # source, weights
+        *(_INT, _INT, _INT, _INT, _INT),  # the form
+        *(_LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER),  # rows, columns, the weight
+    ],
     "rotate_and_append": [
         *(*_TENSOR3, *_TENSOR3, *_TENSOR3, _INT),  # q, k, v
         *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
@@ -111,6 +117,8 @@ class Library:
     widen_panels: Function
     linear_packed: Function
     pack_weight: Function
+    repack_blocks: Function
+    pack_blocks: Function
     rotate_and_append: Function
     rerotate_cached_keys: Function
     rotate_and_append_int8: Function

@@ -5,6 +5,8 @@
 
 #include "attention_prefill_rows.h"
 #include "attention_rows.h"
+#include "block_pack.h"
+#include "block_repack.h"
 #include "linear.h"
 #include "logprobs.h"
 #include "pack.h"

@@ -8,41 +8,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from helpers.block_bytes import kind, numbers, random_blocks
 
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.forms import FORMS, BlockForm
 from windlass.kernels.torch import block_bytes
-
-# Float16 numbers of a block: byte offsets, of those whose bits may not all be random.
-FLOATS = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-}
-
-
-def kind(form: BlockForm) -> gguf.GGMLQuantizationType:
-    return gguf.GGMLQuantizationType[form.name.upper()]
-
-
-def random_blocks(rows: int, columns: int, form: BlockForm) -> torch.Tensor:
-    """Any bits that a file may have, with finite scales: [rows, row bytes]."""
-    elements, size = gguf.GGML_QUANT_SIZES[kind(form)]
-    blocks = torch.randint(0, 256, (rows, columns // elements, size), dtype=torch.uint8)
-    for place in FLOATS[form.name]:
-        halves = torch.randn(rows, columns // elements, 1).half()
-        halves[0, 0] = 6e-8  # the smallest there is
-        blocks[:, :, place : place + 2] = halves.view(torch.uint8)
-    return blocks.flatten(1)
-
-
-def numbers(blocks: torch.Tensor, form: BlockForm) -> torch.Tensor:
-    return torch.from_numpy(gguf.dequantize(blocks.numpy(), kind(form)))
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
