@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
-from windlass.kernels.cpu import attention, library, linear, ops, panels, recording, rotary, sampling
+from windlass.kernels.cpu import attention, block_filling, library, linear, ops, panels, recording, rotary, sampling
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
@@ -72,10 +72,10 @@ class CompiledBackend(Backend):
         if isinstance(target, PanelRows):
             panels.pack_panels(target, source, library=self._library)
         else:
-            self._torch.pack(target, source)
+            block_filling.pack_blocks(target, source, library=self._library)
 
     def repack(self, target: BlockRows, blocks: Tensor) -> None:
-        self._torch.repack(target, blocks)
+        block_filling.repack_blocks(target, blocks, library=self._library)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, PanelWeight):
