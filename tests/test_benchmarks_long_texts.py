@@ -162,3 +162,25 @@ def test_a_number_is_found_when_every_digit_is(model: Path, texts: Path) -> None
     right = module.Question(20, 5, tuple(best[19:22]))
     spoilt = module.Question(40, 5, (best[39], best[40], (best[41] + 1) % 100))
     assert module.ask(scorer, ids, [right, spoilt], scaling) == [True, False]
+
+
+def test_all_of_it_for_one_model(model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step runs as a person would run it, and the page shows every table."""
+    (tmp_path / "docs").mkdir()
+    module = load("real_model")
+    monkeypatch.setattr(sys, "argv", ["x", str(model), "--texts", str(texts), *_folders(tmp_path)])
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS.parent / "src"))
+    module.main()
+    page = (tmp_path / "docs" / "real-model.md").read_text()
+    report = json.loads((tmp_path / "docs" / "real_model_sweep.json").read_text())
+    assert [curve["name"] for curve in report["curves"]][:3] == ["no scaling", "yarn 2", "dynamic 2, frozen"]
+    assert page.count("\n## ") == 5 and "| yarn 2 | " in page and "| transformers, cached | " in page
+    assert "int8, %" in page and "asked at 48–64" in page
+    (tmp_path / "docs" / "real-model.md").unlink()
+    monkeypatch.setattr(sys, "argv", ["x", "--page-only", *_folders(tmp_path)])
+    module.main()
+    assert (tmp_path / "docs" / "real-model.md").read_text() == page
+
+
+def _folders(tmp_path: Path) -> list[str]:
+    return ["--work", str(tmp_path / "work"), "--docs", str(tmp_path / "docs")]
