@@ -101,6 +101,7 @@ def run_engine_benchmark(
             "output_len": output_len,
             "resolved_dtype": core.info.dtype,
             "resolved_device": core.info.device,
+            "resolved_quantization": core.info.quantization,
             "num_parameters": core.info.num_parameters,
             "rope_scaling": {g.name: g.scaling.to_dict() for g in core.info.rotary_groups},
         },

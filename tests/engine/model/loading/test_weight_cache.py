@@ -27,6 +27,7 @@ from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.loader import LoadedModel, load_model
 from windlass.engine.model.loading.safetensors_file import write_tensors
 from windlass.engine.model.loading.weight_cache import FOLDER, WeightCache, decoder_tensors
+from windlass.engine.model.recipes import RECIPES
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch.backend import TorchBackend
 
@@ -185,6 +186,17 @@ def test_a_cache_of_another_program_version_is_made_anew(
         load(model)
     assert [line for line in load(model).notices if reason in line]
     assert was_read(load(model))
+
+
+def test_a_cache_of_another_recipe_is_made_anew(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same option, another choice of forms."""
+    with monkeypatch.context() as patch:
+        patch.setitem(RECIPES, "int4", lambda *_: "q5_k")
+        load(model, quantization="int4")
+        assert was_read(load(model, quantization="int4"))
+    found = load(model, quantization="int4")
+    assert [line for line in found.notices if "is not used" in line and "quantized in another way" in line]
+    assert was_read(load(model, quantization="int4")) and len(files(model)) == 1
 
 
 def test_a_file_serves_whatever_the_processor(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
