@@ -1,10 +1,12 @@
-"""What weights of 8 and 4 bits cost in quality: the bundled model, or another, on text it has not seen.
+"""What rounding costs in quality: every quantization of a model, and GGUF files of it, on text it has not seen.
 
-    python benchmarks/quantization_quality.py TEXT [--model DIRECTORY] [--tokens 20000] [--json FILE]
+    python benchmarks/quantization_quality.py TEXT [MODEL.gguf ...] [--model DIRECTORY] [--window 768] [--skip 384]
 
-Each window of the model's trained length is read once with float32 arithmetic on the weights as stored, then with each
-quantization. Printed: perplexity and its change, mean KL divergence of the next-token distribution from the unquantized
-one (nats), how often both put the same token first, and the bytes of all weights. Nothing here is timed.
+Each window of the text is read once with float32 arithmetic on the weights as stored, then with each quantization, with an
+int8 cache of keys and values, and with each file that is named. Printed: perplexity and its change, mean KL divergence of
+the next-token distribution from the unquantized one (nats), how often both put the same token first, and the bytes of all
+weights. Nothing here is timed. `--skip` leaves the first predictions of every window out: with half a window the figures
+are those of llama.cpp's `llama-perplexity -c 768 --kl-divergence` on the same text.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from pathlib import Path
 import torch
 
 import windlass
-from windlass.engine.api.config import ComputeConfig, EngineConfig, Quantization
+from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, Quantization
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.loading.loader import load_model
+from windlass.server.startup.hub import resolve_model
 from windlass.server.text.tokenizer import Tokenizer
 
 WIDTHS: tuple[Quantization, ...] = ("none", "int8", "int4")
@@ -30,7 +33,7 @@ WIDTHS: tuple[Quantization, ...] = ("none", "int8", "int4")
 class Quality:
     """Sums over `tokens` predicted tokens; `loss` and `divergence` in nats."""
 
-    width: str
+    name: str
     weight_bytes: int
     tokens: int = 0
     loss: float = 0.0
@@ -42,26 +45,32 @@ class Quality:
         return math.exp(self.loss / self.tokens)
 
 
-def scorer_of(model: Path, width: Quantization) -> Scorer:
-    loaded = load_model(EngineConfig(model=str(model), compute=ComputeConfig(device="cpu", quantization=width)))
+def scorer_of(model: Path, width: Quantization = "none", cache: str = "auto") -> Scorer:
+    config = EngineConfig(
+        model=str(model), compute=ComputeConfig(device="cpu", quantization=width), cache=CacheConfig(dtype=cache)
+    )
+    loaded = load_model(config)
     return Scorer(loaded.decoder, loaded.cache_dtype)
 
 
-def measure(model: Path, ids: list[int]) -> list[Quality]:
-    """One Quality per width over consecutive windows of the model's trained length."""
-    scorers = [scorer_of(model, width) for width in WIDTHS]
-    results = [Quality(w, s.decoder.weight_bytes()) for w, s in zip(WIDTHS, scorers, strict=True)]
-    length = scorers[0].trained_len
-    for start in range(0, len(ids) - 1, length):
-        window = ids[start : start + length]
-        if len(window) < 2:
-            break
-        target = torch.tensor(window[1:])[:, None]
+def scorers_of(model: Path, files: list[Path]) -> dict[str, Scorer]:
+    """What is compared, by name; the first is the yardstick."""
+    found = {"as stored" if width == "none" else width: scorer_of(model, width) for width in WIDTHS}
+    found["int8 keys and values"] = scorer_of(model, cache="int8")
+    return found | {file.name: scorer_of(resolve_model(str(file))) for file in files}
+
+
+def measure(scorers: dict[str, Scorer], ids: list[int], window: int, skip: int) -> list[Quality]:
+    """One Quality each over consecutive windows, without the first `skip` predictions of each."""
+    results = [Quality(name, scorer.decoder.weight_bytes()) for name, scorer in scorers.items()]
+    for start in range(0, len(ids) - window + 1, window):
+        part = ids[start : start + window]
+        target = torch.tensor(part[skip + 1 :])[:, None]
         base = torch.empty(0)
-        for scorer, result in zip(scorers, results, strict=True):
+        for scorer, result in zip(scorers.values(), results, strict=True):
             with torch.inference_mode():
-                found = scorer.logits(window, scorer.plan(len(window)))[:-1].double().log_softmax(-1)
-            if result.width == "none":
+                found = scorer.logits(part, scorer.plan(window))[skip:-1].double().log_softmax(-1)
+            if result is results[0]:
                 base = found
             result.tokens += len(target)
             result.loss -= float(found.gather(1, target).sum())
@@ -71,7 +80,7 @@ def measure(model: Path, ids: list[int]) -> list[Quality]:
 
 
 def table(results: list[Quality]) -> str:
-    """Markdown, a row per width."""
+    """Markdown, a row each."""
     plain = results[0]
     lines = [
         "| weights | bytes | perplexity | change | KL divergence, nats | same first token |",
@@ -83,19 +92,24 @@ def table(results: list[Quality]) -> str:
         divergence, same = (
             ("–", "–") if r is plain else (f"{r.divergence / r.tokens:.5f}", f"{r.agreeing / r.tokens:.1%}")
         )
-        lines.append(f"| {'as stored' if r is plain else r.width} | {cells} | {divergence} | {same} |")
+        lines.append(f"| {r.name} | {cells} | {divergence} | {same} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path, help="UTF-8 text the model has not been trained on")
+    parser.add_argument("files", type=Path, nargs="*", help="GGUF files of the same model")
     parser.add_argument("--model", type=Path, default=Path(windlass.__file__).parent / "models" / "demo")
     parser.add_argument("--tokens", type=int, default=20_000, help="how much of the text to read")
+    parser.add_argument("--window", type=int, help="tokens of a window; the trained length by default")
+    parser.add_argument("--skip", type=int, default=0, help="predictions at a window's start that do not count")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
     ids = Tokenizer.from_directory(options.model).encode(options.text.read_text(encoding="utf-8"))[: options.tokens]
-    results = measure(options.model, ids)
+    scorers = scorers_of(options.model, options.files)
+    window = options.window or scorers["as stored"].trained_len
+    results = measure(scorers, ids, window, options.skip)
     print(f"{results[0].tokens:,} tokens\n\n{table(results)}")
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(r) for r in results]) + "\n", encoding="utf-8")

@@ -1,0 +1,120 @@
+"""The same model in another order: what rounding costs where the weights do not lie on the grid of a file they came from.
+
+    python benchmarks/reordered_model.py MODEL OUTPUT [--gguf FILE.gguf --metadata ORIGINAL.gguf]
+
+Weights that were dequantized from a file of 4 bits lie on that file's grid, in its groups, so that rounding them again in
+the same groups is exact by construction and proves nothing. Permuting the residual stream, the dims of every feed-forward
+and those of every value head gives the same function with other neighbours in each group: outliers stay, the grid goes.
+For models with Llama's tensors. --gguf also writes it as float32 for llama.cpp's quantizer, with the metadata of the
+original file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+_INNER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def reordered(weights: dict[str, Tensor], config: dict[str, int], seed: int = 0) -> dict[str, Tensor]:
+    """The weights in another order; the model computes the same function. config: of the model's config.json."""
+    generator = torch.Generator().manual_seed(seed)
+    made = dict(weights)
+    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    dim, inner = config.get("head_dim", hidden // heads), config["intermediate_size"]
+
+    def change(name: str, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
+        made[name] = made[name] if rows is None else made[name][rows]
+        made[name] = made[name] if columns is None else made[name][:, columns]
+
+    stream = torch.randperm(hidden, generator=generator)
+    change("model.embed_tokens.weight", columns=stream)
+    change("model.norm.weight", rows=stream)
+    if "lm_head.weight" in made:
+        change("lm_head.weight", columns=stream)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        features = torch.randperm(inner, generator=generator)
+        values = torch.cat([h * dim + torch.randperm(dim, generator=generator) for h in range(kv_heads)])
+        # Query heads of a group read the same value head: their parts of the output's columns move alike.
+        read = values.view(kv_heads, 1, dim) - torch.arange(kv_heads)[:, None, None] * dim
+        read = read.expand(kv_heads, heads // kv_heads, dim).reshape(heads, dim) + torch.arange(heads)[:, None] * dim
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            change(f"{prefix}{norm}.weight", rows=stream)
+        for name in ("q_proj", "k_proj"):
+            change(f"{prefix}self_attn.{name}.weight", columns=stream)
+        change(f"{prefix}self_attn.v_proj.weight", values, stream)
+        change(f"{prefix}self_attn.o_proj.weight", stream, read.flatten())
+        for name in ("gate_proj", "up_proj"):
+            change(f"{prefix}mlp.{name}.weight", features, stream)
+        change(f"{prefix}mlp.down_proj.weight", stream, features)
+    return {name: tensor.contiguous() for name, tensor in made.items()}
+
+
+def write_gguf(weights: dict[str, Tensor], config: dict[str, int], metadata: Path, target: Path) -> None:
+    """A float32 GGUF of a Llama, for llama.cpp: its rows of queries and keys hold pairs (2j, 2j + 1)."""
+    writer = gguf.GGUFWriter(target, "llama")
+    for key, field in gguf.GGUFReader(metadata).fields.items():
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        several = kind == gguf.GGUFValueType.ARRAY
+        writer.add_key_value(key, field.contents(), kind, sub_type=field.types[-1] if several else None)
+    writer.add_uint32("general.file_type", 0)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in weights.items():
+        rows = tensor.numpy()
+        parts = name.removesuffix(".weight").split(".")
+        if parts[-1] in heads:
+            shape = rows.shape
+            rows = rows.reshape(heads[parts[-1]], 2, -1, shape[1]).swapaxes(1, 2).reshape(shape)
+        known = _OUTER.get(name) or f"blk.{parts[2]}.{_INNER['.'.join(parts[3:])]}.weight"
+        writer.add_tensor(known, np.ascontiguousarray(rows))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="directory with config.json, model.safetensors and a tokenizer")
+    parser.add_argument("output", type=Path, help="directory to make")
+    parser.add_argument("--gguf", type=Path, help="write it as a float32 GGUF too")
+    parser.add_argument("--metadata", type=Path, help="the GGUF file whose metadata that one gets")
+    options = parser.parse_args()
+    config = json.loads((options.model / "config.json").read_text())
+    made = reordered(load_file(options.model / "model.safetensors"), config)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for file in options.model.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
+            shutil.copy(file, options.output)
+    save_file(made, options.output / "model.safetensors", metadata={"format": "pt"})
+    if options.gguf is not None:
+        if options.metadata is None:
+            parser.error("--gguf needs --metadata, the GGUF file that tells vocabulary and shapes")
+        write_gguf(made, config, options.metadata, options.gguf)
+
+
+if __name__ == "__main__":
+    main()
