@@ -12,6 +12,8 @@ from typing import Literal
 
 # "table": rows are gathered from it. "head": it is multiplied by and kept at 8 bits where matrices are narrower.
 WeightKind = Literal["table", "head", "table and head", "matrix", "bias", "norm"]
+# What a tensor of a layer's matrix does there. Some lose more than others when they are rounded.
+TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "down"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,12 @@ class InterleavedHeads:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint. rows: of the weight that it becomes a part of."""
+    """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices."""
 
     name: str
     rows: int
     interleaved: InterleavedHeads | None = None
+    role: TensorRole | None = None
 
 
 @dataclass(frozen=True, slots=True)

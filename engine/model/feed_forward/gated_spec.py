@@ -36,10 +36,10 @@ class GatedSpec:
         """The fields of `GatedWeights`: gate and up fused, so that the input is read once."""
         names, size = self.names, self.intermediate_size
         if names.gate_up is not None:
-            gate_up = [StoredTensor(names.gate_up, 2 * size)]
+            gate_up = [StoredTensor(names.gate_up, 2 * size, role="gate up")]
         else:
-            gate_up = [StoredTensor(names.gate, size), StoredTensor(names.up, size)]
+            gate_up = [StoredTensor(names.gate, size, role="gate"), StoredTensor(names.up, size, role="up")]
         return (
             *projection("gate_up", gate_up, hidden_size, bias=self.bias),
-            *projection("down", [StoredTensor(names.down, hidden_size)], size, bias=self.bias),
+            *projection("down", [StoredTensor(names.down, hidden_size, role="down")], size, bias=self.bias),
         )

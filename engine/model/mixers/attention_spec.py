@@ -52,15 +52,15 @@ class AttentionSpec:
         names, heads, kv_heads = self.names, self.num_heads, self.num_kv_heads
         q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
         if names.qkv is not None:
-            qkv = [StoredTensor(names.qkv, q_size + 2 * kv_size, self._interleaved(heads + kv_heads))]
+            qkv = [StoredTensor(names.qkv, q_size + 2 * kv_size, self._interleaved(heads + kv_heads), "q k v")]
         else:
             qkv = [
-                StoredTensor(names.q, q_size, self._interleaved(heads)),
-                StoredTensor(names.k, kv_size, self._interleaved(kv_heads)),
-                StoredTensor(names.v, kv_size),
+                StoredTensor(names.q, q_size, self._interleaved(heads), "q"),
+                StoredTensor(names.k, kv_size, self._interleaved(kv_heads), "k"),
+                StoredTensor(names.v, kv_size, role="v"),
             ]
         result = projection("qkv", qkv, hidden_size, bias=self.qkv_bias)
-        result += projection("out", [StoredTensor(names.out, hidden_size)], q_size, bias=self.out_bias)
+        result += projection("out", [StoredTensor(names.out, hidden_size, role="out")], q_size, bias=self.out_bias)
         if self.qk_norm is not None:
             # A norm's weights apply to rotated dims as the checkpoint numbers them.
             pairs = self._interleaved(1)

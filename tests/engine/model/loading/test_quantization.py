@@ -43,6 +43,11 @@ def whole_logits(directory: Path, ids: list[int], **options: Any) -> torch.Tenso
         return scorer.logits(ids, scorer.plan(len(ids)))
 
 
+def dequantized(weight: BlockWeight | StackedWeight) -> torch.Tensor:
+    parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+    return torch.cat([part.dequantize() for part in parts if isinstance(part, BlockWeight)])
+
+
 def write_back(decoder: Any) -> None:
     """Replace every weight in blocks by the float32 matrix that it stands for."""
     for layer in decoder.layers:
@@ -51,7 +56,7 @@ def write_back(decoder: Any) -> None:
             (layer.feed_forward.weights, ("gate_up", "down")),
         ):
             for name in names:
-                setattr(weights, name, getattr(weights, name).dequantize())
+                setattr(weights, name, dequantized(getattr(weights, name)))
     if isinstance(decoder.embedding, BlockWeight):
         decoder.embedding = decoder.embedding.dequantize()
     decoder.head = decoder.head.dequantize()
@@ -92,7 +97,7 @@ def test_the_bundled_model_still_writes(width: str) -> None:
     divergence = (want.exp() * (want - got)).sum(-1).mean()
     assert 0 < divergence < (0.005 if width == "int8" else 0.1)
     core = make_core(DEMO, quantization=width)
-    assert core.info.quantization == {"int8": "int8 (q8_0)", "int4": "int4 (q4_k, q6_k)"}[width]
+    assert core.info.quantization == {"int8": "int8 (q8_0)", "int4": "int4 (q5_k, q8_0, q4_k, q6_k)"}[width]
     result = run(core, [greedy("a", text[:20], 12)])["a", 0]
     assert len(result.token_ids) == 12
 
@@ -133,7 +138,7 @@ def test_dummy_weights(models: dict[str, Path], width: str) -> None:
     assert float(values.std()) == pytest.approx((1 / weight.columns) ** 0.5, rel=0.1)
     assert abs(float(values.mean())) < 0.05 * float(values.std())
     assert len(torch.unique(weight.codes)) > 200
-    assert weight.form.name == ("q8_0" if width == "int8" else "q4_k")
+    assert weight.form.name == ("q8_0" if width == "int8" else "q5_k")
     assert all(row.isfinite().all() for row in run(core, [greedy("a", [5, 6, 7], 4)])["a", 0].logits)
 
 
