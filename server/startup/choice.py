@@ -7,6 +7,7 @@ from pathlib import Path
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import LoadError
 from windlass.server.startup.catalogue.known import DEMO, SMOLLM2
+from windlass.server.startup.gguf_directory import source_stem
 from windlass.server.startup.hub import bundled_model, known_model, resolve_model
 
 FIRST_MODEL = SMOLLM2
@@ -29,8 +30,8 @@ def choose_model(given: str | None) -> tuple[str, Path]:
 
 
 def _name_of(given: str, path: Path) -> str:
-    """A hub id or a known name as given, since the directory behind it is named by a hash; else that of the files."""
+    """A hub id or a known name as given, since the directory behind it is named by a hash; else that of the directory or GGUF file."""
     local = Path(given).expanduser()
     if not local.exists():
         return given
-    return local.stem if local.is_file() else path.name
+    return source_stem(path) or path.name

@@ -1,4 +1,4 @@
-"""Finds a model's directory: a path, a hub id in the local cache, a download, or the bundled model.
+"""Finds a model's directory: a path, a GGUF file, a hub id in the local cache, a download, or the bundled model.
 
 Responsible for paths only; it loads no model. The cache is found by its layout, so huggingface_hub is needed only to
 download, and imported only then.
@@ -7,15 +7,19 @@ download, and imported only then.
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib.resources
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.formats import describe_foreign
 from windlass.server.startup.catalogue.known import KNOWN, KnownModel
+from windlass.server.startup.gguf_directory import derive_directory, is_gguf
+from windlass.server.startup.gguf_files import all_parts, choose_file, gguf_names, model_files
 
 DOWNLOAD_PATTERNS = (
     "*.json",
@@ -28,7 +32,7 @@ DOWNLOAD_PATTERNS = (
     "merges.txt",
 )
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?")
-_REVISION = re.compile(r"[\w][\w.\-/]*")
+_REVISION = _GGUF = re.compile(r"[\w][\w.\-/]*")
 _REACH_SECONDS = 5.0
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -36,39 +40,67 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 def resolve_model(name: str | None) -> Path:
     """The directory with the model's files.
 
-    name: a directory; a name of the catalogue, such as `smollm2`, which is pulled where it is not here; a hub id such as
-    `Qwen/Qwen3-0.6B`, optionally `id@revision`; None for the bundled model.
-    An existing directory wins over a name. A cached model is used as it is, without asking the network.
-    Raises LoadError, one line that says what was tried.
+    name: a directory; a GGUF file, or a directory that holds one; a name of the catalogue, such as `smollm2`, which is pulled
+    where it is not here; a hub id such as `Qwen/Qwen3-0.6B`, optionally `id@revision`, for a GGUF file of it `id:Q4_K_M` or
+    `id:file.gguf`; None for the bundled model. An existing path wins over a name. A cached model is used as it is, without
+    asking the network. Of a GGUF it is the directory that is derived from it. Raises LoadError, one line that says what was
+    tried.
     """
     if name is None:
         return bundled_model()
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            foreign = describe_foreign(directory.resolve())
-            raise LoadError(foreign or f"{directory} holds no config.json: give the directory of a Hugging Face model")
-        return directory.resolve()
-    if directory.exists():
-        foreign = describe_foreign(directory)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _in_directory(path)
+    if path.exists():
+        if is_gguf(path):
+            return derive_directory(path)
+        foreign = describe_foreign(path)
         raise LoadError(
-            foreign or f"{directory} is a file: give the directory that holds config.json and the safetensors files"
+            foreign or f"{path} is a file: give the directory that holds config.json and the safetensors files"
         )
     if name in KNOWN:
         return known_model(KNOWN[name])
-    repo, _, revision = name.partition("@")
+    repo, colon, wanted = name.partition(":")
+    repo, _, revision = repo.partition("@")
     revision = revision or "main"
-    if not _REPO_ID.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in name or "--" in repo:
+    if (
+        not _REPO_ID.fullmatch(repo)
+        or not _REVISION.fullmatch(revision)
+        or (colon and not _GGUF.fullmatch(wanted))
+        or ".." in name
+        or "--" in repo
+    ):
         raise LoadError(
-            f"no directory {name!r}, and that is no hub id: give a model directory or an id such as Qwen/Qwen3-0.6B"
+            f"no file or directory {name!r}, and that is no hub id: give a model directory, a GGUF file or an id such as "
+            "Qwen/Qwen3-0.6B"
         )
+    if colon:
+        return derive_directory(_cached_gguf(repo, revision, wanted) or _download_gguf(repo, revision, wanted))
     cached = find_cached(repo, revision)
     if cached is not None:
         return cached
     for snapshot in _snapshots(repo, revision):
-        if not any(snapshot.glob("model*.safetensors")) and (foreign := describe_foreign(snapshot)):
+        if any(snapshot.glob("model*.safetensors")):
+            continue
+        if model_files(names := gguf_names(snapshot)):
+            return derive_directory(snapshot / choose_file(names, None, repo, repo))
+        if foreign := describe_foreign(snapshot):
             raise LoadError(foreign)
     return _download(repo, revision)
+
+
+def _in_directory(directory: Path) -> Path:
+    """A model in a directory that a person named: its safetensors, else the one GGUF file in it."""
+    directory = directory.resolve()
+    names = [] if any(directory.glob("*.safetensors")) else [name for name in gguf_names(directory) if "/" not in name]
+    if model_files(names):
+        return derive_directory(directory / choose_file(names, None, str(directory)))
+    if not (directory / "config.json").is_file():
+        foreign = describe_foreign(directory)
+        raise LoadError(
+            foreign or f"{directory} holds no config.json: give the directory of a Hugging Face model, or a GGUF file"
+        )
+    return directory
 
 
 def known_model(model: KnownModel) -> Path:
@@ -135,9 +167,43 @@ def _is_complete(snapshot: Path) -> bool:
     return any(file.is_file() for file in snapshot.glob("*.safetensors"))
 
 
-def _download(repo: str, revision: str) -> Path:
+def _cached_gguf(repo: str, revision: str, wanted: str) -> Path | None:
+    """A GGUF file in the cache with all its parts; None where the hub must be asked. Raises LoadError for several."""
+    for snapshot in _snapshots(repo, revision):
+        names = [name for name in gguf_names(snapshot) if (snapshot / name).is_file()]
+        with contextlib.suppress(LoadError):
+            name = choose_file(names, wanted, repo, repo)
+            if set(all_parts(name)) <= set(names):
+                return snapshot / name
+    return None
+
+
+def _download_gguf(repo: str, revision: str, wanted: str | None) -> Path:
+    """The file that is meant, with all its parts and nothing else of the repository."""
+    label, tried = _tried(repo, revision)
+    hub = _reach_hub(tried)
+    try:
+        names = hub.list_repo_files(repo, revision=revision)
+        name = choose_file(names, wanted, label, label)
+        parts = all_parts(name)
+        if missing := sorted(set(parts) - set(names)):
+            raise LoadError(f"{label} has no {missing[0]}, a part of {name}: choose another of its files")
+        found = hub.snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(part) for part in parts])
+    except LoadError:
+        raise
+    except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
+        raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
+    return Path(found) / name
+
+
+def _tried(repo: str, revision: str) -> tuple[str, str]:
+    """A hub id with its revision, and what to say was looked for without success."""
     label = repo if revision == "main" else f"{repo}@{revision}"
-    tried = f"no directory {label!r}, and {cache_directory()} does not hold it"
+    return label, f"no directory {label!r}, and {cache_directory()} does not hold it"
+
+
+def _reach_hub(tried: str) -> Any:
+    """The library that downloads, once it is clear that there is a hub to download from."""
     if any(os.environ.get(name, "").lower() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")):
         raise LoadError(f"{tried}; downloads are off (HF_HUB_OFFLINE): unset it or give a model directory")
     try:
@@ -149,22 +215,38 @@ def _download(repo: str, revision: str) -> Path:
         ) from error
     import httpx  # here, late: most models are on disk, and the engine is started only once this module is imported
 
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    endpoint = _endpoint()
     try:  # huggingface_hub retries for minutes where there is no network at all
         httpx.head(endpoint, timeout=_REACH_SECONDS)
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
         raise LoadError(
             f"{tried}; {endpoint} cannot be reached ({_one_line(error)}): give a model directory"
         ) from error
+    return huggingface_hub
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+def _download(repo: str, revision: str) -> Path:
+    label, tried = _tried(repo, revision)
+    hub = _reach_hub(tried)
     try:
-        path = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOAD_PATTERNS))
+        path = hub.snapshot_download(repo, revision=revision, allow_patterns=list(DOWNLOAD_PATTERNS))
+        snapshot = Path(path)
+        whole = any(snapshot.glob("*.safetensors"))
+        ggufs = (
+            [] if whole else [name for name in hub.list_repo_files(repo, revision=revision) if name.endswith(".gguf")]
+        )
     except Exception as error:  # the library raises its own, its HTTP client's and the operating system's errors
         raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
-    snapshot = Path(path)
+    if model_files(ggufs):
+        return derive_directory(_download_gguf(repo, revision, None))
     if not (snapshot / "config.json").is_file():
         if foreign := describe_foreign(snapshot):
             raise LoadError(foreign)
-        raise LoadError(f"{label} on {endpoint} holds no config.json: it is no Hugging Face model, choose another")
+        raise LoadError(f"{label} on {_endpoint()} holds no config.json: it is no Hugging Face model, choose another")
     return snapshot
 
 

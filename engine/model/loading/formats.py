@@ -46,8 +46,6 @@ def describe_foreign(path: Path) -> str | None:
         return _describe_adapter(path, adapter)
     if (path / "model_index.json").is_file():
         return f"{path} holds a diffusers pipeline, which makes pictures or sound: give a language model"
-    if found := _first(path, ("*.gguf",)):
-        return _describe_file(found)
     if (path / "params.json").is_file() and (found := _first(path, ("consolidated*",))):
         return (
             f"{path} holds {found.name}, the original format of Meta or Mistral: give the Hugging Face version of the "
@@ -65,11 +63,6 @@ def describe_foreign(path: Path) -> str | None:
 
 
 def _describe_file(path: Path) -> str | None:
-    if path.suffix.lower() == ".gguf":
-        return (
-            f"{path} is a GGUF file, the format of llama.cpp, which is not read: give the original Hugging Face model "
-            "(config.json and *.safetensors); `compute.quantization=int8` or int4 makes its weights as small"
-        )
     if path.suffix == ".safetensors":
         return f"{path} is a file of a model: give its directory, {path.parent}, with config.json and tokenizer.json"
     return None

@@ -1,0 +1,157 @@
+"""The architectures of GGUF files that are read, each with the family that it is to the decoder.
+
+Responsible for what distinguishes one from the next; what they share is the business of `metadata` and `tensor_names`. To
+read another one: a line here, where a file has what the names there say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.ernie4_5 import ERNIE4_5
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.gemma3 import GEMMA3
+from windlass.engine.model.families.glm import GLM, GLM4
+from windlass.engine.model.families.hunyuan import HUNYUAN
+from windlass.engine.model.families.llama import LLAMA
+from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
+from windlass.engine.model.families.phi3 import PHI3
+from windlass.engine.model.families.qwen import QWEN2, QWEN3
+from windlass.engine.model.families.smollm3 import SMOLLM3
+from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+_SWA = "attention.sliding_window"
+_SWA_PATTERN = "attention.sliding_window_pattern"
+_TEMPERATURE = "attention.temperature_scale"
+
+
+def _nothing_more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One value of `general.architecture`.
+
+    family: of models that say so; choose: where metadata tells another one. interleaved: rows of q and k hold rotated pairs
+    as (2j, 2j + 1), because llama.cpp's converter reordered them or because the family has them so. norms_with_offset: the
+    converter added the family's offset to the weights of its norms. more: keys of config.json that only this architecture
+    has, from the metadata and what config.json holds already. reads: the keys that it looks at.
+    """
+
+    family: Family
+    interleaved: bool = False
+    norms_with_offset: bool = False
+    choose: Callable[[ArchitectureKeys], Family | None] = lambda keys: None
+    more: Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]] = _nothing_more
+    reads: tuple[str, ...] = ()
+
+
+def _llama_with_a_window(keys: ArchitectureKeys) -> Family | None:
+    """llama.cpp calls Mistral a Llama; a window tells them apart."""
+    return MISTRAL if keys.count(_SWA) else None
+
+
+def _mistral_without_temperature(keys: ArchitectureKeys) -> Family | None:
+    """Mistral Small 3.1 and Ministral 3 are the same architecture there; only the latter's queries grow."""
+    return None if keys.number(_TEMPERATURE) else MISTRAL
+
+
+def _window(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A window that all layers share. It is written even where there is none: the family has one by default."""
+    return {"sliding_window": keys.count(_SWA) or None}
+
+
+def _phi3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Files from before llama.cpp wrote the window: Phi 3 mini and medium with a context of 4096 see 2047 tokens."""
+    window: int | None = keys.count(_SWA) or None
+    if keys.raw(_SWA) is None and config["max_position_embeddings"] == 4096 and config["num_hidden_layers"] in (32, 40):
+        window = 2047
+    original = keys.size("rope.scaling.original_context_length", config["max_position_embeddings"])
+    return {"sliding_window": window, "original_max_position_embeddings": original}
+
+
+def _gemma3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Local and global layers, and the number whose inverse root scales q·k, which the 27B model has from elsewhere.
+
+    Older files leave the pattern out, since every sixth layer is global; none has that number.
+    """
+    count, head_dim = config["num_hidden_layers"], config["head_dim"]
+    scale = keys.number("attention.scale")
+    if scale is not None:
+        scaled_by = scale**-2
+    else:
+        scaled_by = config["hidden_size"] / config["num_attention_heads"] if count == 62 else head_dim
+    window = keys.count(_SWA)
+    pattern = keys.raw(_SWA_PATTERN) if window else 1
+    if isinstance(pattern, list):
+        local = [bool(flag) for flag in pattern]
+    elif pattern is None or (isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 1):
+        local = [(i + 1) % (pattern or 6) != 0 for i in range(count)]
+    else:
+        raise LoadError(f"{keys.key(_SWA_PATTERN)} must be a list of flags or an interval, got {shown(pattern)}")
+    if len(local) < count:
+        raise LoadError(f"{keys.key(_SWA_PATTERN)} has {len(local)} entries for {count} layers: get another conversion")
+    return {
+        "query_pre_attn_scalar": scaled_by,
+        "layer_types": [SLIDING_ATTENTION if one else FULL_ATTENTION for one in local[:count]],
+        "sliding_window": window or config["max_position_embeddings"],
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+    }
+
+
+def _smollm3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The file does not say which layers do not rotate; llama.cpp takes every fourth."""
+    return {"no_rope_layer_interval": 4}
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(LLAMA, interleaved=True, choose=_llama_with_a_window, more=_window, reads=(_SWA,)),
+    "mistral3": Architecture(
+        MINISTRAL3,
+        interleaved=True,
+        choose=_mistral_without_temperature,
+        more=_window,
+        reads=(_SWA, _TEMPERATURE, "rope.scaling.yarn_log_multiplier"),
+    ),
+    "qwen2": Architecture(QWEN2),
+    "qwen3": Architecture(QWEN3),
+    "gemma3": Architecture(
+        GEMMA3,
+        norms_with_offset=True,
+        more=_gemma3,
+        reads=(_SWA, _SWA_PATTERN, "attention.scale", "final_logit_softcapping", "rope.freq_base_swa"),
+    ),
+    "smollm3": Architecture(SMOLLM3, interleaved=True, more=_smollm3),
+    "ernie4_5": Architecture(ERNIE4_5, interleaved=True),
+    "chatglm": Architecture(GLM, interleaved=True),
+    "glm4": Architecture(GLM4, interleaved=True),
+    "phi3": Architecture(PHI3, more=_phi3, reads=(_SWA,)),
+    "hunyuan-dense": Architecture(HUNYUAN),
+}
+
+
+def find_architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
+    """The name and the entry. Raises LoadError that says what the file is and what to do."""
+    kind, name = metadata.get("general.type", "model"), metadata.get("general.architecture")
+    if kind == "adapter":
+        raise LoadError("holds an adapter (LoRA), not a whole model: give the GGUF file of a model that it is merged into")
+    if name == "clip" or kind == "mmproj":
+        raise LoadError("holds the part of a model that sees or hears (mmproj): give the GGUF file of the language model")
+    if name == "imatrix" or kind == "imatrix":
+        raise LoadError("holds an importance matrix, not a model: give the GGUF file of the model")
+    if not isinstance(name, str):
+        raise LoadError("names no general.architecture: get another conversion of the model")
+    found = ARCHITECTURES.get(name)
+    if found is None:
+        what = "a mixture of experts, which is not supported" if "moe" in name else "not supported as a GGUF file"
+        raise LoadError(
+            f"is of architecture {shown(name)}, {what}: read are {', '.join(ARCHITECTURES)}; or give the directory of the "
+            "original Hugging Face model"
+        )
+    return name, found

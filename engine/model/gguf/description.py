@@ -1,0 +1,98 @@
+"""What is derived from the GGUF files of a model: config.json, generation_config.json and gguf.json, as values.
+
+Responsible for putting together what the other modules here find out, over all files of a split model. It writes nothing.
+Importing it imports gguf and numpy: only a start that has to read a GGUF does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.gguf.metadata import read_facts
+from windlass.engine.model.gguf.reader import GGUFHeader, read_floats, read_header
+from windlass.engine.model.gguf.rope import FACTOR_TENSORS
+from windlass.engine.model.gguf.tensor_names import PlacedTensor, rename
+
+VERSION = 1  # of gguf.json: whoever reads it checks it
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFDescription:
+    """metadata: of the first file. config, generation, index: the contents of the three files; generation may be empty."""
+
+    metadata: dict[str, Any] = field(repr=False)
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    index: dict[str, Any] = field(repr=False)
+
+
+def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
+    """Read the files of one model, all its parts in order. Raises LoadError, one line that names the file and the fault."""
+    stats = [path.stat() for path in paths]
+    headers = [read_header(path) for path in paths]
+    first = paths[0]
+    _check_split(headers)
+    placed: dict[str, PlacedTensor] = {}
+    for number, header in enumerate(headers):
+        for name, tensor in header.tensors.items():
+            if name in placed:
+                raise LoadError(f"{header.path}: tensor {name} stands in an earlier part too: download the files again")
+            placed[name] = PlacedTensor(number, tensor.type, tensor.shape, tensor.begin, tensor.end)
+    factors = {
+        name: read_floats(header.path, header.tensors[name], name)
+        for header in headers
+        for name in FACTOR_TENSORS
+        if name in header.tensors
+    }
+    facts = _told(first, lambda: read_facts(headers[0].metadata, placed, factors))
+    spec = _told(first, lambda: read_spec(facts.config, facts.generation))
+    tensors = _told(first, lambda: rename(placed, facts.family, spec))
+    index = {
+        "version": VERSION,
+        "files": [
+            {"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+            for path, stat in zip(paths, stats, strict=True)
+        ],
+        "tensors": {
+            name: {
+                "file": tensor.file,
+                "type": tensor.type,
+                "shape": list(tensor.shape),
+                "begin": tensor.begin,
+                "end": tensor.end,
+            }
+            for name, tensor in tensors.items()
+        },
+        "interleaved": facts.architecture.interleaved,
+        "norms_with_offset": facts.architecture.norms_with_offset,
+    }
+    return GGUFDescription(headers[0].metadata, facts.config, facts.generation, index)
+
+
+def _told(path: Path, read: Callable[[], _T]) -> _T:
+    """Name the file in the error."""
+    try:
+        return read()
+    except LoadError as error:
+        raise LoadError(f"{path}: {error}") from None
+
+
+def _check_split(headers: Sequence[GGUFHeader]) -> None:
+    """Whether the files are the parts that their names say."""
+    for number, header in enumerate(headers):
+        count = header.metadata.get("split.count", 0) or 1
+        if count != len(headers) or (len(headers) > 1 and header.metadata.get("split.no") != number):
+            raise LoadError(
+                f"{header.path} says it is part {header.metadata.get('split.no')} (from 0) of {count}, its name says part "
+                f"{number} of {len(headers)}: keep the names the files were published under"
+            )
+    total, found = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
+    if len(headers) > 1 and total is not None and total != found:
+        raise LoadError(f"{headers[0].path} announces {total} tensors, its parts hold {found}: download the files again")

@@ -1,0 +1,94 @@
+"""Reads single values of a GGUF file's metadata, with messages that name the key. Knows no architecture.
+
+Keys of a model begin with the name of its architecture ("llama.block_count"); here they are named by what stands behind it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.fields import shown
+
+_MOST = 2**31 - 1
+
+
+class ArchitectureKeys:
+    """The metadata under one architecture's prefix. Values that a layer each has must be the same for all layers."""
+
+    def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
+        self._prefix = f"{architecture}."
+        self._metadata = metadata
+
+    def key(self, name: str) -> str:
+        """The key as the file has it."""
+        return self._prefix + name
+
+    def names(self) -> Iterator[str]:
+        """Every key, without the prefix."""
+        return (key.removeprefix(self._prefix) for key in self._metadata if key.startswith(self._prefix))
+
+    def raw(self, name: str) -> Any:
+        """The value as it stands there; None where there is none."""
+        return self._metadata.get(self.key(name))
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer; `default` where the file has none, LoadError without a default either."""
+        value = self._single(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise LoadError(f"{self.key(name)} is missing: get another conversion of the model")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise LoadError(f"{self.key(name)} must be a positive integer, got {shown(value)}")
+        return value
+
+    def count(self, name: str) -> int:
+        """An integer that may be 0, which is what an absent one is."""
+        value = self._single(name)
+        return 0 if value is None or (not isinstance(value, bool) and value == 0) else self.size(name)
+
+    def number(self, name: str) -> float | None:
+        """A positive, finite number, or None: absent, or 0 where that means so."""
+        value = self._single(name)
+        if value is None or (not isinstance(value, bool) and value == 0):
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise LoadError(f"{self.key(name)} must be a positive number, got {shown(value)}")
+        return decimal(float(value))
+
+    def text(self, name: str) -> str | None:
+        """A string, or None."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, str):
+            raise LoadError(f"{self.key(name)} must be a text, got {shown(value)}")
+        return value
+
+    def _single(self, name: str) -> Any:
+        value = self.raw(name)
+        if not isinstance(value, list):
+            return value
+        if not value or any(one != value[0] for one in value):
+            raise LoadError(f"{self.key(name)} differs from layer to layer, which is not supported: choose another model")
+        return value[0]
+
+
+def decimal(value: float) -> float:
+    """The shortest decimal number that has this value as a float32: 1e-05 for what the file holds as 9.99999974e-06.
+
+    GGUF keeps numbers as float32; the models' own configurations have them in decimal.
+    """
+    try:
+        bits = struct.pack("<f", value)
+    except OverflowError:
+        return value
+    if struct.unpack("<f", bits)[0] != value:
+        return value  # it was no float32
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == bits:
+            return short
+    return value

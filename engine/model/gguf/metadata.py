@@ -1,0 +1,203 @@
+"""From a GGUF file's metadata to a config.json and a generation_config.json in the names of Hugging Face.
+
+Responsible for the keys that all architectures share, and for refusing those that would make another model of it. What a key
+of config.json means is the business of `config_json` and `families`. It opens no file and imports neither gguf nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.family import Family, Flag
+from windlass.engine.model.gguf.architectures import Architecture, find_architecture
+from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.model.gguf.rope import read_rope
+from windlass.engine.model.gguf.tensor_names import EMBEDDING, HEAD, PlacedTensor, has_bias
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+_MOST_LAYERS = 10_000
+_LOCAL_THETA = 10_000.0
+
+# Read here or by `rope`, or without a meaning for what is computed.
+_UNDERSTOOD = frozenset(
+    "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
+    "attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base "
+    "rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.original_context_length rope.scaling.attn_factor "
+    "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow nextn_predict_layers "
+    "vocab_size tensor_data_layout rope.scaling.finetuned attention.layer_norm_epsilon".split()
+)
+# Keys that would make another model of it, with what to call that; fine while they are 0, false, or what stands here.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "expert_count": ((1,), "a mixture of experts"),
+    "expert_used_count": ((1,), "a mixture of experts"),
+    "pooling_type": ((), "an embedding model, which writes no text"),
+    "attention.causal": ((True,), "an encoder, which writes no text"),
+    "rope.dimension_sections": ((), "a multimodal model"),
+    "rope.scaling.yarn_ext_factor": ((1.0, -1.0), "another model"),
+    "logit_scale": ((1.0,), "another model"),
+    "residual_scale": ((1.0,), "another model"),
+    "embedding_scale": ((1.0,), "another model"),
+    "attention.output_scale": ((1.0,), "another model"),
+}
+# Every other key below these must be understood: it would most likely change what is computed.
+_MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "attn_", "final_", "router_", "swin_", "altup.", "activation")
+
+# Ends of a turn by their text: many files name only the end of a document as eos. The same list as in llama.cpp.
+_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] "
+    "<|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜>".split()
+)
+_SPECIAL = (3, 4)  # types of tokens: control, and defined by the user
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a GGUF file says of a model. config: as config.json. generation: as generation_config.json."""
+
+    architecture: Architecture
+    family: Family
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+
+def read_facts(
+    metadata: Mapping[str, Any], tensors: Mapping[str, PlacedTensor], factors: dict[str, tuple[float, ...]]
+) -> ModelFacts:
+    """The configuration of the model. tensors, factors: under their GGUF names. Raises LoadError, one line."""
+    name, architecture = find_architecture(metadata)
+    keys = ArchitectureKeys(name, metadata)
+    family = architecture.choose(keys) or architecture.family
+    if EMBEDDING not in tensors:
+        what = "holds a vocabulary and no weights" if not tensors else f"has no tensor {EMBEDDING}"
+        raise LoadError(f"{what}: give the GGUF file of a whole model")
+    config = _shapes(keys, tensors[EMBEDDING])
+    config = {"architectures": [family.architecture], "model_type": family.model_type, **config}
+    config["tie_word_embeddings"] = HEAD not in tensors
+    config |= _biases(family, tensors)
+    config |= architecture.more(keys, config)
+    config |= _rotation(keys, family, config, factors)
+    left = _unread(keys, architecture, config)
+    config |= _token_ids(metadata)
+    config |= {keys.key(key): shown(keys.raw(key)) for key in left}
+    generation = {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
+    return ModelFacts(architecture, family, {k: v for k, v in config.items() if v is not None or k == "sliding_window"}, generation)
+
+
+def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor) -> dict[str, Any]:
+    hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
+    layers = keys.size("block_count") - keys.count("nextn_predict_layers")
+    if not 1 <= layers <= _MOST_LAYERS:
+        raise LoadError(f"{keys.key('block_count')} must lie between 1 and {_MOST_LAYERS}, got {layers}")
+    head_dim = keys.size("attention.key_length", hidden // heads)
+    if keys.size("attention.value_length", head_dim) != head_dim:
+        raise LoadError("has keys and values of different widths, which is not supported: choose another model")
+    if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
+        raise LoadError(f"tensor {EMBEDDING} has the shape {list(embedding.shape)}, [tokens, {hidden}] is expected")
+    epsilon = keys.number("attention.layer_norm_rms_epsilon")
+    if epsilon is None:
+        raise LoadError(f"{keys.key('attention.layer_norm_rms_epsilon')} is missing: get another conversion of the model")
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": keys.size("context_length"),
+        "rms_norm_eps": epsilon,
+    }
+
+
+def _biases(family: Family, tensors: Mapping[str, PlacedTensor]) -> dict[str, bool]:
+    """Switches of the family, by whether the file has the tensors. One switch may stand for several."""
+    found: dict[str, bool] = {}
+    for switch, names in (
+        (family.qkv_bias, ("attn_q", "attn_qkv")),
+        (family.out_bias, ("attn_output",)),
+        (family.feed_forward_bias, ("ffn_down", "ffn_up", "ffn_gate")),
+    ):
+        if isinstance(switch, Flag):
+            found[switch.key] = found.get(switch.key, False) or has_bias(tensors, *names)
+    return found
+
+
+def _rotation(
+    keys: ArchitectureKeys, family: Family, config: Mapping[str, Any], factors: dict[str, tuple[float, ...]]
+) -> dict[str, Any]:
+    head_dim = config["head_dim"]
+    rotary_dim = keys.size("rope.dimension_count", head_dim)
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise LoadError(
+            f"{keys.key('rope.dimension_count')} must be an even number up to {head_dim}, the width of a head, got {rotary_dim}"
+        )
+    share = rotary_dim / head_dim
+    if int(head_dim * share) != rotary_dim:
+        share = math.nextafter(share, 2)  # it is read back as int(head_dim * share)
+    scaling = read_rope(keys, factors, rotary_dim, config["max_position_embeddings"])
+    if family.rules.local_rope_theta is None:
+        return {"rope_parameters": scaling, "partial_rotary_factor": share}
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or _LOCAL_THETA}
+    return {
+        "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: local},
+        "partial_rotary_factor": share,
+    }
+
+
+def _unread(keys: ArchitectureKeys, architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
+    """Keys that nobody here knows and that look harmless. LoadError for one that would change the model."""
+    left = []
+    for key in sorted(keys.names()):
+        value = keys.raw(key)
+        if key in _UNDERSTOOD or key in architecture.reads:
+            continue
+        if _is_nothing(value) or (key == "attention.scale" and _is_usual_scale(value, config["head_dim"])):
+            continue
+        neutral, meaning = _NEUTRAL.get(key, ((), "another model"))
+        if not isinstance(value, list) and value in neutral and isinstance(value, bool) == isinstance(neutral[0], bool):
+            continue
+        if key in _NEUTRAL or key.startswith(_MATHEMATICS):
+            raise LoadError(f"sets {keys.key(key)}={shown(value)}, which makes it {meaning}: that is not supported")
+        left.append(key)
+    return left
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a key says no more than its absence. A flag that is false does: it may switch off what is usual."""
+    if isinstance(value, list):
+        return all(map(_is_nothing, value))
+    return not isinstance(value, bool) and value in (0, "")
+
+
+def _is_usual_scale(value: Any, head_dim: int) -> bool:
+    return isinstance(value, float) and math.isclose(value, head_dim**-0.5, rel_tol=1e-6)
+
+
+def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {key: _token_id(metadata, name) for key, name in names.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = metadata.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise LoadError(f"{key} must be a token id, got {shown(value)}")
+    return None if value == 2**32 - 1 else value  # -1 as it is sometimes written: there is none
+
+
+def _ends(metadata: Mapping[str, Any]) -> list[int]:
+    """Every token that ends an answer: end of text, of a turn, of a message."""
+    named = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, list):
+        named += [
+            i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind in _SPECIAL and text in _ENDS
+        ]
+    return list(dict.fromkeys(one for one in named if one is not None))

@@ -1,0 +1,129 @@
+"""Tensors of a GGUF file under the names and in the shapes that a Hugging Face checkpoint has them.
+
+Responsible for names and for checking that the tensors are exactly those that the family's spec lists. Fused tensors that
+the family has apart are cut into rows, which lie one behind the other. It reads no weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.gguf.rope import FACTOR_TENSORS
+from windlass.engine.model.spec import HEAD_TENSOR, ModelSpec
+from windlass.engine.rotary.fields import shown_key
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+_OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: HEAD_TENSOR}
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias)")
+_UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """A tensor of a model's files. file: its place in the list of files; the others: as `reader.GGUFTensor` has them."""
+
+    file: int
+    type: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def rows(self, first: int, count: int) -> PlacedTensor:
+        """Some of its rows as a tensor of their own."""
+        size = (self.end - self.begin) // self.shape[0]
+        begin = self.begin + first * size
+        return PlacedTensor(self.file, self.type, (count, *self.shape[1:]), begin, begin + count * size)
+
+
+def has_bias(tensors: Mapping[str, PlacedTensor], *names: str) -> bool:
+    """Whether layers have one of these biases."""
+    return any(f"blk.0.{name}.bias" in tensors for name in names)
+
+
+def rename(tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec) -> dict[str, PlacedTensor]:
+    """The tensors of the spec by their names in a checkpoint.
+
+    tensors: of all files, under their GGUF names. Raises LoadError for one that is missing or has another shape, and for one
+    that the decoder has no use for, since a model with it would be another one.
+    """
+    found: dict[str, PlacedTensor] = {}
+    layer_names = _layer_names(family)
+    for name, tensor in tensors.items():
+        if name in FACTOR_TENSORS:
+            continue
+        for new, part in _renamed(name, tensor, layer_names, family, spec):
+            if new in found:
+                raise LoadError(f"tensor {shown_key(name)} is one that stands there under another name already")
+            found[new] = part
+    return _as_listed(found, spec)
+
+
+def _layer_names(family: Family) -> dict[str, str]:
+    """What llama.cpp calls the tensors of a layer, and what this family does."""
+    attention, feed_forward, norms = family.attention_names, family.feed_forward_names, family.norms
+    names = {
+        "attn_norm": norms.mixer,
+        "ffn_norm": norms.feed_forward,
+        "post_attention_norm": norms.mixer_output,
+        "post_ffw_norm": norms.feed_forward_output,
+        "attn_q": attention.q,
+        "attn_k": attention.k,
+        "attn_v": attention.v,
+        "attn_output": attention.out,
+        "ffn_gate": feed_forward.gate,
+        "ffn_up": feed_forward.gate_up or feed_forward.up,
+        "ffn_down": feed_forward.down,
+    }
+    if family.qk_norm is not None:
+        names |= {"attn_q_norm": attention.q_norm, "attn_k_norm": attention.k_norm}
+    if attention.qkv is not None:
+        names["attn_qkv"] = attention.qkv
+    return {name: known for name, known in names.items() if known is not None}
+
+
+def _renamed(
+    name: str, tensor: PlacedTensor, names: Mapping[str, str], family: Family, spec: ModelSpec
+) -> Iterator[tuple[str, PlacedTensor]]:
+    """The tensors that one tensor of the file is; none where it is not used."""
+    if name in _OUTER:
+        yield _OUTER[name], tensor
+        return
+    matched = _LAYER.fullmatch(name)
+    if matched is None:
+        raise LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
+    layer, what, suffix = int(matched[1]), matched[2], matched[3]
+    if layer >= len(spec.layers) or what in _UNUSED:
+        return  # a layer behind the last one predicts further tokens, which the model does without
+    prefix = f"model.layers.{layer}."
+    if what in names:
+        yield f"{prefix}{names[what]}.{suffix}", tensor
+    elif what == "attn_qkv":
+        mixer, attention, first = spec.layers[layer].mixer, family.attention_names, 0
+        q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        if tensor.shape[0] != q + 2 * kv:
+            raise LoadError(f"tensor {shown_key(name)} has {tensor.shape[0]} rows, {q + 2 * kv} are expected")
+        for part, rows in ((attention.q, q), (attention.k, kv), (attention.v, kv)):
+            yield f"{prefix}{part}.{suffix}", tensor.rows(first, rows)
+            first += rows
+    else:
+        raise LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
+
+
+def _as_listed(found: dict[str, PlacedTensor], spec: ModelSpec) -> dict[str, PlacedTensor]:
+    """In the order of the spec, each as it should be."""
+    result = {}
+    for weight in spec.weights():
+        for stored in weight.stored:
+            tensor, shape = found.pop(stored.name, None), (stored.rows, *weight.shape[1:])
+            if tensor is None:
+                raise LoadError(f"tensor {stored.name} (as Hugging Face calls it) is missing: download the file again")
+            if tensor.shape != shape:
+                raise LoadError(f"tensor {stored.name} has the shape {list(tensor.shape)}, {list(shape)} is expected")
+            result[stored.name] = tensor
+    if found:
+        raise LoadError(f"tensor {next(iter(found))} (as Hugging Face calls it) is none that this model should have")
+    return result
