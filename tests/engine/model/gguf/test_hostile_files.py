@@ -1,0 +1,192 @@
+"""Files that are cut off, changed or made to do harm: a LoadError of one line, in bounded time, whatever they hold."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.helpers.gguf_conversion import metadata_of, tensors_of, write
+from tests.helpers.tiny_models import make_model
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.gguf.description import describe_gguf
+from windlass.engine.model.gguf.reader import read_header
+
+U32, STRING, ARRAY, U64 = 4, 8, 9, 10
+_MOST_MEMORY = 64 << 20  # bytes; what a file of a few kilobytes may make the reader take
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A small whole file, with every kind of value before its tensors."""
+    directory = tmp_path_factory.mktemp("whole")
+    source = make_model("llama", directory / "hf", num_hidden_layers=1, hidden_size=16, intermediate_size=8, vocab_size=8)
+    config = json.loads((source / "config.json").read_text())
+    metadata = {
+        **metadata_of(config),
+        "tokenizer.ggml.tokens": ["<unk>", "a", "é"],
+        "tokenizer.ggml.scores": [0.0, -1.5, 2.0],
+        "tokenizer.ggml.token_type": [2, 1, 1],
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    write(directory / "whole.gguf", metadata, dict(tensors_of(source, config)))
+    describe_gguf([directory / "whole.gguf"])
+    return (directory / "whole.gguf").read_bytes()
+
+
+def header_size(data: bytes, directory: Path) -> int:
+    path = directory / "size.gguf"
+    path.write_bytes(data)
+    return min(tensor.begin for tensor in read_header(path).tensors.values())
+
+
+def refusal(data: bytes, directory: Path) -> str | None:
+    """What is said of a file; None where it can be read all the same."""
+    path = directory / "hostile.gguf"
+    path.write_bytes(data)
+    try:
+        describe_gguf([path])
+    except LoadError as error:
+        assert str(error).startswith((str(path), f"cannot read {path}")) and "\n" not in str(error), error
+        return str(error)
+    return None
+
+
+def test_cut_off_anywhere(whole: bytes, tmp_path: Path) -> None:
+    end = header_size(whole, tmp_path)
+    for length in (*range(0, 40), *range(40, end, 13), end, len(whole) - 1):
+        assert refusal(whole[:length], tmp_path) is not None, length
+
+
+def test_changed_bytes(whole: bytes, tmp_path: Path) -> None:
+    """Bytes all over the header one at a time, and then many: refused, or another value that is just as good."""
+    end = header_size(whole, tmp_path)
+    draw = random.Random(0)
+    refused = 0
+    for place in range(0, end, 11):
+        data = bytearray(whole)
+        data[place] ^= 1 << draw.randrange(8)
+        refused += refusal(bytes(data), tmp_path) is not None
+    assert refused > end // 30
+    for _ in range(80):
+        data = bytearray(whole)
+        for _ in range(draw.randrange(1, 9)):
+            place, kind = draw.randrange(end), draw.randrange(3)
+            if kind == 0:
+                data[place] = draw.randrange(256)
+            elif kind == 1:
+                data[place : place + 8] = struct.pack("<Q", draw.choice((0, 2**63, 2**64 - 1, 10**18, 2**32, len(data))))
+            else:
+                data[place : place + 4] = struct.pack("<I", draw.randrange(20))
+        refusal(bytes(data), tmp_path)
+
+
+def text(value: bytes) -> bytes:
+    return struct.pack("<Q", len(value)) + value
+
+
+def made(*keys: bytes, tensors: tuple[bytes, ...] = (), counts: tuple[int, int] | None = None, version: int = 3) -> bytes:
+    """A file of these keys and descriptions of tensors, and a little data behind them."""
+    found = counts or (len(tensors), len(keys))
+    head = struct.pack("<4sIQQ", b"GGUF", version, *found) + b"".join(keys) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + bytes(64)
+
+
+def number(key: bytes, value: int) -> bytes:
+    return text(key) + struct.pack("<II", U32, value)
+
+
+def array(key: bytes, kind: int, count: int, data: bytes = b"") -> bytes:
+    return text(key) + struct.pack("<IIQ", ARRAY, kind, count) + data
+
+
+def tensor(name: bytes, *dims: int, kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "no GGUF file"),
+    "something else": (b"PK\3\4" + bytes(100), "no GGUF file"),
+    "version 1": (made(version=1), "GGUF version 1, read are 2 and 3"),
+    "version 9": (made(version=9), "GGUF version 9"),
+    "big endian": (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "big-endian"),
+    "keys": (made(counts=(0, 10**18)), "announces 1000000000000000000 keys"),
+    "tensors": (made(counts=(2**64 - 1, 0)), "announces 0 keys and 18446744073709551615 tensors"),
+    "fewer keys": (made(number(b"a", 1), counts=(0, 9000)), "."),
+    "a long name": (made(struct.pack("<Q", 2**63) + b"abc"), "name of more than"),
+    "a long text": (made(text(b"a") + struct.pack("<IQ", STRING, 2**64 - 1)), "a text of 18446744073709551615 bytes"),
+    "a text beyond": (made(text(b"a") + struct.pack("<IQ", STRING, 5000)), "beyond its end"),
+    "an array": (made(array(b"a", U32, 10**18)), "more than 16000000 numbers"),
+    "an array beyond": (made(array(b"a", U64, 10_000_000)), "beyond its end"),
+    "texts": (made(array(b"a", STRING, 10**18)), "more than 4000000 texts"),
+    "texts beyond": (made(array(b"a", STRING, 3_000_000, text(b"x"))), "."),
+    "a long text among them": (made(array(b"a", STRING, 1, struct.pack("<Q", 2**63))), "a text of 9223372036854775808 bytes"),
+    "nested": (made(array(b"a", ARRAY, 1, struct.pack("<IQ", ARRAY, 1) * 50)), "an array of arrays"),
+    "an unknown kind": (made(text(b"a") + struct.pack("<II", 77, 1)), "77"),
+    "an array of an unknown kind": (made(array(b"a", 77, 1)), "77"),
+    "a key twice": (made(number(b"a", 1), number(b"a", 2)), "key a stands there twice"),
+    "bytes that are no text": (made(number(b"\xff\xfe", 1)), "damaged"),
+    "no alignment": (made(number(b"general.alignment", 0)), "alignment"),
+    "an odd alignment": (made(number(b"general.alignment", 24)), "alignment"),
+    "a huge alignment": (made(number(b"general.alignment", 2**31), tensors=(tensor(b"t", 4),)), "beyond the end"),
+    "an alignment of text": (made(text(b"general.alignment") + struct.pack("<I", STRING) + text(b"x")), "alignment"),
+    "dimensions": (made(tensors=(text(b"t") + struct.pack("<I", 2**32 - 1),)), "beyond its end"),
+    "nine dimensions": (made(tensors=(tensor(b"t", *[1] * 9),)), "has the shape"),
+    "no dimension": (made(tensors=(tensor(b"t"),)), "has the shape"),
+    "no elements": (made(tensors=(tensor(b"t", 0, 5),)), "has the shape"),
+    "elements": (made(tensors=(tensor(b"t", 2**32, 2**32),)), "beyond the end"),
+    "a product that wraps": (made(tensors=(tensor(b"t", 2**62 + 1, 4, 1, 1),)), "beyond the end"),
+    "an offset": (made(tensors=(tensor(b"t", 4, offset=2**64 - 32),)), "beyond the end"),
+    "an odd offset": (made(tensors=(tensor(b"t", 4, offset=1),)), "no multiple of 32"),
+    "an unknown type": (made(tensors=(tensor(b"t", 32, kind=999),)), "type 999.*newer gguf"),
+    "a type that is gone": (made(tensors=(tensor(b"t", 32, kind=4),)), "type 4"),
+    "half a block": (made(tensors=(tensor(b"t", 33, kind=2),)), "no whole blocks of 32"),
+    "a tensor twice": (made(tensors=(tensor(b"t", 4), tensor(b"t", 4, offset=32))), "tensor t stands there twice"),
+    "one over another": (made(tensors=(tensor(b"s", 8), tensor(b"t", 8))), "lies over another"),
+    "no architecture": (made(tensors=(tensor(b"t", 8),)), "names no general.architecture"),
+    "an architecture of numbers": (made(number(b"general.architecture", 1)), "names no general.architecture"),
+    "a strange name": (made(number(b"general.architecture\n\x1b[31m", 1), number(b"general.architecture\n\x1b[31m", 1)), "twice"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_file_made_to_do_harm(case: str, tmp_path: Path) -> None:
+    data, says = HOSTILE[case]
+    tracemalloc.start()
+    try:
+        with pytest.raises(LoadError, match=says) as caught:
+            path = tmp_path / "hostile.gguf"
+            path.write_bytes(data)
+            describe_gguf([path])
+        taken = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    said = str(caught.value)
+    assert said.startswith(str(path)) and said.isprintable()
+    assert taken < _MOST_MEMORY
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing.gguf"):
+        with pytest.raises(LoadError, match=f"cannot read {path}"):
+            read_header(path)
+
+
+def test_a_large_vocabulary_is_read_as_the_package_reads_it(tmp_path: Path) -> None:
+    import gguf
+
+    path = tmp_path / "large.gguf"
+    tokens = [f"token {i} é" for i in range(5000)]
+    scores = [float(i) for i in range(5000)]
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores}
+    write(path, metadata | {"a.flag": True, "a.empty": "", "a.small": -1.5}, {"t": np.arange(8, dtype=np.float32)})
+    header, theirs = read_header(path), gguf.GGUFReader(path)
+    for key, value in header.metadata.items():
+        assert value == theirs.fields[key].contents(), key
+    assert header.tensors["t"].begin == theirs.tensors[0].data_offset
