@@ -104,7 +104,7 @@ def _fill(directory: Path, parts: Sequence[Path]) -> None:
 def _put_in_place(made: Path, target: Path, files: Sequence[dict[str, Any]]) -> None:
     """Rename the finished directory; where another server was quicker, its directory is as good."""
     try:
-        os.rename(made, target)
+        made.rename(target)
         return
     except OSError:
         if _is_current(target, files):
@@ -113,8 +113,8 @@ def _put_in_place(made: Path, target: Path, files: Sequence[dict[str, Any]]) -> 
     with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as away:
         try:
             with contextlib.suppress(FileNotFoundError):
-                os.rename(target, Path(away) / "old")
-            os.rename(made, target)
+                target.rename(Path(away) / "old")
+            made.rename(target)
         except OSError as error:
             if not _is_current(target, files):
                 raise LoadError(f"cannot write {target} ({error.strerror or error}): remove it") from None

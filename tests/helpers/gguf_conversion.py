@@ -182,7 +182,9 @@ def tensors_of(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, n
             data = data + 1.0
         if name in _REORDERED and (found := re.search(r"\.([qk])_proj\.", full)):
             heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
-            data = data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+            data = (
+                data.reshape(heads, 2, data.shape[0] // heads // 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+            )
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", full)
         if layer:
             yield f"blk.{layer[1]}.{names[layer[2]]}.{layer[3]}", data.contiguous().numpy()
@@ -215,3 +217,18 @@ def _factors(config: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
             smooth = (old / wavelength - low) / (high - low)
             factors.append(float(1 / ((1 - smooth) / rope["factor"] + smooth)))
     yield "rope_freqs.weight", np.array(factors, dtype=np.float32)
+
+
+def byte_vocabulary(words: tuple[str, ...] = ("▁a", "▁b")) -> Metadata:
+    """The tokenizer of a file of SentencePiece's kind: three special tokens, every byte, and a few words."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(words))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(words),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    }

@@ -140,9 +140,13 @@ def find_architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
     """The name and the entry. Raises LoadError that says what the file is and what to do."""
     kind, name = metadata.get("general.type", "model"), metadata.get("general.architecture")
     if kind == "adapter":
-        raise LoadError("holds an adapter (LoRA), not a whole model: give the GGUF file of a model that it is merged into")
+        raise LoadError(
+            "holds an adapter (LoRA), not a whole model: give the GGUF file of a model that it is merged into"
+        )
     if name == "clip" or kind == "mmproj":
-        raise LoadError("holds the part of a model that sees or hears (mmproj): give the GGUF file of the language model")
+        raise LoadError(
+            "holds the part of a model that sees or hears (mmproj): give the GGUF file of the language model"
+        )
     if name == "imatrix" or kind == "imatrix":
         raise LoadError("holds an importance matrix, not a model: give the GGUF file of the model")
     if not isinstance(name, str):

@@ -95,4 +95,6 @@ def _check_split(headers: Sequence[GGUFHeader]) -> None:
             )
     total, found = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
     if len(headers) > 1 and total is not None and total != found:
-        raise LoadError(f"{headers[0].path} announces {total} tensors, its parts hold {found}: download the files again")
+        raise LoadError(
+            f"{headers[0].path} announces {total} tensors, its parts hold {found}: download the files again"
+        )

@@ -72,7 +72,9 @@ class ArchitectureKeys:
         if not isinstance(value, list):
             return value
         if not value or any(one != value[0] for one in value):
-            raise LoadError(f"{self.key(name)} differs from layer to layer, which is not supported: choose another model")
+            raise LoadError(
+                f"{self.key(name)} differs from layer to layer, which is not supported: choose another model"
+            )
         return value[0]
 
 

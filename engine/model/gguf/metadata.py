@@ -47,13 +47,6 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 # Every other key below these must be understood: it would most likely change what is computed.
 _MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "attn_", "final_", "router_", "swin_", "altup.", "activation")
 
-# Ends of a turn by their text: many files name only the end of a document as eos. The same list as in llama.cpp.
-_ENDS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] "
-    "<|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜>".split()
-)
-_SPECIAL = (3, 4)  # types of tokens: control, and defined by the user
-
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -85,7 +78,9 @@ def read_facts(
     config |= _token_ids(metadata)
     config |= {keys.key(key): shown(keys.raw(key)) for key in left}
     generation = {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
-    return ModelFacts(architecture, family, {k: v for k, v in config.items() if v is not None or k == "sliding_window"}, generation)
+    return ModelFacts(
+        architecture, family, {k: v for k, v in config.items() if v is not None or k == "sliding_window"}, generation
+    )
 
 
 def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor) -> dict[str, Any]:
@@ -100,7 +95,9 @@ def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor) -> dict[str, Any]:
         raise LoadError(f"tensor {EMBEDDING} has the shape {list(embedding.shape)}, [tokens, {hidden}] is expected")
     epsilon = keys.number("attention.layer_norm_rms_epsilon")
     if epsilon is None:
-        raise LoadError(f"{keys.key('attention.layer_norm_rms_epsilon')} is missing: get another conversion of the model")
+        raise LoadError(
+            f"{keys.key('attention.layer_norm_rms_epsilon')} is missing: get another conversion of the model"
+        )
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -193,11 +190,6 @@ def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
 
 
 def _ends(metadata: Mapping[str, Any]) -> list[int]:
-    """Every token that ends an answer: end of text, of a turn, of a message."""
-    named = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(types, list):
-        named += [
-            i for i, (text, kind) in enumerate(zip(tokens, types, strict=False)) if kind in _SPECIAL and text in _ENDS
-        ]
+    """The tokens that the file names as ends: of a text, of a turn, of a message."""
+    named = (_token_id(metadata, name) for name in ("eos", "eot", "eom"))
     return list(dict.fromkeys(one for one in named if one is not None))

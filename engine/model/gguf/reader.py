@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,9 +60,7 @@ def read_header(path: Path) -> GGUFHeader:
             start = file.read(_HEADER.size)
         _check_start(path, start)
         reader = _CheckedReader(path, size)
-        metadata = {
-            name: _value(value) for name, value in reader.fields.items() if not name.startswith("GGUF.")
-        }
+        metadata = {name: _value(value) for name, value in reader.fields.items() if not name.startswith("GGUF.")}
         tensors = {
             tensor.name: GGUFTensor(
                 tensor.tensor_type.name,
@@ -87,7 +86,9 @@ def read_floats(path: Path, tensor: GGUFTensor, label: str) -> tuple[float, ...]
     code = {"F64": "d", "F32": "f", "F16": "e"}.get(tensor.type)
     count = prod(tensor.shape)
     if code is None or not 0 < count <= _MOST_FLOATS:
-        raise LoadError(f"{path}: tensor {label} is {count} numbers of type {tensor.type}: a few floats are expected there")
+        raise LoadError(
+            f"{path}: tensor {label} is {count} numbers of type {tensor.type}: a few floats are expected there"
+        )
     try:
         with path.open("rb") as file:
             file.seek(tensor.begin)
@@ -105,7 +106,9 @@ def _check_start(path: Path, start: bytes) -> None:
     if version & 0xFFFF == 0:
         raise LoadError(f"{path} is a big-endian GGUF file: get a little-endian one, as nearly all are")
     if version not in _VERSIONS:
-        raise LoadError(f"{path} is GGUF version {version}, read are {' and '.join(map(str, _VERSIONS))}: get a newer file")
+        raise LoadError(
+            f"{path} is GGUF version {version}, read are {' and '.join(map(str, _VERSIONS))}: get a newer file"
+        )
     if keys > _MOST_KEYS or tensors > _MOST_TENSORS:
         raise LoadError(f"{path} is damaged (it announces {keys} keys and {tensors} tensors): download it again")
 
@@ -171,7 +174,8 @@ class _CheckedReader(GGUFReader):
         self._strings += count
         if self._strings > _MOST_STRINGS:
             self._damaged(f"its arrays hold more than {_MOST_STRINGS} texts")
-        view, size, parts = memoryview(self.data), self._size, []
+        data: Any = self.data
+        view, size, parts = memoryview(data), self._size, []
         read_length = struct.Struct("<Q").unpack_from
         for _ in range(count):
             begin = offset + 8
@@ -224,18 +228,19 @@ class _CheckedReader(GGUFReader):
 
 def _value(field: ReaderField) -> Any:
     """A field as a plain value. Text that is no UTF-8 has its bytes replaced, as a person would see it."""
+    parts: list[Any] = field.parts
     if field.types[0] == GGUFValueType.STRING:
-        return field.parts[-1].tobytes().decode("utf-8", "replace")
+        return parts[-1].tobytes().decode("utf-8", "replace")
     if field.types[0] != GGUFValueType.ARRAY:
-        return field.parts[-1].tolist()[0]
+        return parts[-1].tolist()[0]
     if field.types[-1] == GGUFValueType.STRING:
-        return [str(field.parts[i], "utf-8", "replace") for i in field.data]
-    return field.parts[field.data[0]].tolist()
+        return [str(parts[i], "utf-8", "replace") for i in field.data]
+    return parts[field.data[0]].tolist()
 
 
 def _refuse_overlaps(path: Path, tensors: dict[str, GGUFTensor]) -> None:
     """Tensors that share bytes would let a small file describe a huge model."""
     ordered = sorted(tensors.items(), key=lambda item: item[1].begin)
-    for (_, before), (name, after) in zip(ordered, ordered[1:], strict=False):
+    for (_, before), (name, after) in pairwise(ordered):
         if after.begin < before.end:
             raise LoadError(f"{path} is damaged (tensor {shown_key(name)} lies over another one): download it again")

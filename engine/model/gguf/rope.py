@@ -42,9 +42,13 @@ def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:
     kind = keys.text("rope.scaling.type") or "linear"
     factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
     if kind == "longrope":
-        raise LoadError(f"{keys.key('rope.scaling.type')} is longrope and {LONG_FACTORS} is missing: get another conversion")
+        raise LoadError(
+            f"{keys.key('rope.scaling.type')} is longrope and {LONG_FACTORS} is missing: get another conversion"
+        )
     if kind not in ("none", "linear", "yarn"):
-        raise LoadError(f"{keys.key('rope.scaling.type')} {shown(kind)} is not known: none, linear, yarn and longrope are")
+        raise LoadError(
+            f"{keys.key('rope.scaling.type')} {shown(kind)} is not known: none, linear, yarn and longrope are"
+        )
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}
     if kind == "linear":
@@ -65,7 +69,9 @@ def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:
         found["llama_4_scaling_beta"] = temperature
     given = keys.number("rope.scaling.attn_factor")  # on top of YaRN's own
     if given is not None and given != 1.0:
-        own = found["attention_factor"] or frequencies.yarn_attention_factor(factor, found.get("mscale"), all_dimensions)
+        own = found["attention_factor"] or frequencies.yarn_attention_factor(
+            factor, found.get("mscale"), all_dimensions
+        )
         found["attention_factor"] = own * given
     return {key: value for key, value in found.items() if value is not None}
 
@@ -77,7 +83,9 @@ def _by_factors(
         _refuse_scaling(keys, FACTORS)
         return _as_llama3(factors[FACTORS], theta, rotary_dim) or _as_divisors(factors[FACTORS], trained_len)
     if len(factors) != 2:
-        raise LoadError(f"{LONG_FACTORS} and {SHORT_FACTORS} belong together, and one is missing: get another conversion")
+        raise LoadError(
+            f"{LONG_FACTORS} and {SHORT_FACTORS} belong together, and one is missing: get another conversion"
+        )
     _refuse_scaling(keys, LONG_FACTORS)
     found: dict[str, Any] = {
         "rope_type": "longrope",
@@ -97,7 +105,9 @@ def _refuse_scaling(keys: ArchitectureKeys, tensor: str) -> None:
     """Factors per frequency beside a scaling by keys: which comes first is said nowhere."""
     kind = keys.text("rope.scaling.type")
     if kind in ("linear", "yarn") and (keys.number("rope.scaling.factor") or 1.0) != 1.0:
-        raise LoadError(f"{keys.key('rope.scaling.type')} is {kind} and there is {tensor} as well: get another conversion")
+        raise LoadError(
+            f"{keys.key('rope.scaling.type')} is {kind} and there is {tensor} as well: get another conversion"
+        )
 
 
 def _as_llama3(factors: tuple[float, ...], theta: float, rotary_dim: int) -> dict[str, Any] | None:

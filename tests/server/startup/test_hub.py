@@ -118,7 +118,21 @@ def test_an_interrupted_download_is_not_used(home):
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret", "/does/not/exist", "a/b/c", "org/../x", "", "org/name@../../x", "-x", "a b", "x\n"]
+    "name",
+    [
+        "../secret",
+        "/does/not/exist",
+        "a/b/c",
+        "org/../x",
+        "",
+        "org/name@../../x",
+        "-x",
+        "a b",
+        "x\n",
+        "a/b:",
+        "a/b:../x",
+        "a:b:c",
+    ],
 )
 def test_what_is_neither_path_nor_id(home, name):
     message = one_line(name)
@@ -152,6 +166,7 @@ def test_download(home, monkeypatch):
         return str(target)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["config.json", "README.md"])
     assert "no config.json" in one_line("org/name")
     (target / "config.json").write_text("{}")
     assert hub.resolve_model("org/name@v2") == target
@@ -160,6 +175,111 @@ def test_download(home, monkeypatch):
         pattern.endswith((".bin", ".pth", ".py", "*")) and pattern != "tokenizer*"
         for pattern in asked["allow_patterns"]
     )
+
+
+@pytest.fixture
+def derived(monkeypatch) -> list[Path]:
+    """The GGUF files that were asked for; nothing is read of them."""
+    asked: list[Path] = []
+
+    def derive(path: Path) -> Path:
+        asked.append(path)
+        return path.parent
+
+    monkeypatch.setattr(hub, "derive_directory", derive)
+    return asked
+
+
+REPO = (
+    "README.md",
+    "name-Q4_0.gguf",
+    "name-Q4_K_M.gguf",
+    "name-IQ4_XS.gguf",
+    "name-BF16.gguf",
+    "mmproj-F16.gguf",
+    "Q8_0/name-Q8_0-00001-of-00002.gguf",
+    "Q8_0/name-Q8_0-00002-of-00002.gguf",
+)
+
+
+def fill(snapshot: Path, *files: str) -> None:
+    for name in files:
+        (snapshot / name).parent.mkdir(exist_ok=True)
+        (snapshot / name).touch()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "file"),
+    [
+        ("Q4_K_M", "name-Q4_K_M.gguf"),
+        ("q4_k_m", "name-Q4_K_M.gguf"),
+        ("bf16", "name-BF16.gguf"),
+        ("name-Q4_0.gguf", "name-Q4_0.gguf"),
+        ("Q8_0", "Q8_0/name-Q8_0-00001-of-00002.gguf"),
+        ("name-q8_0-00002-of-00002.gguf", "Q8_0/name-Q8_0-00001-of-00002.gguf"),
+        ("Q8_0/name-Q8_0-00001-of-00002.gguf", "Q8_0/name-Q8_0-00001-of-00002.gguf"),
+    ],
+)
+def test_a_gguf_of_a_cached_repository(home, derived, wanted, file):
+    snapshot = cache_model(home / "hf" / "hub", "org/name", files=())
+    fill(snapshot, *REPO)
+    for name in (f"org/name:{wanted}", f"org/name@{COMMIT}:{wanted}"):
+        hub.resolve_model(name)
+    assert derived == [snapshot / file] * 2
+
+
+def test_a_cached_repository_of_ggufs_without_saying_which(home, derived):
+    snapshot = cache_model(home / "hf" / "hub", "org/name", files=("config.json",))
+    fill(snapshot, "name-Q4_0.gguf")
+    hub.resolve_model("org/name")
+    assert derived == [snapshot / "name-Q4_0.gguf"]
+    fill(snapshot, *REPO)
+    assert one_line("org/name") == (
+        "org/name holds several GGUF files (Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M): name one, such as org/name:Q8_0"
+    )
+
+
+@pytest.mark.parametrize(("cached", "wanted"), [(REPO, "Q6_K"), (REPO[:-1], "Q8_0"), ((), "Q4_0")])
+def test_what_the_cache_has_not_whole_is_asked_for(home, derived, cached, wanted):
+    fill(cache_model(home / "hf" / "hub", "org/name", files=()), *cached)
+    assert "cannot be reached" in one_line(f"org/name:{wanted}") and not derived
+
+
+def test_download_of_a_gguf(home, derived, monkeypatch):
+    """That file with its parts, and nothing else."""
+    monkeypatch.setattr(httpx, "head", lambda *args, **options: None)
+    asked = []
+
+    def download(repo, **options):
+        asked.append((repo, options["revision"], options["allow_patterns"]))
+        return str(home / "snapshot")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: list(REPO))
+    hub.resolve_model("org/name@v2:q4_k_m")
+    hub.resolve_model("org/name:Q8_0")
+    assert asked == [("org/name", "v2", ["name-Q4_K_M.gguf"]), ("org/name", "main", list(REPO[-2:]))]
+    assert derived == [home / "snapshot" / "name-Q4_K_M.gguf", home / "snapshot" / REPO[-2]]
+    assert "org/name has no GGUF file Q6_K: there are Q8_0, BF16, IQ4_XS, Q4_0, Q4_K_M" in one_line("org/name:Q6_K")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: list(REPO[:-1]))
+    assert "no Q8_0/name-Q8_0-00002-of-00002.gguf, a part of" in one_line("org/name:Q8_0")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["a-Q4_0.gguf", "b-Q4_0.gguf"])
+    assert "several GGUF files Q4_0 (a-Q4_0.gguf, b-Q4_0.gguf): name one, such as org/name:a-Q" in one_line(
+        "org/name:Q4_0"
+    )
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["model.safetensors"])
+    assert "holds no GGUF file" in one_line("org/name:Q4_0")
+
+
+def test_download_of_a_repository_of_ggufs(home, derived, monkeypatch):
+    monkeypatch.setattr(httpx, "head", lambda *args, **options: None)
+    (home / "snapshot").mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **options: str(home / "snapshot"))
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: list(REPO))
+    assert "name one, such as org/name:Q8_0" in one_line("org/name")
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repo, revision: ["only-Q4_0.gguf", "mmproj.gguf"])
+    hub.resolve_model("org/name")
+    assert derived == [home / "snapshot" / "only-Q4_0.gguf"]
 
 
 @pytest.mark.parametrize(("error", "says"), [(OSError("disk\nfull"), "disk full"), (GatedRepoError, "HF_TOKEN")])

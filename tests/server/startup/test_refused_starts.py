@@ -109,7 +109,7 @@ QUANTIZED = r"this checkpoint is quantized \({}\).*unquantized one.*--quantizati
 DIRECTORIES = {
     "pickle": (without_weights("pytorch_model.bin"), r"holds pytorch_model\.bin.*safetensors.*python -c \"from transformers"),
     "checkpoint": (without_weights("model.pt"), r"holds model\.pt.*python -c"),
-    "gguf": (without_weights("x-Q4_K_M.gguf"), r"x-Q4_K_M\.gguf is a GGUF file.*original Hugging Face model.*--quantization"),
+    "gguf": (without_weights("x-Q4_K_M.gguf"), r"x-Q4_K_M\.gguf is no GGUF file .*download it again"),
     "adapter": (adapter, r"is a LoRA adapter of base model org/base.*merge.*python -c .*merge_and_unload"),
     "original": (original_format, r"consolidated\.00\.pth, the original format of Meta or Mistral: give the Hugging Face"),
     "onnx": (without_weights("onnx/model.onnx"), r"weights for ONNX .*safetensors"),
@@ -151,10 +151,10 @@ def test_a_directory_that_cannot_be_served(case: str, model: Path) -> None:
 def test_a_file_in_place_of_a_directory(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     said = refusal(tmp_path / name)
-    assert ("is a GGUF file" in said) if name.endswith("gguf") else (f"give its directory, {tmp_path}," in said)
+    assert ("is no GGUF file" in said) if name.endswith("gguf") else (f"give its directory, {tmp_path}," in said)
 
 
-@pytest.mark.parametrize(("file", "says"), [("q.gguf", "is a GGUF file"), ("pytorch_model.bin", "name-safetensors")])
+@pytest.mark.parametrize(("file", "says"), [("q.gguf", "is no GGUF file"), ("pytorch_model.bin", "name-safetensors")])
 def test_a_hub_id_of_which_the_cache_holds_something_else(file: str, says: str, tmp_path: Path) -> None:
     storage = tmp_path / "hub" / "models--org--name"
     snapshot = storage / "snapshots" / "0123"

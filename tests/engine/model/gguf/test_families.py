@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from tests.helpers.gguf_conversion import ARCHITECTURES, convert, write
 from tests.helpers.tiny_models import FAMILIES, make_model
-
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.gguf.architectures import ARCHITECTURES as READ
@@ -133,9 +133,7 @@ def test_the_spec_is_that_of_the_original(converted: tuple[Path, GGUFDescription
 def test_the_rotation_is_that_of_the_original(converted: tuple[Path, GGUFDescription]) -> None:
     wanted, spec = specs(*converted)
     for length in (1, 200, 100_000):
-        pairs = zip(
-            frequencies(spec.rotary_groups, length), frequencies(wanted.rotary_groups, length), strict=True
-        )
+        pairs = zip(frequencies(spec.rotary_groups, length), frequencies(wanted.rotary_groups, length), strict=True)
         for (ours, our_scale), (theirs, their_scale) in pairs:
             np.testing.assert_allclose(ours, theirs, rtol=1e-7)
             assert our_scale == pytest.approx(their_scale, rel=1e-7)
@@ -229,19 +227,16 @@ def test_fused_rows_are_cut(llama: Parts) -> None:
 
 
 def test_tokens_that_end_an_answer(llama: Parts) -> None:
-    """Those that are named, and those of a chat that are known by their text and are no ordinary text."""
     metadata, tensors, file = llama
-    texts = ["a", "<|end|>", "</s>", "<|im_end|>", "<|eot_id|>", "b", "<|end|>x"]
-    tokenizer = {
-        "tokenizer.ggml.tokens": texts,
-        "tokenizer.ggml.token_type": [1, 1, 3, 3, 4, 1, 3],
+    ends = {
         "tokenizer.ggml.eot_token_id": 5,
+        "tokenizer.ggml.eom_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 2**32 - 1,
     }
-    write(file, {**metadata, **tokenizer}, tensors)
+    write(file, {**metadata, **ends}, tensors)
     described = describe_gguf([file])
-    assert described.generation == {"eos_token_id": [2, 5, 3, 4]}
-    assert described.metadata["tokenizer.ggml.tokens"] == texts
-    assert read_spec(described.config, described.generation).eos_token_ids == (2, 5, 3, 4)
+    assert described.generation == {"eos_token_id": [2, 5]} and "pad_token_id" not in described.config
+    assert read_spec(described.config, described.generation).eos_token_ids == (2, 5)
 
 
 def test_keys_that_nobody_knows_are_told(llama: Parts) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.helpers.gguf_conversion import metadata_of, tensors_of, write
 from tests.helpers.tiny_models import make_model
-
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.description import describe_gguf
 from windlass.engine.model.gguf.reader import read_header
@@ -25,7 +25,9 @@ _MOST_MEMORY = 64 << 20  # bytes; what a file of a few kilobytes may make the re
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A small whole file, with every kind of value before its tensors."""
     directory = tmp_path_factory.mktemp("whole")
-    source = make_model("llama", directory / "hf", num_hidden_layers=1, hidden_size=16, intermediate_size=8, vocab_size=8)
+    source = make_model(
+        "llama", directory / "hf", num_hidden_layers=1, hidden_size=16, intermediate_size=8, vocab_size=8
+    )
     config = json.loads((source / "config.json").read_text())
     metadata = {
         **metadata_of(config),
@@ -81,7 +83,9 @@ def test_changed_bytes(whole: bytes, tmp_path: Path) -> None:
             if kind == 0:
                 data[place] = draw.randrange(256)
             elif kind == 1:
-                data[place : place + 8] = struct.pack("<Q", draw.choice((0, 2**63, 2**64 - 1, 10**18, 2**32, len(data))))
+                data[place : place + 8] = struct.pack(
+                    "<Q", draw.choice((0, 2**63, 2**64 - 1, 10**18, 2**32, len(data)))
+                )
             else:
                 data[place : place + 4] = struct.pack("<I", draw.randrange(20))
         refusal(bytes(data), tmp_path)
@@ -91,7 +95,9 @@ def text(value: bytes) -> bytes:
     return struct.pack("<Q", len(value)) + value
 
 
-def made(*keys: bytes, tensors: tuple[bytes, ...] = (), counts: tuple[int, int] | None = None, version: int = 3) -> bytes:
+def made(
+    *keys: bytes, tensors: tuple[bytes, ...] = (), counts: tuple[int, int] | None = None, version: int = 3
+) -> bytes:
     """A file of these keys and descriptions of tensors, and a little data behind them."""
     found = counts or (len(tensors), len(keys))
     head = struct.pack("<4sIQQ", b"GGUF", version, *found) + b"".join(keys) + b"".join(tensors)
