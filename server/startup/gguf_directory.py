@@ -23,6 +23,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.split_files import find_parts, model_stem
 
 INDEX = "gguf.json"
+_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _MADE_BY = 1  # counted up when newer code would derive something else from the same file
 _MAGIC = b"GGUF"
 _LONGEST_STEM = 120
@@ -85,15 +86,20 @@ def source_stem(directory: Path) -> str | None:
 
 def _fill(directory: Path, parts: Sequence[Path]) -> None:
     """Write every file. A disk that is full is the person's to know of."""
-    from windlass.engine.model.gguf.description import describe_gguf  # here: it imports numpy and gguf
+    from windlass.engine.model.gguf.description import describe_gguf  # here: they import numpy, gguf and tokenizers
+    from windlass.server.text.gguf.tokenizer_files import tokenizer_files
 
     found = describe_gguf(parts)
+    tokenizer = tokenizer_files(found.metadata, str(parts[0]))
+    for notice in tokenizer.notices:
+        say(f"notice: {notice}")
     texts = {
         "config.json": json.dumps(found.config, indent=2),
+        "generation_config.json": json.dumps(found.generation, indent=2),
+        "tokenizer.json": tokenizer.tokenizer,
+        "tokenizer_config.json": tokenizer.config,
         INDEX: json.dumps(found.index),
     }
-    if found.generation:
-        texts["generation_config.json"] = json.dumps(found.generation, indent=2)
     try:
         for name, text in texts.items():
             (directory / name).write_text(text, encoding="utf-8")
@@ -131,7 +137,7 @@ def _remove_older(target: Path, files: Sequence[dict[str, Any]]) -> None:
 
 def _is_current(directory: Path, files: Sequence[dict[str, Any]]) -> bool:
     return (_read_index(directory) or {}).get("files") == list(files) and all(
-        (directory / name).is_file() for name in ("config.json",)
+        (directory / name).is_file() for name in _FILES
     )
 
 

@@ -47,6 +47,14 @@ _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
 # Every other key below these must be understood: it would most likely change what is computed.
 _MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "attn_", "final_", "router_", "swin_", "altup.", "activation")
 
+# Ends of an answer that are known by their text: many files name only the end of a document. The same list as llama.cpp's.
+_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] "
+    "<|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜>".split()
+)
+_SPECIAL = (3, 4)  # types of tokens: control, and defined by the user
+_SENTENCE_PIECE_END = 2  # of a vocabulary of that kind which names none
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -190,6 +198,12 @@ def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
 
 
 def _ends(metadata: Mapping[str, Any]) -> list[int]:
-    """The tokens that the file names as ends: of a text, of a turn, of a message."""
-    named = (_token_id(metadata, name) for name in ("eos", "eot", "eom"))
+    """The tokens that end an answer: those that the file names as the end of a text, a turn or a message, and known ones."""
+    named = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    if named[0] is None and metadata.get("tokenizer.ggml.model") == "llama":
+        named[0] = _SENTENCE_PIECE_END
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, list):
+        pairs = enumerate(zip(tokens, types, strict=False))
+        named += [i for i, (text, kind) in pairs if kind in _SPECIAL and text in _ENDS]
     return list(dict.fromkeys(one for one in named if one is not None))

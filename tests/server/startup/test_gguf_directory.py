@@ -20,7 +20,7 @@ from windlass.server.startup.gguf_directory import derive_directory, source_stem
 from windlass.server.startup.hub import resolve_model
 from windlass.server.startup.launch import model_name
 
-FILES = {"config.json", "generation_config.json", "gguf.json"}
+FILES = {"config.json", "generation_config.json", "gguf.json", "tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_another_files_stays(file: Path) -> None:
     assert {first, derive_directory(other)} == set(first.parent.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["config.json", "gguf.json", "cut off"])
+@pytest.mark.parametrize("damage", ["config.json", "gguf.json", "tokenizer.json", "cut off"])
 def test_a_damaged_one_is_made_again(damage: str, file: Path) -> None:
     made = derive_directory(file)
     whole = (made / "config.json").read_bytes()

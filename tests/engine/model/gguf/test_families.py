@@ -239,6 +239,21 @@ def test_tokens_that_end_an_answer(llama: Parts) -> None:
     assert read_spec(described.config, described.generation).eos_token_ids == (2, 5)
 
 
+def test_ends_that_are_known_by_their_text(llama: Parts) -> None:
+    """Only where they are no ordinary text; and a vocabulary of SentencePiece has an end of its own."""
+    metadata, tensors, file = llama
+    tokens = {
+        "tokenizer.ggml.tokens": ["a", "<|end|>", "</s>", "<|im_end|>", "<|eot_id|>", "b", "<|end|>x"],
+        "tokenizer.ggml.token_type": [1, 1, 3, 3, 4, 1, 3],
+    }
+    write(file, {**metadata, **tokens}, tensors)
+    assert describe_gguf([file]).generation == {"eos_token_id": [2, 3, 4]}
+    write(file, {**metadata, **tokens, "tokenizer.ggml.eos_token_id": None}, tensors)
+    assert describe_gguf([file]).generation == {"eos_token_id": [3, 4]}
+    write(file, {**metadata, "tokenizer.ggml.model": "llama", "tokenizer.ggml.eos_token_id": None}, tensors)
+    assert describe_gguf([file]).generation == {"eos_token_id": [2]}
+
+
 def test_keys_that_nobody_knows_are_told(llama: Parts) -> None:
     metadata, tensors, file = llama
     write(file, {**metadata, "llama.mood": "cheerful", "llama.attention.max_alibi_bias": 0.0}, tensors)
