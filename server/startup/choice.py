@@ -30,7 +30,8 @@ def choose_model(given: str | None) -> tuple[str, Path]:
 
 
 def _name_of(given: str, path: Path) -> str:
-    """A hub id or a known name as given, since the directory behind it is named by a hash; else that of the directory or GGUF file."""
+    """A hub id or a known name as given, since the directory behind it is named by a hash; else that of the directory
+    or the GGUF file."""
     local = Path(given).expanduser()
     if not local.exists():
         return given

@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from helpers.gguf_conversion import byte_vocabulary, convert, metadata_of, tensors_of, write
+from helpers.tiny_models import make_model
 
-from tests.helpers.gguf_conversion import byte_vocabulary, convert, metadata_of, tensors_of, write
-from tests.helpers.tiny_models import make_model
 from windlass.engine.errors import LoadError
 from windlass.server.startup import gguf_directory
+from windlass.server.startup.choice import choose_model
 from windlass.server.startup.gguf_directory import derive_directory, source_stem
 from windlass.server.startup.hub import resolve_model
-from windlass.server.startup.launch import model_name
 
 FILES = {"config.json", "generation_config.json", "gguf.json", "tokenizer.json", "tokenizer_config.json"}
 
@@ -56,11 +56,11 @@ def test_made_once(file: Path, tmp_path: Path) -> None:
     made = resolve_model(str(file))
     assert made.parent == tmp_path / "cache" / "windlass" / "gguf" and made.name.startswith("tiny-Q8_0-")
     assert {path.name for path in made.iterdir()} == FILES and list(made.parent.iterdir()) == [made]
-    assert model_name(str(file), made) == source_stem(made) == "tiny-Q8_0"
+    assert choose_model(str(file)) == ("tiny-Q8_0", made) and source_stem(made) == "tiny-Q8_0"
     before = {path: path.stat().st_mtime_ns for path in made.iterdir()}
     assert resolve_model(str(file)) == resolve_model(str(file.parent)) == made
     assert {path: path.stat().st_mtime_ns for path in made.iterdir()} == before
-    assert model_name(str(file.parent), made) == "tiny-Q8_0"
+    assert choose_model(str(file.parent)) == ("tiny-Q8_0", made)
 
 
 def test_a_later_start_imports_neither_numpy_nor_gguf(file: Path) -> None:

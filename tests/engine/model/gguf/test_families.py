@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.gguf_conversion import ARCHITECTURES, convert, write
+from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file
 
-from tests.helpers.gguf_conversion import ARCHITECTURES, convert, write
-from tests.helpers.tiny_models import FAMILIES, make_model
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.gguf.architectures import ARCHITECTURES as READ
@@ -171,7 +171,7 @@ def rope_of(metadata: dict[str, Any], tensors: dict[str, np.ndarray], file: Path
 
 @pytest.fixture
 def llama(tmp_path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], Path]:
-    from tests.helpers.gguf_conversion import metadata_of, tensors_of
+    from helpers.gguf_conversion import metadata_of, tensors_of
 
     source = make_model("llama", tmp_path / "hf", num_hidden_layers=1)
     config = json.loads((source / "config.json").read_text())

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.gguf_conversion import metadata_of, tensors_of, write
+from helpers.tiny_models import make_model
 
-from tests.helpers.gguf_conversion import metadata_of, tensors_of, write
-from tests.helpers.tiny_models import make_model
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.description import describe_gguf
 from windlass.engine.model.gguf.reader import read_header
