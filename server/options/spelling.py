@@ -29,7 +29,7 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A name that `windlass models` lists, a directory of a Hugging Face model, or a hub id such as "
+        help="A name that `windlass models` lists, a directory of a Hugging Face model, a GGUF file, or a hub id such as "
         "Qwen/Qwen3-0.6B. Default: smollm2, downloaded the first time; where that cannot be had, the bundled model.",
         envvar="WINDLASS_MODEL",
         show_default=False,
@@ -37,7 +37,9 @@ ModelArgument = Annotated[
 ]
 ModelOption = Annotated[
     str | None,
-    option("--model", help="A known name, a directory or a hub id. Default: smollm2, else the bundled model."),
+    option(
+        "--model", help="A known name, a directory, a GGUF file or a hub id. Default: smollm2, else the bundled model."
+    ),
 ]
 
 

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -21,9 +20,11 @@ from typing import Any
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.split_files import find_parts, model_stem
+from windlass.server.startup.catalogue.folder import cache_folder
 
 INDEX = "gguf.json"
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_FOLDER = "gguf"
 _MADE_BY = 1  # counted up when newer code would derive something else from the same file
 _MAGIC = b"GGUF"
 _LONGEST_STEM = 120
@@ -52,14 +53,14 @@ def derive_directory(path: Path) -> Path:
         raise LoadError(f"cannot read {path}: {error.strerror or error}") from None
     name = f"{model_stem(path.name)[:_LONGEST_STEM]}-{_digest(files)}"
     try:
-        target = cache_directory() / name
+        target = cache_folder() / _FOLDER / name
         if _is_current(target, files):
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
         reason = getattr(error, "strerror", None) or error
-        say(f"notice: what is derived from {path.name} cannot be kept for later starts ({reason}): set XDG_CACHE_HOME")
+        say(f"notice: what is derived from {path.name} cannot be kept for later starts ({reason}): set WINDLASS_CACHE")
         made = Path(tempfile.mkdtemp(prefix="windlass-gguf-"))
         atexit.register(shutil.rmtree, made, ignore_errors=True)
         _fill(made, parts)
@@ -71,11 +72,6 @@ def derive_directory(path: Path) -> Path:
         shutil.rmtree(made, ignore_errors=True)
     _remove_older(target, files)
     return target
-
-
-def cache_directory() -> Path:
-    """Where derived directories are kept: windlass/gguf in XDG_CACHE_HOME, else in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "windlass" / "gguf"
 
 
 def source_stem(directory: Path) -> str | None:

@@ -30,6 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def file(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("WINDLASS_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "models").mkdir()
     return convert(source, tmp_path / "models" / "tiny-Q8_0.gguf", kind="Q8_0", tokenizer=byte_vocabulary())
@@ -124,7 +125,7 @@ def test_where_nothing_can_be_kept(file: Path, tmp_path: Path, monkeypatch: pyte
     made = derive_directory(file)
     assert {path.name for path in made.iterdir()} == FILES and removed == [made]
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "cannot be kept" in said and "XDG_CACHE_HOME" in said
+    assert said.count("\n") == 1 and "cannot be kept" in said and "WINDLASS_CACHE" in said
     shutil.rmtree(made)
 
 
