@@ -47,8 +47,13 @@ class Question:
     answer: tuple[int, ...]
 
 
-def hide(tokenizer: Tokenizer, text: str, length: int, seed: int, every: int) -> tuple[list[int], list[Question]]:
-    """The text with notes and questions, and where these are. every: tokens of text between two insertions."""
+def hide(
+    tokenizer: Tokenizer, text: str, length: int, seed: int, every: int, pool: int = 10
+) -> tuple[list[int], list[Question]]:
+    """The text with notes and questions, and where these are. every: tokens of text between two insertions.
+
+    pool: notes that wait before the first is asked for.
+    """
     chance = random.Random(seed)
 
     def encode(piece: str) -> list[int]:
@@ -67,7 +72,7 @@ def hide(tokenizer: Tokenizer, text: str, length: int, seed: int, every: int) ->
             continue
         since = 0
         old = [note for note in notes if len(ids) - note[2] >= every]
-        if old and (len(notes) >= 10 or not names):
+        if old and (len(notes) >= pool or not names):
             note = chance.choice(old)
             notes.remove(note)
             ids += encode(f"The secret number of {note[0]} is")
@@ -100,7 +105,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     scalings = [{"rope_type": "default"}, *map(json.loads, options.scaling)]
     found = []
     for index, file in enumerate(find_files(options.text)):
-        ids, questions = hide(tokenizer, read_text(file), options.max_len, options.seed + index, options.every)
+        ids, questions = hide(
+            tokenizer, read_text(file), options.max_len, options.seed + index, options.every, options.pool
+        )
         if len(ids) <= options.max_len:
             raise SystemExit(f"{file} is shorter than {options.max_len} tokens")
         for scaling in scalings:
@@ -153,6 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--scaling", action="append", default=[], help="rotary scaling, as JSON; no scaling is always read"
     )
+    parser.add_argument("--pool", type=int, default=10, help="notes that wait before the first question")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="write every answer as JSON")
     options = parser.parse_args()
