@@ -1,0 +1,116 @@
+"""How the weights of a quantized checkpoint are stored, as config.json tells.
+
+Responsible for the methods that are read: GPTQ, AWQ, compressed-tensors and FP8. What the remaining ones are called is the
+business of `unsupported`. Sizes of groups and numbers of bits are taken from the shapes of the tensors wherever those tell,
+since a checkpoint may mix them; this is what they do not tell. Opens no file and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from windlass.engine.model.config_json.values import Config
+
+Method = Literal["GPTQ", "AWQ", "compressed-tensors", "FP8"]
+
+_METHODS: dict[str, Method] = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "compressed-tensors": "compressed-tensors",
+    "fp8": "FP8",
+    "fbgemm_fp8": "FP8",
+}
+_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantization:
+    """What must be known of a checkpoint beside its tensors.
+
+    group_size: of GPTQ and AWQ, None: one group a row. zeros_less_one: zero points are stored minus one (GPTQ's first format).
+    block: rows and columns that share a scale, where weights of 8-bit floating point have blocks.
+    unread: what keeps it from being read, in a few words; None where nothing does.
+    """
+
+    method: Method
+    group_size: int | None = None
+    zeros_less_one: bool = False
+    block: tuple[int, int] | None = None
+    unread: str | None = None
+
+
+def read_quantization(config: Config) -> StoredQuantization | None:
+    """What config.json tells of a quantized checkpoint; None for one that is not quantized, or by a method that is not read."""
+    for key in ("quantization_config", "compression_config"):
+        found = config.get(key)
+        if isinstance(found, Mapping):
+            method = _METHODS.get(str(found.get("quant_method")).lower())
+            if method is not None:
+                return _READERS[method](found)
+    return None
+
+
+def _gptq(found: Config) -> StoredQuantization:
+    form = str(found.get("checkpoint_format") or found.get("format") or "gptq").lower()
+    bits, packed = found.get("bits"), str(found.get("pack_dtype") or "int32")
+    unread = None
+    if form not in ("gptq", "gptq_v2") or found.get("is_marlin_format") is True:
+        unread = f"format {'marlin' if found.get('is_marlin_format') is True else form}"
+    elif bits is not None and bits not in (2, 3, 4, 8):
+        unread = f"{bits} bits"
+    elif packed.removeprefix("torch.") != "int32":
+        unread = f"packed into {packed}"
+    return StoredQuantization("GPTQ", _group_size(found), zeros_less_one=form == "gptq", unread=unread)
+
+
+def _awq(found: Config) -> StoredQuantization:
+    form = str(found.get("version") or found.get("checkpoint_format") or found.get("format") or "gemm").lower()
+    bits = found.get("bits", found.get("w_bit", 4))
+    unread = f"version {form}" if form != "gemm" else f"{bits} bits" if bits != 4 else None
+    return StoredQuantization("AWQ", _group_size(found), unread=unread)
+
+
+def _compressed(found: Config) -> StoredQuantization:
+    groups = found.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group["weights"] for group in groups if isinstance(group, Mapping) and _is_object(group.get("weights"))]
+    forms = [found.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
+    unread = None
+    if other := [form for form in forms if form is not None and form not in _COMPRESSED_FORMATS]:
+        unread = f"format {other[0]}"
+    elif _is_object(found.get("transform_config")) and found["transform_config"].get("config_groups"):
+        unread = "with transforms"
+    elif _is_object(found.get("sparsity_config")) and found["sparsity_config"].get("format", "dense") != "dense":
+        unread = f"sparse, {found['sparsity_config']['format']}"
+    elif found.get("quantization_status", "compressed") != "compressed":
+        unread = f"status {found['quantization_status']}"
+    elif float4 := [w for w in weights if w.get("type") == "float" and w.get("num_bits", 8) != 8]:
+        unread = f"floating point of {float4[0].get('num_bits')} bits"
+    block = next((block for w in weights if (block := _block(w.get("block_structure"))) is not None), None)
+    return StoredQuantization("compressed-tensors", block=block, unread=unread)
+
+
+def _fp8(found: Config) -> StoredQuantization:
+    return StoredQuantization("FP8", block=_block(found.get("weight_block_size")))
+
+
+_READERS = {"GPTQ": _gptq, "AWQ": _awq, "compressed-tensors": _compressed, "FP8": _fp8}
+
+
+def _group_size(found: Config) -> int | None:
+    size = found.get("group_size", found.get("q_group_size"))
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _block(value: Any) -> tuple[int, int] | None:
+    """Rows and columns from [128, 128] or "128x128"; None for anything else."""
+    sides = value.split("x") if isinstance(value, str) else value
+    if not isinstance(sides, list) or len(sides) != 2 or not all(str(side).isdecimal() and int(side) for side in sides):
+        return None
+    return int(sides[0]), int(sides[1])
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping)

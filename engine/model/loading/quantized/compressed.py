@@ -1,0 +1,96 @@
+"""Where compressed-tensors keeps a weight of integers.
+
+Packed: `weight_packed` int32 [rows, columns * bits / 32], codes plus half the range, packed along a row from the lowest bit on;
+`weight_shape`, two integers; `weight_scale` [rows, groups]; perhaps `weight_zero_point` int32 [rows * bits / 32, groups], packed
+down the rows like the codes; and perhaps `weight_g_idx` int32 [columns], the group of every column, or -1: nothing is said.
+Plain: `weight` int8 [rows, columns], `weight_scale` with a number for the tensor, for each row or for each group of one, and
+perhaps `weight_zero_point` int8 of the same shape. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.quantization import StoredQuantization
+from windlass.engine.model.loading.quantized.files import Located, are_halves, counts_up, holds_only, read_integers
+from windlass.engine.model.loading.quantized.floats import describe_floats
+from windlass.engine.model.loading.quantized.plan import QuantizedTensor, choose_storage
+from windlass.engine.model.loading.quantized.shapes import (
+    SCALE_TYPES,
+    WantedTensor,
+    check_shape,
+    code_bits,
+    find,
+    size_of_groups,
+)
+
+
+def describe_compressed(located: Located, wanted: WantedTensor, told: StoredQuantization) -> QuantizedTensor | None:
+    """What a weight is made of; None for one that is not quantized. Raises LoadError."""
+    if f"{wanted.module}.weight_packed" in located:
+        return _packed(located, wanted)
+    stored = located.get(wanted.name)
+    if stored is not None and stored.dtype == "I8":
+        return _plain(located, wanted)
+    return describe_floats(located, wanted, told)
+
+
+def _packed(located: Located, wanted: WantedTensor) -> QuantizedTensor:
+    rows, columns = wanted.rows, wanted.columns
+    codes = find(located, wanted, "weight_packed", ("I32",))
+    scales = find(located, wanted, "weight_scale", SCALE_TYPES)
+    shape = find(located, wanted, "weight_shape", ("I64", "I32"))
+    if read_integers(shape) != (rows, columns):
+        raise LoadError(
+            f"tensor {shape.name!r} says {list(read_integers(shape))} where config.json asks for {[rows, columns]}: take the "
+            "config.json that belongs to the checkpoint"
+        )
+    bits = code_bits(codes, codes.shape[1] if len(codes.shape) == 2 else 0, columns, range(1, 9))
+    check_shape(codes, (rows, -(-columns * bits // 32)))
+    groups = scales.shape[1] if len(scales.shape) == 2 else 1
+    group_size = size_of_groups(scales, groups, columns, None)
+    check_shape(scales, (rows, groups), *([(rows,), (1,), ()] if groups == 1 else []))
+    sources = {"codes": codes.name, "scales": scales.name}
+    symmetric = f"{wanted.module}.weight_zero_point" not in located
+    if not symmetric:
+        zeros = find(located, wanted, "weight_zero_point", ("I32",))
+        check_shape(zeros, (-(-rows * bits // 32), groups))
+        sources["zeros"] = zeros.name
+    ordered = True
+    if f"{wanted.module}.weight_g_idx" in located:
+        order = find(located, wanted, "weight_g_idx", ("I32", "I64"))
+        check_shape(order, (columns,))
+        numbers = read_integers(order)
+        if -1 not in numbers:
+            sources["order"] = order.name
+            ordered = order.dtype == "I32" and counts_up(order, group_size)
+    storage, reason = choose_storage(
+        bits, group_size, columns, symmetric=symmetric, scales_fit=are_halves(scales), ordered=ordered
+    )
+    return QuantizedTensor(
+        wanted.name, rows, columns, "packed", sources, bits, group_size, symmetric=symmetric, storage=storage, reason=reason
+    )
+
+
+def _plain(located: Located, wanted: WantedTensor) -> QuantizedTensor:
+    rows, columns = wanted.rows, wanted.columns
+    codes = find(located, wanted, "weight", ("I8",))
+    check_shape(codes, (rows, columns))
+    scales = find(located, wanted, "weight_scale", SCALE_TYPES)
+    groups = scales.shape[1] if len(scales.shape) == 2 else 1
+    group_size = size_of_groups(scales, groups, columns, None)
+    shapes = [(rows, groups), *([(rows,), (1, 1), (1,), ()] if groups == 1 else [])]
+    check_shape(scales, *shapes)
+    sources = {"codes": codes.name, "scales": scales.name}
+    symmetric = True
+    if f"{wanted.module}.weight_zero_point" in located:
+        zeros = find(located, wanted, "weight_zero_point", ("I8",))
+        check_shape(zeros, *shapes)
+        symmetric = holds_only(zeros, b"\0")
+        if not symmetric:
+            sources["zeros"] = zeros.name
+    storage, reason = choose_storage(
+        8, group_size, columns, symmetric=symmetric, scales_fit=are_halves(scales), ordered=True
+    )
+    return QuantizedTensor(
+        wanted.name, rows, columns, "bytes", sources, 8, group_size, symmetric=symmetric, storage=storage, reason=reason
+    )

@@ -1,0 +1,206 @@
+"""From the bytes of a quantized tensor to blocks as they are stored, or to numbers.
+
+Responsible for the order of bits in every method's words and for the arithmetic of dequantizing. Works on some rows at a time,
+so that a weight is never there several times over. What fits into which form was decided in `plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.quantized.plan import QuantizedTensor
+from windlass.kernels.layouts.forms import FORMS
+
+_ELEMENTS = 4 << 20  # decoded at a time
+_ALIGNED = 32  # rows: whole words of whatever is packed along them
+# Which output of its eight lies i-th in a word of AWQ, from the lowest bits on.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows as `blocks.store` takes them."""
+
+    codes: Tensor
+    scales: Tensor
+    supers: Tensor | None
+
+    def __getitem__(self, rows: Tensor) -> Blocks:
+        """Some of them, in another order."""
+        return Blocks(self.codes[rows], self.scales[rows], None if self.supers is None else self.supers[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """Rows of integers: a number is scales * (codes - zeros), of the group that its column belongs to.
+
+    codes: uint8 (int8 of plain bytes) [R, K]. zeros: int32 [R, G], None: `middle` everywhere. scales: [R, G], as stored.
+    """
+
+    codes: Tensor
+    zeros: Tensor | None
+    middle: int
+    scales: Tensor
+
+
+def decode_blocks(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Iterator[tuple[int, Blocks]]:
+    """Rows of a tensor that has a storage, in its form: (first row, rows), in order. sources: by what they are."""
+    assert tensor.storage is not None
+    for first, integers in _integers(tensor, sources):
+        yield first, _blocks(tensor, integers)
+
+
+def decode_numbers(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Rows of a tensor as float32 [R, K]: (first row, rows), in order. Raises LoadError for columns without a group."""
+    if tensor.packing == "floats":
+        yield from _scaled(tensor, sources)
+        return
+    groups = _group_of_columns(tensor, sources)
+    for first, integers in _integers(tensor, sources):
+        zeros = integers.middle if integers.zeros is None else integers.zeros[:, groups]
+        yield first, (integers.codes.to(torch.int32) - zeros).float() * integers.scales.float()[:, groups]
+
+
+def _group_of_columns(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Tensor:
+    """int64 [K]."""
+    order, groups = sources.get("order"), -(-tensor.columns // tensor.group_size)
+    if order is None:
+        return torch.arange(tensor.columns) // tensor.group_size
+    if not 0 <= int(order.min()) <= int(order.max()) < groups:
+        raise LoadError(
+            f"tensor {tensor.sources['order']!r} names groups outside 0 .. {groups - 1}: the checkpoint is damaged: download "
+            "it again"
+        )
+    return order.long()
+
+
+def _scaled(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    codes, scales = sources["codes"], sources["scales"].float()
+    scales = scales.view(-1, 1) if tensor.block is None else scales
+    height, width = tensor.block or (1, tensor.columns)
+    for first, count in _steps(tensor):
+        rows = torch.arange(first, first + count) // height if scales.shape[0] > 1 else torch.zeros(count, dtype=torch.int64)
+        wide = scales[rows].repeat_interleave(width, dim=1)[:, : tensor.columns]
+        yield first, codes[first : first + count].float() * wide
+
+
+def _steps(tensor: QuantizedTensor) -> Iterator[tuple[int, int]]:
+    step = max(1, _ELEMENTS // tensor.columns // _ALIGNED) * _ALIGNED
+    for first in range(0, tensor.rows, step):
+        yield first, min(step, tensor.rows - first)
+
+
+def _integers(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Iterator[tuple[int, _Integers]]:
+    decode = {"gptq": _gptq, "awq": _awq, "packed": _packed, "bytes": _bytes}[tensor.packing]
+    for first, count in _steps(tensor):
+        yield first, decode(tensor, sources, first, count)
+
+
+def _gptq(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    bits = tensor.bits
+    codes = _unpack(sources["codes"][:, first : first + count].t(), bits, tensor.columns)
+    scales = sources["scales"][:, first : first + count].t()
+    if tensor.symmetric:
+        return _Integers(codes, None, 1 << (bits - 1), scales)
+    words = sources["zeros"][:, first * bits // 32 : -(-(first + count) * bits // 32)]
+    if tensor.zeros_less_one and bits != 3:
+        # As it was taken away: from whole words, so that a zero point of 0 borrowed from the one behind it.
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        words = ((words.long() + ones) & 0xFFFF_FFFF).to(torch.uint32).view(torch.int32)
+    zeros = _unpack(words, bits, count).t().int()
+    if tensor.zeros_less_one and bits == 3:
+        zeros = (zeros + 1) & 7
+    return _Integers(codes, zeros, 0, scales)
+
+
+def _awq(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    def unpack(words: Tensor) -> Tensor:
+        part = words[:, first // 8 : -(-(first + count) // 8)]
+        nibbles = _unpack(part, 4, 8 * part.shape[1]).view(len(words), -1, 8)
+        place = torch.tensor(_AWQ_ORDER).argsort()  # where output i lies
+        return nibbles[:, :, place].flatten(1)[:, :count].t()  # [R, words]
+
+    scales = sources["scales"][:, first : first + count].t()
+    codes = unpack(sources["codes"]).contiguous()
+    return _Integers(codes, None if tensor.symmetric else unpack(sources["zeros"]).int(), 8, scales)
+
+
+def _packed(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    bits = tensor.bits
+    codes = _unpack(sources["codes"][first : first + count], bits, tensor.columns)
+    zeros = None
+    if not tensor.symmetric:
+        words = sources["zeros"][first * bits // 32 : -(-(first + count) * bits // 32)]
+        zeros = _unpack(words.t(), bits, count).t().int()
+    return _Integers(codes, zeros, 1 << (bits - 1), _row_scales(tensor, sources["scales"], first, count))
+
+
+def _bytes(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    zeros = None if tensor.symmetric else _row_scales(tensor, sources["zeros"], first, count).int()
+    scales = _row_scales(tensor, sources["scales"], first, count)
+    return _Integers(sources["codes"][first : first + count], zeros, 0, scales)
+
+
+def _row_scales(tensor: QuantizedTensor, scales: Tensor, first: int, count: int) -> Tensor:
+    """Those of some rows [count, groups], where there may be one for the whole tensor."""
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(count, 1)
+    return scales.view(tensor.rows, -1)[first : first + count]
+
+
+def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """Numbers of `bits` bits, one behind the other from the lowest bit on, across words: int32 [R, W] -> uint8 [R, count]."""
+    if bits in (4, 8):
+        data = words.contiguous().view(torch.uint8)  # little-endian, as all machines here are
+        if bits == 4:
+            data = torch.stack((data & 0x0F, data >> 4), dim=2).flatten(1)
+        return data[:, :count]
+    start = torch.arange(count) * bits
+    word, shift = start // 32, start % 32
+    # Two words side by side hold a number wherever it begins.
+    wide = torch.nn.functional.pad(words.long() & 0xFFFF_FFFF, (0, 1))
+    pairs = wide[:, word] | (wide[:, word + 1] << 32)
+    return ((pairs >> shift) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+def _blocks(tensor: QuantizedTensor, integers: _Integers) -> Blocks:
+    name, _, supers = str(tensor.storage).partition(":")
+    form, span = FORMS[name], min(tensor.group_size, tensor.columns)
+    groups = -(-tensor.columns // form.group)
+    scales = _exact(tensor, integers.scales)  # [R, G]
+    # Each group of the checkpoint is so many of the form's; one for a whole row has padding in its last.
+    repeats = -(-span // form.group)
+    if not form.minimum:
+        codes = _shifted(integers, tensor, form.offset, signed=form.bits == 8)
+        if not supers:
+            return Blocks(codes, scales.repeat_interleave(repeats, dim=1)[:, :groups, None], None)
+        bytes_ = torch.ones((len(codes), groups, 1), dtype=torch.int8)
+        return Blocks(codes, bytes_, scales[:, :, None])
+    assert integers.zeros is not None
+    zeros = integers.zeros.to(torch.uint8).repeat_interleave(repeats, dim=1)[:, :groups]
+    return Blocks(
+        integers.codes, torch.stack((torch.ones_like(zeros), zeros), dim=2), torch.stack((scales, scales), dim=2)
+    )
+
+
+def _shifted(integers: _Integers, tensor: QuantizedTensor, offset: int, *, signed: bool) -> Tensor:
+    """Codes whose zero is `offset`: uint8, or int8."""
+    zeros: int | Tensor = integers.middle
+    if integers.zeros is not None:
+        zeros = integers.zeros.repeat_interleave(tensor.group_size, dim=1)[:, : tensor.columns]
+    elif zeros == offset:
+        return integers.codes
+    codes = integers.codes.to(torch.int16) - zeros + offset
+    return codes.to(torch.int8 if signed else torch.uint8)
+
+
+def _exact(tensor: QuantizedTensor, scales: Tensor) -> Tensor:
+    halves = scales.to(torch.float16)
+    if not torch.equal(halves.to(scales.dtype), scales):
+        raise LoadError(f"tensor {tensor.sources['scales']!r} changed while it was read: start again")
+    return halves

@@ -1,0 +1,62 @@
+"""From a quantized checkpoint's config.json and files to what each of its weights is made of.
+
+Responsible for asking the right module for every weight of a model and for what else such a checkpoint holds. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.quantization import read_quantization
+from windlass.engine.model.config_json.values import Config
+from windlass.engine.model.loading.quantized.awq import describe_awq
+from windlass.engine.model.loading.quantized.compressed import describe_compressed
+from windlass.engine.model.loading.quantized.files import locate
+from windlass.engine.model.loading.quantized.floats import describe_floats
+from windlass.engine.model.loading.quantized.gptq import describe_gptq
+from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
+from windlass.engine.model.loading.quantized.shapes import WantedTensor
+from windlass.engine.model.spec import ModelSpec
+
+_DESCRIBE = {
+    "GPTQ": describe_gptq,
+    "AWQ": describe_awq,
+    "compressed-tensors": describe_compressed,
+    "FP8": describe_floats,
+}
+# Beside the weights of a module: what some writers add to them.
+_BESIDE = ("g_idx", "weight_shape", "weight_g_idx", "weight_zero_point", "weight_scale", "weight_scale_inv", "qzeros")
+# How activations, keys and values were rounded where the checkpoint was tried out; here that is decided by options.
+_ACTIVATIONS = re.compile(r"\.(input|output|activation|prob|kv|[qkv])_(scale|scale_ub|global_scale|zero_point)$")
+
+
+def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path) -> QuantizedCheckpoint | None:
+    """What the quantized weights of a checkpoint are made of; None where config.json tells of no method that is read.
+
+    Reads headers, and scales, zero points and orders of columns where those decide. Raises LoadError for a checkpoint that is
+    incomplete or does not fit its config.json.
+    """
+    told = read_quantization(config)
+    if told is None:
+        return None
+    located = locate(directory)
+    tensors, sources, biases = {}, set(), set()
+    expected = {tensor.name for weight in spec.weights() for tensor in weight.stored}
+    for weight in spec.weights():
+        if len(weight.shape) != 2:
+            continue
+        for stored in weight.stored:
+            wanted = WantedTensor(stored.name.removesuffix(".weight"), stored.rows, weight.shape[1])
+            try:
+                found = _DESCRIBE[told.method](located, wanted, told)
+            except LoadError as error:
+                raise LoadError(f"{directory}: {error}") from None
+            if found is None:
+                continue
+            tensors[stored.name] = found
+            sources |= {*found.sources.values()} | {f"{wanted.module}.{end}" for end in _BESIDE} & located.keys()
+            biases |= {f"{wanted.module}.bias"} & located.keys() - expected
+    sources |= {name for name in located if _ACTIVATIONS.search(name)}
+    return QuantizedCheckpoint(told.method, tensors, frozenset(sources), frozenset(biases))

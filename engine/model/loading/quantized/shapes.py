@@ -1,0 +1,69 @@
+"""What the modules of every method ask of a checkpoint's tensors: that they are there, and their shapes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.quantized.files import Located, LocatedTensor
+
+SCALE_TYPES = ("F16", "BF16", "F32")
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """A tensor of the unquantized model. module: its name without ".weight"."""
+
+    module: str
+    rows: int
+    columns: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.weight"
+
+
+def find(located: Located, wanted: WantedTensor, end: str, dtypes: Collection[str]) -> LocatedTensor:
+    """The tensor `module.end`. Raises LoadError where there is none or it is of another type."""
+    found = located.get(f"{wanted.module}.{end}")
+    if found is None:
+        raise LoadError(
+            f"{wanted.module!r} is quantized, but its tensor {wanted.module + '.' + end!r} is missing: the checkpoint is "
+            "incomplete: download it again"
+        )
+    if found.dtype not in dtypes:
+        raise LoadError(f"tensor {found.name!r} is {found.dtype} where {' or '.join(dtypes)} is expected: download it again")
+    return found
+
+
+def check_shape(tensor: LocatedTensor, *shapes: tuple[int, ...]) -> None:
+    """LoadError for a tensor that has none of these shapes."""
+    if tensor.shape not in shapes:
+        raise LoadError(
+            f"tensor {tensor.name!r} has shape {list(tensor.shape)} where config.json asks for {list(shapes[0])}: take the "
+            "config.json that belongs to the checkpoint"
+        )
+
+
+def code_bits(tensor: LocatedTensor, words: int, count: int, choices: Sequence[int]) -> int:
+    """Bits of a code where `count` of them fill `words` words of 32 bits. Raises LoadError where no width does."""
+    bits = next((bits for bits in choices if -(-count * bits // 32) == words), None)
+    if bits is None:
+        raise LoadError(
+            f"tensor {tensor.name!r} has shape {list(tensor.shape)}, into which {count} numbers of {choices[0]} to "
+            f"{choices[-1]} bits do not fit: take the config.json that belongs to the checkpoint"
+        )
+    return bits
+
+
+def size_of_groups(tensor: LocatedTensor, groups: int, columns: int, told: int | None) -> int:
+    """Columns of a group where a row has so many groups. told: what config.json says. Raises LoadError."""
+    if told is not None and groups == -(-columns // told):
+        return min(told, columns)
+    if groups < 1 or columns % groups:
+        raise LoadError(
+            f"tensor {tensor.name!r} has {groups} groups for {columns} columns: take the config.json that belongs to the "
+            "checkpoint"
+        )
+    return columns // groups

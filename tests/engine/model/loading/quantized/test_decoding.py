@@ -1,0 +1,257 @@
+"""Integers of every layout become blocks or numbers that are exactly what was stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.quantized_checkpoints import (
+    IntegerWeight,
+    as_awq,
+    as_bytes,
+    as_floats,
+    as_gptq,
+    as_packed,
+    quantize,
+)
+from safetensors.torch import save_file
+from torch import Tensor
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.quantization import StoredQuantization
+from windlass.engine.model.loading.quantized import decoding
+from windlass.engine.model.loading.quantized.awq import describe_awq
+from windlass.engine.model.loading.quantized.compressed import describe_compressed
+from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
+from windlass.engine.model.loading.quantized.files import LocatedTensor, are_halves, locate
+from windlass.engine.model.loading.quantized.gptq import describe_gptq
+from windlass.engine.model.loading.quantized.plan import ACT_ORDER, ODD_GROUPS, WIDE_SCALES, WIDE_ZEROS, QuantizedTensor
+from windlass.engine.model.loading.quantized.shapes import WantedTensor
+from windlass.kernels.layouts.blocks import BlockWeight, store
+from windlass.kernels.layouts.forms import FORMS
+
+ROWS, COLUMNS = 80, 192
+WANTED = WantedTensor("m", ROWS, COLUMNS)
+DESCRIBE = {"gptq": describe_gptq, "gptq_v2": describe_gptq, "awq": describe_awq}
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(3)) * 0.02 + 0.005
+
+
+@pytest.fixture(autouse=True)
+def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three pieces of a weight, the last one shorter."""
+    monkeypatch.setattr(decoding, "_ELEMENTS", 32 * COLUMNS)
+
+
+def described(layout: str, tensors: dict[str, Tensor], folder: Path, group_size: int | None = None) -> QuantizedTensor:
+    save_file(tensors, folder / "model.safetensors")
+    told = StoredQuantization("GPTQ", group_size, zeros_less_one=layout == "gptq")
+    found = DESCRIBE.get(layout, describe_compressed)(locate(folder), WANTED, told)
+    assert found is not None and (found.rows, found.columns) == (ROWS, COLUMNS)
+    return found
+
+
+def sources_of(found: QuantizedTensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {role: tensors[name] for role, name in found.sources.items()}
+
+
+def through_blocks(found: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
+    """What the decoded blocks are when they lie in memory."""
+    assert found.storage is not None
+    name, _, supers = found.storage.partition(":")
+    form = replace(FORMS[name], super_groups=int(supers)) if supers else FORMS[name]
+    held = BlockWeight.empty(ROWS, COLUMNS, form)
+    for first, rows in decode_blocks(found, sources_of(found, tensors)):
+        store(held.narrow(first, len(rows.codes)), rows.codes, rows.scales, rows.supers)
+    return held.dequantize()
+
+
+def numbers(found: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([part for _, part in decode_numbers(found, sources_of(found, tensors))])
+
+
+def stored(layout: str, w: IntegerWeight, *, symmetric: bool = True) -> dict[str, Tensor]:
+    if layout == "awq":
+        return as_awq("m", w)
+    if layout == "packed":
+        return as_packed("m", w, symmetric=symmetric)
+    if layout == "bytes":
+        return as_bytes("m", w, symmetric=symmetric)
+    return as_gptq("m", w, less_one=layout == "gptq")
+
+
+EXACT = [
+    *(("gptq", bits, size, sym) for bits in (2, 3, 4) for size in (32, 128, COLUMNS) for sym in (True, False)),
+    ("gptq", 8, 64, True),
+    ("gptq_v2", 4, 64, False),
+    ("gptq_v2", 8, COLUMNS, True),
+    *(("awq", 4, size, sym) for size in (32, 64, 128) for sym in (True, False)),
+    *(("packed", bits, size, True) for bits in range(1, 9) for size in (32, 96, COLUMNS)),
+    *(("packed", bits, size, False) for bits in range(1, 8) for size in (64, COLUMNS)),
+    ("bytes", 8, 32, True),
+    ("bytes", 8, COLUMNS, True),
+]
+FORM = {4: ("q4_0", "q4_k"), 5: ("q5_0", "q5_k"), 6: ("q6_k", "q8_0"), 7: ("q8_0", "q8_0"), 8: ("q8_0", "")}
+
+
+@pytest.mark.parametrize(("layout", "bits", "group_size", "symmetric"), EXACT)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_fits_is_exact(
+    layout: str, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype, weight: Tensor, tmp_path: Path
+) -> None:
+    if bits == 1:  # there is no step above zero
+        weight = -weight.abs()
+    w = quantize(weight, bits, group_size, symmetric=symmetric, dtype=dtype)
+    tensors = stored(layout, w, symmetric=symmetric)
+    found = described(layout, tensors, tmp_path, group_size)
+    by_zeros = not (symmetric and (layout, bits) != ("gptq", 3))  # a stream of 3 bits is not looked at
+    assert found.storage is not None and found.storage.partition(":")[0] == FORM[max(bits, 4)][by_zeros]
+    assert torch.equal(through_blocks(found, tensors), w.numbers())
+    assert torch.equal(numbers(found, tensors), w.numbers())
+
+
+@pytest.mark.parametrize("layout", ["gptq", "packed"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_columns_in_the_order_of_activations(layout: str, symmetric: bool, weight: Tensor, tmp_path: Path) -> None:
+    order = np.random.default_rng(5).permutation(np.arange(COLUMNS) // 32).tolist()
+    w = quantize(weight, 4, 32, symmetric=symmetric, order=order)
+    tensors = as_gptq("m", w) if layout == "gptq" else as_packed("m", w, symmetric=symmetric, ordered=False)
+    found = described(layout, tensors, tmp_path, 32)
+    assert (found.storage, found.reason) == (None, ACT_ORDER)
+    assert torch.equal(numbers(found, tensors), w.numbers())
+    name = found.sources["order"]
+    for wrong in (6, -1):
+        damaged = {**tensors, name: tensors[name].clone().index_fill_(0, torch.tensor([7]), wrong)}
+        if layout == "packed" and wrong == -1:  # which says that there is no order
+            assert described(layout, damaged, tmp_path, 32).storage is not None
+            continue
+        with pytest.raises(LoadError, match=r"names groups outside 0 \.\. 5"):
+            numbers(described(layout, damaged, tmp_path, 32), damaged)
+
+
+def test_an_order_that_is_none_fits(weight: Tensor, tmp_path: Path) -> None:
+    w = quantize(weight, 4, 32, order=(np.arange(COLUMNS) // 32).tolist())
+    tensors = as_packed("m", w, ordered=False)
+    found = described("packed", tensors, tmp_path)
+    assert found.storage == "q4_0"
+    assert torch.equal(through_blocks(found, tensors), w.numbers())
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits", "group_size", "symmetric", "dtype", "reason"),
+    [
+        ("gptq", 8, 32, False, torch.float16, WIDE_ZEROS),
+        ("packed", 8, 32, False, torch.float16, WIDE_ZEROS),
+        ("bytes", 8, COLUMNS, False, torch.float16, WIDE_ZEROS),
+        ("gptq", 4, 24, True, torch.float16, ODD_GROUPS),
+        ("packed", 4, 48, False, torch.float16, ODD_GROUPS),
+        ("gptq", 4, 32, True, torch.float32, WIDE_SCALES),
+        ("bytes", 8, COLUMNS, True, torch.float32, WIDE_SCALES),
+    ],
+)
+def test_what_does_not_fit_is_dequantized(
+    layout: str, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype, reason: str, weight: Tensor, tmp_path: Path
+) -> None:
+    w = quantize(weight, bits, group_size, symmetric=symmetric, dtype=dtype)
+    tensors = stored(layout, w, symmetric=symmetric)
+    found = described(layout, tensors, tmp_path, group_size)
+    assert (found.storage, found.reason) == (None, reason)
+    assert torch.equal(numbers(found, tensors), w.numbers())
+
+
+def test_a_zero_point_of_nought_borrowed_from_the_one_behind_it(weight: Tensor, tmp_path: Path) -> None:
+    """GPTQ's first format takes one away from whole words."""
+    w = quantize(weight, 4, 32, symmetric=False)
+    w.zeros[::3] = 0
+    tensors = as_gptq("m", w)
+    found = described("gptq", tensors, tmp_path, 32)
+    assert torch.equal(through_blocks(found, tensors), w.numbers())
+
+
+def test_the_lowest_code_of_eight_bits(tmp_path: Path) -> None:
+    w = quantize(torch.randn(ROWS, COLUMNS), 8, 32)
+    w.codes[:, ::5] = 0
+    for layout in ("gptq", "packed", "bytes"):
+        tensors = stored(layout, w)
+        found = described(layout, tensors, tmp_path, 32)
+        assert torch.equal(through_blocks(found, tensors), w.numbers())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (ROWS,), (ROWS, 1)])
+def test_scales_of_a_tensor_or_of_rows(shape: tuple[int, ...], weight: Tensor, tmp_path: Path) -> None:
+    w = quantize(weight, 8, COLUMNS, dtype=torch.bfloat16)
+    if shape in ((), (1,), (1, 1)):
+        w.scales[:] = w.scales[0, 0]
+    tensors = as_bytes("m", w)
+    tensors["m.weight_scale"] = w.scales[: 1 if len(w.scales[:1]) == np.prod(shape) else ROWS].reshape(shape)
+    found = described("bytes", tensors, tmp_path)
+    assert found.storage == "q8_0"
+    assert torch.equal(through_blocks(found, tensors), w.numbers())
+    assert torch.equal(numbers(found, tensors), w.numbers())
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "40x48", "16x64"])
+@pytest.mark.parametrize("end", ["weight_scale", "weight_scale_inv"])
+def test_floats_of_eight_bits(kind: str, end: str, weight: Tensor, tmp_path: Path) -> None:
+    tensors, want = as_floats("m", weight, kind, end)
+    found = described("floats", tensors, tmp_path)
+    assert found.storage is None
+    assert torch.equal(numbers(found, tensors), want)
+
+
+def test_floats_in_blocks_that_the_last_ones_do_not_fill(weight: Tensor, tmp_path: Path) -> None:
+    """Only config.json tells their size then."""
+    tensors, want = as_floats("m", weight, "48x128")
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = describe_compressed(locate(tmp_path), WANTED, StoredQuantization("FP8", block=(48, 128)))
+    assert found is not None
+    assert torch.equal(numbers(found, tensors), want)
+    with pytest.raises(LoadError, match=r"shape \[2, 2\], which are not the scales of a weight \[80, 192\]"):
+        describe_compressed(locate(tmp_path), WantedTensor("m", ROWS, COLUMNS), StoredQuantization("FP8", block=(64, 64)))
+
+
+HALVES = {
+    torch.bfloat16: ([0.0, -0.0, 2.0**-17, -1.9921875 * 2.0**-17, 2.0**-24, 1.5, 65280.0], [2.0**-25, 1.5 * 2.0**-24, 65536.0]),
+    torch.float32: ([0.0, 2.0**-24, 1.0009765625, -65504.0], [1.00048828125, 0.1, 65536.0, float("nan")]),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_which_numbers_are_float16_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    yes, no = HALVES[dtype]
+
+    def fits(values: list[float]) -> bool:
+        tensor = torch.tensor(values, dtype=dtype)
+        assert torch.equal(tensor.double(), torch.tensor(values).double()) or values[-1] != values[-1]
+        save_file({"scales": tensor}, tmp_path / "model.safetensors")
+        return are_halves(locate(tmp_path)["scales"])
+
+    assert fits(yes) and all(fits([value]) for value in yes)
+    for value in no:
+        assert not fits([*yes, value]), value
+
+
+def test_every_float16_number_written_as_bfloat16_or_float32(tmp_path: Path) -> None:
+    """And nothing else: all patterns of bfloat16."""
+    patterns = torch.arange(65536).to(torch.uint16).view(torch.bfloat16)
+    exact = patterns.half().to(torch.bfloat16) == patterns
+    save_file({"yes": patterns[exact], "no": patterns[~exact][:1]}, tmp_path / "model.safetensors")
+    located = locate(tmp_path)
+    assert are_halves(located["yes"]) and not are_halves(located["no"])
+    for pattern in patterns[~exact & patterns.isfinite()][::97]:
+        save_file({"no": pattern.reshape(1)}, tmp_path / "model.safetensors")
+        assert not are_halves(locate(tmp_path)["no"])
+
+
+def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+    save_file({"scales": torch.zeros(64, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    located: LocatedTensor = locate(tmp_path)["scales"]
+    located.file.write_bytes(located.file.read_bytes()[:-8])
+    with pytest.raises(LoadError, match="ends inside tensor 'scales'"):
+        are_halves(located)
