@@ -37,7 +37,8 @@ _READ = frozenset(
     "rope_theta rope_scaling rope_parameters rope_local_base_freq partial_rotary_factor original_max_position_embeddings "
     "attention_bias mlp_bias use_bias sliding_window sliding_window_pattern _sliding_window_pattern layer_types "
     "use_sliding_window max_window_layers no_rope_layers no_rope_layer_interval layer_rope_theta query_pre_attn_scalar "
-    "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config".split()
+    "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config "
+    "compression_config".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(

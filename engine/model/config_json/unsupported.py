@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from windlass.engine.model.config_json.quantization import read_quantization
+
 _METHODS = {
-    "gptq": "GPTQ",
-    "awq": "AWQ",
     "bitsandbytes": "bitsandbytes",
-    "fp8": "FP8",
-    "fbgemm_fp8": "FP8",
-    "compressed-tensors": "compressed-tensors",
     "mxfp4": "MXFP4",
     "torchao": "torchao",
     "hqq": "HQQ",
@@ -24,15 +21,17 @@ _METHODS = {
     "exl3": "EXL3",
 }
 # Ends of tensors' names that only quantized checkpoints have.
-_QUANTIZED_TENSORS = (
-    (".weight_scale_inv", "FP8"),
-    (".weight_packed", "compressed-tensors"),
-    (".weight_scale", "FP8 or compressed-tensors"),
-    (".weight.absmax", "bitsandbytes"),
-    (".SCB", "bitsandbytes"),
-    (".qweight", "GPTQ or AWQ"),
-    (".scales", "MLX"),
-)
+_ENDS = {
+    ".weight_scale_inv": "FP8",
+    ".weight_packed": "compressed-tensors",
+    ".weight_scale": "FP8 or compressed-tensors",
+    ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+    ".qweight": "GPTQ or AWQ",
+    ".scales": "MLX",
+}
+# Those of them that are read where config.json tells of them.
+_UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ")
 
 
 def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str | None:
@@ -57,16 +56,30 @@ def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str |
 
 
 def describe_quantized(config: Mapping[str, Any], tensors: Iterable[str] = ()) -> str | None:
-    """What to say of a quantized checkpoint; None for one that is not. tensors: names of the checkpoint's tensors."""
-    method = _method(config)
-    if method is None:
-        ends = {name: end for name in tensors for end, _ in _QUANTIZED_TENSORS if name.endswith(end)}
-        method = next((title for end, title in _QUANTIZED_TENSORS if end in ends.values()), None)
-    if method is None:
+    """What to say of a checkpoint that is quantized in a way that is not read; None for any other.
+
+    tensors: names of the checkpoint's tensors.
+    """
+    told = read_quantization(config)
+    if told is not None:
+        return _unread(f"{told.method}, {told.unread}") if told.unread is not None else None
+    if (method := _method(config)) is not None:
+        return _unread(method)
+    ends = {end for name in tensors for end in _ENDS if name.endswith(end)}
+    if (method := next((_ENDS[end] for end in _ENDS if end in ends), None)) is None:
         return None
+    if method not in _UNTOLD:
+        return _unread(method)
     return (
-        f"this checkpoint is quantized ({method}), and quantized checkpoints are not read: take the unquantized one of "
-        "the same model and start it with `compute.quantization=int8` (or int4), which quantizes it while it loads"
+        f"this checkpoint is quantized ({method}), but its config.json has no quantization_config that says how: download "
+        "config.json again from where the weights are from"
+    )
+
+
+def _unread(method: str) -> str:
+    return (
+        f"this checkpoint is quantized ({method}), which is not read: take the unquantized one of the same model and start it "
+        "with `compute.quantization=int8` (or int4), which quantizes it while it loads"
     )
 
 
