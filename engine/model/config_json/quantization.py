@@ -22,7 +22,14 @@ _METHODS: dict[str, Method] = {
     "fp8": "FP8",
     "fbgemm_fp8": "FP8",
 }
-_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+_COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+    "dense",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
 from windlass.engine.model.loading.weights import Progress, load_weights
 from windlass.engine.model.storage import plan_bytes
@@ -68,13 +69,13 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
             randomize_weights(decoder, config.loading.seed, progress)
             digest = f"dummy {config.loading.seed}".encode()
         else:
-            notices = fill(decoder, directory, config, progress)
+            notices = fill(decoder, directory, config, prepared.model.quantized, progress)
             digest = weights_digest(directory)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         size = gib(plan_bytes(spec, prepared.plan))
-        can_quantize = device.type == "cpu" and (prepared.model.gguf is None or not prepared.model.gguf.is_quantized())
+        can_quantize = device.type == "cpu" and not prepared.model.is_quantized
         less = ", `compute.quantization=int8` or int4" if can_quantize else ""
         raise LoadError(
             f"the weights need {size} of memory, more than {device} gives: use `compute.dtype=bfloat16`{less} or a smaller model"
@@ -84,14 +85,23 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     return LoadedModel(decoder, cached, digest, notices, prepared.model.own_groups, prepared.quantization)
 
 
-def fill(decoder: Decoder, directory: Path, config: EngineConfig, progress: Progress | None = None) -> tuple[str, ...]:
-    """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices."""
+def fill(
+    decoder: Decoder,
+    directory: Path,
+    config: EngineConfig,
+    quantized: QuantizedCheckpoint | None = None,
+    progress: Progress | None = None,
+) -> tuple[str, ...]:
+    """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices.
+
+    quantized: what weights are made of that the checkpoint holds quantized.
+    """
     if config.loading.weight_cache is None or config.compute.quantization == "none":
-        load_weights(decoder, directory, progress)
+        load_weights(decoder, directory, progress, quantized)
         return weight_cache.without_effect(config, "`compute.quantization=none`")
     cache = weight_cache.WeightCache(config.loading.weight_cache, directory, config.compute.quantization, decoder)
     if not cache.load(decoder, progress):
-        load_weights(decoder, directory, progress)
+        load_weights(decoder, directory, progress, quantized)
         cache.store(decoder, progress)
     return tuple(cache.notices)
 

@@ -21,6 +21,8 @@ from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import expect_device
 from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
+from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
+from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes, plan_storage
@@ -34,7 +36,8 @@ class ModelDescription:
     """A model as its files describe it.
 
     spec: under the server's scaling; own_groups: the rotary groups before it. headers: of every tensor in the files, none
-    under `loading.format=dummy`. gguf: the index of the files where they are GGUF.
+    under `loading.format=dummy`. gguf: the index of the files where they are GGUF. quantized: what their weights are made of
+    where they are quantized in the ways of Hugging Face.
     """
 
     config: dict[str, Any]
@@ -42,6 +45,14 @@ class ModelDescription:
     own_groups: tuple[RotaryGroup, ...]
     headers: dict[str, TensorHeader]
     gguf: GgufIndex | None = None
+    quantized: QuantizedCheckpoint | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights are quantized already."""
+        return (self.gguf is not None and self.gguf.is_quantized()) or (
+            self.quantized is not None and self.quantized.is_integers
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +114,17 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     gguf = None if dummy else read_index(directory)
     if gguf is not None:
         spec = gguf.adapt(spec)
-        check_not_quantized_twice(config, gguf)
     fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
     if fault is not None:
         raise LoadError(f"{directory}: {fault}")
+    quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
+    check_not_quantized_twice(config, directory, gguf, quantized)
     own_groups = with_learned_frequencies(spec.rotary_groups, directory)
     try:
         groups = apply_scaling(own_groups, config.rotary.scaling, param=_SCALING)
     except RequestError as error:
         raise LoadError(error.message) from None
-    return ModelDescription(hf_config, replace(spec, rotary_groups=groups), own_groups, headers, gguf)
+    return ModelDescription(hf_config, replace(spec, rotary_groups=groups), own_groups, headers, gguf, quantized)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -153,7 +165,8 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
     if config.loading.format == "dummy":
         stored = str(model.config.get("dtype") or model.config.get("torch_dtype") or "float32")
         return stored if stored in ("bfloat16", "float16") else dtype
-    found = matrix_types(model.headers)
+    sources = model.quantized.sources if model.quantized is not None else {}
+    found = matrix_types({name: header for name, header in model.headers.items() if name not in sources})
     return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(found)), dtype) if len(found) == 1 else dtype
 
 
@@ -176,12 +189,20 @@ def check_quantization(config: EngineConfig, device: str) -> None:
         )
 
 
-def check_not_quantized_twice(config: EngineConfig, gguf: GgufIndex) -> None:
+def check_not_quantized_twice(
+    config: EngineConfig, directory: Path, gguf: GgufIndex | None, quantized: QuantizedCheckpoint | None
+) -> None:
     """LoadError where weights would be quantized that are quantized in their file."""
-    if config.compute.quantization != "none" and gguf.is_quantized():
+    if config.compute.quantization == "none":
+        return
+    already = None
+    if gguf is not None and gguf.is_quantized():
+        already = f"{gguf.files[0]} is quantized already ({', '.join(gguf.types())})"
+    elif quantized is not None and quantized.is_integers:
+        already = f"{directory} is quantized already ({quantized.title})"
+    if already is not None:
         raise LoadError(
-            f"{gguf.files[0]} is quantized already ({', '.join(gguf.types())}): leave "
-            f"`compute.quantization={config.compute.quantization}` out, or give the unquantized model"
+            f"{already}: leave `compute.quantization={config.compute.quantization}` out, or give the unquantized model"
         )
 
 
@@ -194,6 +215,8 @@ def storage_plan(
     if model.gguf is not None and quantization == "none" and device == "cpu":
         own = parse_dtype(config.compute.dtype) == "auto" and reads_narrow
         kept = kept_storages(model.gguf.tensors, plain=own)
+    if model.quantized is not None and quantization == "none" and device == "cpu":
+        kept = model.quantized.kept()
     return plan_storage(model.spec, stored, quantization, kept)
 
 
@@ -203,11 +226,15 @@ def describe_storage(config: EngineConfig, model: ModelDescription, plan: Storag
         return f"{config.compute.quantization} ({', '.join(block_storages(model.spec, plan))})"
     if model.gguf is not None:
         return f"GGUF {', '.join(model.gguf.types())}"
-    return None
+    forms = block_storages(model.spec, plan)
+    return f"{model.quantized.title} ({', '.join(forms)})" if model.quantized is not None and forms else None
 
 
 def notices_of(model: ModelDescription, plan: StoragePlan, stored: str, device: str) -> tuple[str, ...]:
     """What a person should know of how the weights are stored."""
+    if model.quantized is not None:
+        blocks = bool(block_storages(model.spec, plan))
+        return () if blocks and not model.is_quantized else model.quantized.notices(stored, keep=blocks)
     if model.gguf is None or not model.gguf.is_quantized():
         return ()
     if not block_storages(model.spec, plan):
@@ -263,7 +290,7 @@ def no_room(there: str, num_bytes: int, cached: str) -> str:
 def _smaller(model: ModelDescription, weights: int, stored: str, device: str, free: int) -> str:
     """Options under which the weights fit, each with what they then need."""
     choices: list[tuple[str, int]] = []
-    quantized = model.gguf is not None and model.gguf.is_quantized()
+    quantized = model.is_quantized
     if stored == "float32" and not (quantized and device == "cpu"):
         choices.append(("`compute.dtype=bfloat16`", plan_bytes(model.spec, plan_storage(model.spec, "bfloat16"))))
     if device == "cpu" and not quantized:

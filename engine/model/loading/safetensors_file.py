@@ -7,7 +7,7 @@ writes the first. It knows no names.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,12 +36,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PIECE = 64 << 20  # bytes written at a time
 
 
-def read_tensors(path: Path, place: Place) -> Iterator[Part]:
-    """Every tensor of the file, in the order of its data, as `read_entries` gives them.
+def read_tensors(path: Path, place: Place, leave: Container[str] = ()) -> Iterator[Part]:
+    """Every tensor of the file, in the order of its data, as `read_entries` gives them. leave: names that are left out.
 
     Raises SafetensorError or OSError, which name no path, or LoadError.
     """
-    yield from read_entries(path, _entries(_checked_header(path)), place)
+    entries = (entry for entry in _entries(_checked_header(path)) if entry.name not in leave)
+    yield from read_entries(path, entries, place)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:

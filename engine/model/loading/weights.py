@@ -6,7 +6,7 @@ Which tensor goes where is said by the specs of the weights. Reads safetensors a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +15,20 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.allocation import storage_of
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GgufIndex, read_index
 from windlass.engine.model.loading.gguf_tensors import dequantized, read_gguf_tensors, scales_are_finite
+from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
+from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
+from windlass.engine.model.loading.quantized.reading import read_quantized
 from windlass.engine.model.loading.safetensors_file import read_tensors
 from windlass.engine.model.loading.tensor_stream import Part, Place
 from windlass.engine.model.spec import HEAD_TENSOR
 from windlass.engine.model.weight_spec import StoredTensor
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
+from windlass.kernels.layouts.blocks import store
 
 Progress = Callable[[str, int, int], None]
 _Rows = BlockRows | PanelRows
@@ -121,14 +126,15 @@ def _order(tensor: StoredTensor) -> Tensor | None:
 class _Checkpoint:
     """The tensors of a model's files, whatever their format."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, quantized: QuantizedCheckpoint | None) -> None:
+        self._leave = quantized.sources if quantized is not None else {}
         self._gguf: GgufIndex | None = read_index(directory)
         self._files = checkpoint_files(directory)
         self.num_bytes = sum(file.stat().st_size for file in self._files)
 
     def parts(self, place: Place) -> Iterator[Part]:
         """Raises LoadError for files that cannot be read."""
-        return _read(self._files, place) if self._gguf is None else read_gguf_tensors(self._gguf, place)
+        return _read(self._files, place, self._leave) if self._gguf is None else read_gguf_tensors(self._gguf, place)
 
     def blocks(self, name: str) -> str | None:
         """The type of a tensor that comes as rows of bytes; None for one that comes as numbers."""
@@ -140,12 +146,26 @@ class _Checkpoint:
         return part.shape if self._gguf is None else list(self._gguf.tensors[part.name].shape)
 
 
-def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = None) -> None:
-    """Stream every tensor of the checkpoint into the decoder; a missing, surplus or misshapen one is a LoadError."""
+def load_weights(
+    decoder: Decoder,
+    directory: Path,
+    progress: Progress | None = None,
+    quantized: QuantizedCheckpoint | None = None,
+) -> None:
+    """Stream every tensor of the checkpoint into the decoder; a missing, surplus or misshapen one is a LoadError.
+
+    quantized: what weights are made of that the checkpoint holds quantized, in the ways of Hugging Face.
+    """
     targets = _targets(decoder)
     remaining = set(targets)
-    checkpoint = _Checkpoint(directory)
+    checkpoint = _Checkpoint(directory, quantized)
     done = 0
+    if quantized is not None:
+        for name, size in _fill_quantized(decoder, directory, targets, quantized):
+            remaining.discard(name)
+            done += size
+            if progress:
+                progress("loading weights", done, checkpoint.num_bytes)
     tied_copy: tuple[Tensor, str | None] | None = None
 
     def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
@@ -169,6 +189,8 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
                 tied_copy = tensor, blocks
                 continue
             if _DERIVED.search(name):
+                continue
+            if quantized is not None and name in quantized.zero_biases and not bool(tensor.any()):
                 continue
             raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
         if name not in remaining:
@@ -198,6 +220,28 @@ def load_weights(decoder: Decoder, directory: Path, progress: Progress | None = 
         )
 
 
+def _fill_quantized(
+    decoder: Decoder, directory: Path, targets: dict[str, _WeightTarget], quantized: QuantizedCheckpoint
+) -> Iterator[tuple[str, int]]:
+    """Fill what the checkpoint holds quantized: the name of each tensor that is done, and the bytes it was made from."""
+    for tensor, sources in read_quantized(quantized):
+        target = targets[tensor.name]
+        view, sorted_ = target.view, target.rows is not None
+        if (
+            isinstance(view, BlockRows)
+            and tensor.storage is not None
+            and view.weight.form == storage_of(tensor.storage)
+        ):
+            for first, blocks in decode_blocks(tensor, sources, whole=sorted_):
+                ordered = blocks if target.rows is None else blocks[target.rows]
+                store(view.weight.narrow(view.first + first, len(ordered.codes)), *ordered.tensors())
+        else:
+            for first, numbers in decode_numbers(tensor, sources, whole=sorted_):
+                _check_size(numbers, decoder, directory, target, tensor.name)
+                target.fill(decoder.backend, numbers, first)
+        yield tensor.name, sum(source.nbytes for source in sources.values())
+
+
 def _numbers(
     tensor: Tensor, blocks: str | None, decoder: Decoder, directory: Path, target: _WeightTarget, name: str
 ) -> Tensor:
@@ -208,12 +252,17 @@ def _numbers(
             raise LoadError(_not_finite(directory, name))
     if not tensor.dtype.is_floating_point:
         raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
+    _check_size(tensor, decoder, directory, target, name)
+    return tensor
+
+
+def _check_size(tensor: Tensor, decoder: Decoder, directory: Path, target: _WeightTarget, name: str) -> None:
+    """LoadError for numbers that their place cannot hold."""
     if (limit := _largest(target.view)) < torch.finfo(tensor.dtype).max and _peak(tensor) > limit:
         raise LoadError(
             f"{directory}: tensor {name!r} holds numbers beyond {limit:.3g}, the largest of {decoder.weight_dtype}: "
             "use `compute.dtype=bfloat16` or float32"
         )
-    return tensor
 
 
 def _is_finite(part: Part, blocks: str | None) -> bool:
@@ -259,9 +308,9 @@ def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor
     return all(torch.equal(again.dequantize(part), weight.dequantize(part)) for part in parts)
 
 
-def _read(files: list[Path], place: Place) -> Iterator[Part]:
+def _read(files: list[Path], place: Place, leave: Container[str]) -> Iterator[Part]:
     for file in files:
         try:
-            yield from read_tensors(file, place)
+            yield from read_tensors(file, place, leave)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None

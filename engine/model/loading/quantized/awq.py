@@ -33,5 +33,14 @@ def describe_awq(located: Located, wanted: WantedTensor, told: StoredQuantizatio
     )
     sources = {"codes": codes.name, "zeros": zeros.name, "scales": scales.name}
     return QuantizedTensor(
-        wanted.name, rows, columns, "awq", sources, _BITS, group_size, symmetric=symmetric, storage=storage, reason=reason
+        wanted.name,
+        rows,
+        columns,
+        "awq",
+        sources,
+        _BITS,
+        group_size,
+        symmetric=symmetric,
+        storage=storage,
+        reason=reason,
     )

@@ -67,7 +67,16 @@ def _packed(located: Located, wanted: WantedTensor) -> QuantizedTensor:
         bits, group_size, columns, symmetric=symmetric, scales_fit=are_halves(scales), ordered=ordered
     )
     return QuantizedTensor(
-        wanted.name, rows, columns, "packed", sources, bits, group_size, symmetric=symmetric, storage=storage, reason=reason
+        wanted.name,
+        rows,
+        columns,
+        "packed",
+        sources,
+        bits,
+        group_size,
+        symmetric=symmetric,
+        storage=storage,
+        reason=reason,
     )
 
 

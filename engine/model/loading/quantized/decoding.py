@@ -30,6 +30,9 @@ class Blocks:
     scales: Tensor
     supers: Tensor | None
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.codes, self.scales, self.supers
+
     def __getitem__(self, rows: Tensor) -> Blocks:
         """Some of them, in another order."""
         return Blocks(self.codes[rows], self.scales[rows], None if self.supers is None else self.supers[rows])
@@ -48,20 +51,27 @@ class _Integers:
     scales: Tensor
 
 
-def decode_blocks(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Iterator[tuple[int, Blocks]]:
-    """Rows of a tensor that has a storage, in its form: (first row, rows), in order. sources: by what they are."""
+def decode_blocks(
+    tensor: QuantizedTensor, sources: Mapping[str, Tensor], *, whole: bool = False
+) -> Iterator[tuple[int, Blocks]]:
+    """Rows of a tensor that has a storage, in its form: (first row, rows), in order.
+
+    sources: by what they are. whole: all rows at once.
+    """
     assert tensor.storage is not None
-    for first, integers in _integers(tensor, sources):
+    for first, integers in _integers(tensor, sources, whole):
         yield first, _blocks(tensor, integers)
 
 
-def decode_numbers(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+def decode_numbers(
+    tensor: QuantizedTensor, sources: Mapping[str, Tensor], *, whole: bool = False
+) -> Iterator[tuple[int, Tensor]]:
     """Rows of a tensor as float32 [R, K]: (first row, rows), in order. Raises LoadError for columns without a group."""
     if tensor.packing == "floats":
-        yield from _scaled(tensor, sources)
+        yield from _scaled(tensor, sources, whole)
         return
     groups = _group_of_columns(tensor, sources)
-    for first, integers in _integers(tensor, sources):
+    for first, integers in _integers(tensor, sources, whole):
         zeros = integers.middle if integers.zeros is None else integers.zeros[:, groups]
         yield first, (integers.codes.to(torch.int32) - zeros).float() * integers.scales.float()[:, groups]
 
@@ -79,25 +89,29 @@ def _group_of_columns(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) ->
     return order.long()
 
 
-def _scaled(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
+def _scaled(tensor: QuantizedTensor, sources: Mapping[str, Tensor], whole: bool) -> Iterator[tuple[int, Tensor]]:
     codes, scales = sources["codes"], sources["scales"].float()
     scales = scales.view(-1, 1) if tensor.block is None else scales
     height, width = tensor.block or (1, tensor.columns)
-    for first, count in _steps(tensor):
-        rows = torch.arange(first, first + count) // height if scales.shape[0] > 1 else torch.zeros(count, dtype=torch.int64)
+    for first, count in _steps(tensor, whole):
+        rows = (
+            torch.arange(first, first + count) // height
+            if scales.shape[0] > 1
+            else torch.zeros(count, dtype=torch.int64)
+        )
         wide = scales[rows].repeat_interleave(width, dim=1)[:, : tensor.columns]
         yield first, codes[first : first + count].float() * wide
 
 
-def _steps(tensor: QuantizedTensor) -> Iterator[tuple[int, int]]:
-    step = max(1, _ELEMENTS // tensor.columns // _ALIGNED) * _ALIGNED
+def _steps(tensor: QuantizedTensor, whole: bool) -> Iterator[tuple[int, int]]:
+    step = tensor.rows if whole else max(1, _ELEMENTS // tensor.columns // _ALIGNED) * _ALIGNED
     for first in range(0, tensor.rows, step):
         yield first, min(step, tensor.rows - first)
 
 
-def _integers(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Iterator[tuple[int, _Integers]]:
+def _integers(tensor: QuantizedTensor, sources: Mapping[str, Tensor], whole: bool) -> Iterator[tuple[int, _Integers]]:
     decode = {"gptq": _gptq, "awq": _awq, "packed": _packed, "bytes": _bytes}[tensor.packing]
-    for first, count in _steps(tensor):
+    for first, count in _steps(tensor, whole):
         yield first, decode(tensor, sources, first, count)
 
 

@@ -16,7 +16,7 @@ from windlass.engine.model.loading.quantized.compressed import describe_compress
 from windlass.engine.model.loading.quantized.files import locate
 from windlass.engine.model.loading.quantized.floats import describe_floats
 from windlass.engine.model.loading.quantized.gptq import describe_gptq
-from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
+from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint, QuantizedTensor
 from windlass.engine.model.loading.quantized.shapes import WantedTensor
 from windlass.engine.model.spec import ModelSpec
 
@@ -42,7 +42,9 @@ def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path)
     if told is None:
         return None
     located = locate(directory)
-    tensors, sources, biases = {}, set(), set()
+    tensors: dict[str, QuantizedTensor] = {}
+    sources: set[str] = set()
+    biases: set[str] = set()
     expected = {tensor.name for weight in spec.weights() for tensor in weight.stored}
     for weight in spec.weights():
         if len(weight.shape) != 2:
@@ -59,4 +61,4 @@ def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path)
             sources |= {*found.sources.values()} | {f"{wanted.module}.{end}" for end in _BESIDE} & located.keys()
             biases |= {f"{wanted.module}.bias"} & located.keys() - expected
     sources |= {name for name in located if _ACTIVATIONS.search(name)}
-    return QuantizedCheckpoint(told.method, tensors, frozenset(sources), frozenset(biases))
+    return QuantizedCheckpoint(told.method, tensors, {name: located[name] for name in sources}, frozenset(biases))

@@ -77,7 +77,9 @@ def are_halves(tensor: LocatedTensor) -> bool:
     if tensor.dtype == "BF16":
         if not data[1::2].translate(None, _SURE):
             return True
-        words = array("I", (word << 16 for word in set(_numbers("H", data))))  # a bfloat16 is the upper half of a float32
+        words = array(
+            "I", (word << 16 for word in set(_numbers("H", data)))
+        )  # a bfloat16 is the upper half of a float32
         return all(map(_is_half, _numbers("f", words.tobytes())))
     if any(data[0::4]):  # more digits than a float16 has: the common case, told without looking at single numbers
         return False

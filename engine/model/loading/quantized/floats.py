@@ -34,9 +34,7 @@ def describe_floats(located: Located, wanted: WantedTensor, told: StoredQuantiza
     )  # fmt: skip
 
 
-def _block(
-    name: str, shape: tuple[int, ...], rows: int, columns: int, told: tuple[int, int] | None
-) -> tuple[int, int]:
+def _block(name: str, shape: tuple[int, ...], rows: int, columns: int, told: tuple[int, int] | None) -> tuple[int, int]:
     """Rows and columns of a block. told: what config.json says."""
     if told is not None:
         if shape == (-(-rows // told[0]), -(-columns // told[1])):

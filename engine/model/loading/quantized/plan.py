@@ -21,16 +21,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from windlass.engine.model.loading.quantized.files import Located
+
 Packing = Literal["gptq", "awq", "packed", "bytes", "floats"]
 
 BLOCK = 32  # elements that share a scale, in the forms that are used here except q6_k
 _HALF_BLOCK = 16
 
-ACT_ORDER = "columns in the order of activations (desc_act)"
-ODD_GROUPS = "groups that are no multiple of 32"
-WIDE_SCALES = "scales that are no float16 numbers"
-WIDE_ZEROS = "8 bits with zero points"
-FLOATS = "8-bit floating point"
+# Why a weight is not multiplied as it is stored.
+ACT_ORDER = "columns are grouped in the order of activations (desc_act)"
+ODD_GROUPS = "groups are no multiple of 32 columns"
+WIDE_SCALES = "scales are no float16 numbers"
+WIDE_ZEROS = "8 bits with zero points fit no form of blocks"
+FLOATS = "8-bit floating point fits no form of blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,13 @@ class QuantizedCheckpoint:
 
     title: str
     tensors: Mapping[str, QuantizedTensor]
-    sources: frozenset[str]
+    sources: Located
     zero_biases: frozenset[str]
+
+    @property
+    def is_integers(self) -> bool:
+        """Whether weights of integers are among them, which cannot be quantized once more."""
+        return any(tensor.packing != "floats" for tensor in self.tensors.values())
 
     def kept(self) -> dict[str, str]:
         """The storages of those that lie in memory as they are stored, by name."""
@@ -87,8 +95,13 @@ class QuantizedCheckpoint:
                 reasons["blocks are multiplied on a CPU only"] += 1
         if not reasons:
             return ()
-        why = ", ".join(f"{reason} ({count})" if len(reasons) > 1 else reason for reason, count in reasons.most_common())
-        return (f"{reasons.total()} of {len(self.tensors)} quantized weights ({self.title}) become {dtype}: {why}",)
+        why = ", ".join(
+            f"{reason} ({count})" if len(reasons) > 1 else reason for reason, count in reasons.most_common()
+        )
+        return (
+            f"{reasons.total()} of {len(self.tensors)} quantized weights ({self.title}) become {dtype}, the type of those that "
+            f"are not quantized: {why}",
+        )
 
 
 def choose_storage(

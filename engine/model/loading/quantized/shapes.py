@@ -33,7 +33,9 @@ def find(located: Located, wanted: WantedTensor, end: str, dtypes: Collection[st
             "incomplete: download it again"
         )
     if found.dtype not in dtypes:
-        raise LoadError(f"tensor {found.name!r} is {found.dtype} where {' or '.join(dtypes)} is expected: download it again")
+        raise LoadError(
+            f"tensor {found.name!r} is {found.dtype} where {' or '.join(dtypes)} is expected: download it again"
+        )
     return found
 
 

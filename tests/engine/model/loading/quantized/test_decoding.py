@@ -156,7 +156,14 @@ def test_an_order_that_is_none_fits(weight: Tensor, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_dequantized(
-    layout: str, bits: int, group_size: int, symmetric: bool, dtype: torch.dtype, reason: str, weight: Tensor, tmp_path: Path
+    layout: str,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    dtype: torch.dtype,
+    reason: str,
+    weight: Tensor,
+    tmp_path: Path,
 ) -> None:
     w = quantize(weight, bits, group_size, symmetric=symmetric, dtype=dtype)
     tensors = stored(layout, w, symmetric=symmetric)
@@ -213,11 +220,16 @@ def test_floats_in_blocks_that_the_last_ones_do_not_fill(weight: Tensor, tmp_pat
     assert found is not None
     assert torch.equal(numbers(found, tensors), want)
     with pytest.raises(LoadError, match=r"shape \[2, 2\], which are not the scales of a weight \[80, 192\]"):
-        describe_compressed(locate(tmp_path), WantedTensor("m", ROWS, COLUMNS), StoredQuantization("FP8", block=(64, 64)))
+        describe_compressed(
+            locate(tmp_path), WantedTensor("m", ROWS, COLUMNS), StoredQuantization("FP8", block=(64, 64))
+        )
 
 
 HALVES = {
-    torch.bfloat16: ([0.0, -0.0, 2.0**-17, -1.9921875 * 2.0**-17, 2.0**-24, 1.5, 65280.0], [2.0**-25, 1.5 * 2.0**-24, 65536.0]),
+    torch.bfloat16: (
+        [0.0, -0.0, 2.0**-17, -1.9921875 * 2.0**-17, 2.0**-24, 1.5, 65280.0],
+        [2.0**-25, 1.5 * 2.0**-24, 65536.0],
+    ),
     torch.float32: ([0.0, 2.0**-24, 1.0009765625, -65504.0], [1.00048828125, 0.1, 65536.0, float("nan")]),
 }
 

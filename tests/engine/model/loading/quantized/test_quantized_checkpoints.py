@@ -1,0 +1,332 @@
+"""Quantized checkpoints through the whole engine: the numbers are the checkpoint's, and so are the logits."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.configs import engine_config
+from helpers.engines import greedy, make_core, run, specs_of
+from helpers.quantized_checkpoints import (
+    AWQ,
+    FP8,
+    GPTQ,
+    Layout,
+    as_awq,
+    as_bytes,
+    as_floats,
+    as_gptq,
+    as_packed,
+    compressed,
+    make_quantized,
+    quantize,
+)
+from helpers.tiny_models import Reference, make_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.loader import LoadedModel, load_model
+from windlass.engine.model.loading.preflight import check_start
+from windlass.engine.model.loading.quantized import plan
+from windlass.engine.model.storage import block_storages
+from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
+
+TOLERANCE = 1e-5  # of the largest reference logit, nothing being rounded
+ROUNDED = 0.05  # of their norm, where rows are rounded to 8 bits: these models amplify what they are given
+EXACT: dict[str, Any] = {"dtype": "float32", "activations": "float32"}
+IDS = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+def gptq(bits: int = 4, size: int = 32, *, symmetric: bool = True, v2: bool = False, act_order: bool = False) -> Layout:
+    def layout(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        order = np.random.default_rng(5).permutation(np.arange(weight.shape[1]) // size).tolist() if act_order else None
+        w = quantize(weight, bits, size, symmetric=symmetric, order=order)
+        return as_gptq(module, w, less_one=not v2), w.numbers()
+
+    return layout
+
+
+def awq(size: int = 32, *, symmetric: bool = False, dtype: torch.dtype = HALF) -> Layout:
+    def layout(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        w = quantize(weight, 4, size, symmetric=symmetric, dtype=dtype)
+        return as_awq(module, w), w.numbers()
+
+    return layout
+
+
+def packed(bits: int, size: int, *, symmetric: bool = True, dtype: torch.dtype = BRAIN) -> Layout:
+    def layout(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        w = quantize(weight, bits, size, symmetric=symmetric, dtype=dtype)
+        return as_packed(module, w, symmetric=symmetric), w.numbers()
+
+    return layout
+
+
+def eight_bits(size: int = 1 << 20, *, symmetric: bool = True, dtype: torch.dtype = BRAIN) -> Layout:
+    def layout(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        w = quantize(weight, 8, size, symmetric=symmetric, dtype=dtype)
+        return as_bytes(module, w, symmetric=symmetric), w.numbers()
+
+    return layout
+
+
+def floats(kind: str, end: str = "weight_scale") -> Layout:
+    return lambda module, weight: as_floats(module, weight, kind, end)
+
+
+KEPT: dict[str, tuple[dict[str, Any], Layout, list[str]]] = {
+    "gptq": (GPTQ, gptq(), ["q4_0"]),
+    "gptq v2 with zero points": ({**GPTQ, "checkpoint_format": "gptq_v2"}, gptq(symmetric=False, v2=True), ["q4_k"]),
+    "gptq with zero points": ({**GPTQ, "sym": False}, gptq(symmetric=False), ["q4_k"]),
+    "gptq per channel": ({**GPTQ, "group_size": -1}, gptq(size=1 << 20), ["q4_0"]),
+    "gptq groups cut off": ({**GPTQ, "group_size": 64}, gptq(size=64), ["q4_0"]),
+    "gptq 3 bits": ({**GPTQ, "bits": 3}, gptq(3), ["q4_k"]),
+    "gptq 8 bits": ({**GPTQ, "bits": 8}, gptq(8), ["q8_0"]),
+    "awq": (AWQ, awq(), ["q4_k"]),
+    "packed": (compressed("pack-quantized"), packed(4, 32), ["q4_0"]),
+    "packed with zero points": (
+        compressed("pack-quantized", symmetric=False),
+        packed(4, 32, symmetric=False),
+        ["q4_k"],
+    ),
+    "packed 6 bits": (compressed("pack-quantized", num_bits=6), packed(6, 32), ["q6_k"]),
+    "int8": (compressed("int-quantized", num_bits=8), eight_bits(), ["q8_0"]),
+}
+DEQUANTIZED: dict[str, tuple[dict[str, Any], Layout, str]] = {
+    "act order": ({**GPTQ, "desc_act": True}, gptq(act_order=True), plan.ACT_ORDER),
+    "gptq 8 bits with zero points": ({**GPTQ, "bits": 8, "sym": False}, gptq(8, symmetric=False), plan.WIDE_ZEROS),
+    "groups of 16": ({**AWQ, "group_size": 16}, awq(16), plan.ODD_GROUPS),
+    "wide scales": (AWQ, awq(dtype=torch.float32), plan.WIDE_SCALES),
+    "int8 with zero points": (compressed("int-quantized", num_bits=8), eight_bits(symmetric=False), plan.WIDE_ZEROS),
+    "fp8": (FP8, floats("tensor"), plan.FLOATS),
+    "fp8 in blocks": ({**FP8, "weight_block_size": [48, 40]}, floats("48x40", "weight_scale_inv"), plan.FLOATS),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, floats("row"), plan.FLOATS),
+    "float-quantized": (compressed("float-quantized", num_bits=8, type="float"), floats("row"), plan.FLOATS),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
+
+
+def assert_same_logits(model: Path, plain: Path, *, exact: bool) -> None:
+    core = make_core(model, **(EXACT if exact else {}))
+    request = greedy("a", IDS, 4)
+    result = run(core, [request])["a", 0]
+    reference = Reference(plain, specs_of(core, request), ["full_attention"]).logits(IDS + result.token_ids)
+    want, got = reference[len(IDS) - 1 : -1], torch.stack(result.logits)
+    if exact:
+        assert (got - want).abs().max() < TOLERANCE * want.abs().max()
+    else:
+        assert 0 < (got - want).norm() < ROUNDED * want.norm()
+
+
+def numbers_of(weight: Weight) -> Tensor:
+    if isinstance(weight, StackedWeight):
+        return torch.cat([numbers_of(part) for part in weight.parts])
+    if isinstance(weight, BlockWeight):
+        return weight.dequantize()
+    return (weight.unpack() if isinstance(weight, PanelWeight) else weight).float()
+
+
+def load(model: Path, **options: Any) -> LoadedModel:
+    return load_model(engine_config(model, device="cpu", **options))
+
+
+def assert_same_numbers(model: Path, plain: Path, rounded: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
+    """Bit for bit, every weight of the model; those that are not in blocks `rounded` to a type."""
+    loaded, other = load(model, **options), load(plain, dtype="float32")
+    for (name, mine), theirs in zip(loaded.decoder.weights().items(), other.decoder.tensors(), strict=True):
+        want = numbers_of(theirs)
+        if not isinstance(mine, (BlockWeight, StackedWeight)):
+            want = want.to(rounded).float()
+        assert torch.equal(numbers_of(mine), want), name
+    return loaded
+
+
+def forms(loaded: LoadedModel) -> list[str]:
+    return block_storages(loaded.decoder.spec, loaded.decoder.plan)
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_fits_is_multiplied_as_it_is_stored(case: str, llama: Path, tmp_path: Path) -> None:
+    quantization, layout, stored = KEPT[case]
+    model, plain = make_quantized(llama, tmp_path, quantization, layout)
+    loaded = assert_same_numbers(model, plain)
+    assert forms(loaded) == stored
+    assert not loaded.notices
+    method = {"gptq": "GPTQ", "awq": "AWQ"}.get(quantization["quant_method"], "compressed-tensors")
+    assert loaded.quantization == f"{method} ({stored[0]})"
+    assert_same_logits(model, plain, exact=True)
+    assert_same_logits(model, plain, exact=False)
+
+
+@pytest.mark.parametrize("case", DEQUANTIZED)
+def test_what_does_not_fit_is_dequantized_with_a_notice(case: str, llama: Path, tmp_path: Path) -> None:
+    quantization, layout, reason = DEQUANTIZED[case]
+    model, plain = make_quantized(llama, tmp_path, quantization, layout)
+    loaded = assert_same_numbers(model, plain)
+    assert forms(loaded) == [] and loaded.quantization is None
+    (notice,) = loaded.notices
+    assert re.match(rf"14 of 14 quantized weights \(.*\) become float32, .*: {re.escape(reason)}$", notice)
+    assert_same_logits(model, plain, exact=True)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_numbers_get_the_type_of_the_other_weights(dtype: torch.dtype, llama: Path, tmp_path: Path) -> None:
+    model, plain = make_quantized(llama, tmp_path, FP8, floats("row"), dtype=dtype)
+    name = str(dtype).removeprefix("torch.")
+    assert f" become {name}, " in assert_same_numbers(model, plain, dtype).notices[0]
+    assert " become float32, " in assert_same_numbers(model, plain, dtype="float32").notices[0]
+
+
+def test_some_fit_and_some_do_not(llama: Path, tmp_path: Path) -> None:
+    """A weight of the decoder may then be stored in two ways; the notice counts by reason."""
+
+    def layout(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        kind = awq(16) if "v_proj" in module else awq(dtype=torch.float32) if "down" in module else awq()
+        return kind(module, weight)
+
+    model, plain = make_quantized(llama, tmp_path, AWQ, layout)
+    loaded = assert_same_numbers(model, plain)
+    assert isinstance(loaded.decoder.layers[0].mixer.weights.qkv, StackedWeight)
+    (notice,) = loaded.notices
+    assert notice.startswith("4 of 14 quantized weights (AWQ)")
+    assert f"{plan.ODD_GROUPS} (2)" in notice and f"{plan.WIDE_SCALES} (2)" in notice
+    assert_same_logits(model, plain, exact=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "glm4"])
+def test_other_families(family: str, tmp_path: Path) -> None:
+    """Fused tensors, and rows in another order."""
+    source = make_model(family, tmp_path / "source", num_hidden_layers=2)
+    for name, quantization, layout in (("kept", GPTQ, gptq()), ("act", GPTQ, gptq(act_order=True))):
+        model, plain = make_quantized(source, tmp_path / name, quantization, layout)
+        assert bool(forms(assert_same_numbers(model, plain))) == (name == "kept")
+
+
+def test_a_quantized_head(llama: Path, tmp_path: Path) -> None:
+    model, plain = make_quantized(llama, tmp_path, GPTQ, gptq(), leave=())
+    assert isinstance(assert_same_numbers(model, plain).decoder.head, BlockWeight)
+    assert_same_logits(model, plain, exact=True)
+
+
+def test_tensors_beside_the_weights(llama: Path, tmp_path: Path) -> None:
+    """Scales of activations and of cached keys change nothing; biases that the model has not must be zero."""
+    model, plain = make_quantized(llama, tmp_path, compressed("int-quantized", num_bits=8), eight_bits())
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    layer = "model.layers.0.self_attn"
+    beside = {
+        f"{layer}.{n}": torch.ones(1) for n in ("q_proj.input_scale", "k_scale", "v_scale", "k_proj.output_scale")
+    }
+    save_file({**tensors, **beside, f"{layer}.q_proj.bias": torch.zeros(64)}, path)
+    assert_same_numbers(model, plain)
+    save_file({**tensors, f"{layer}.q_proj.bias": torch.ones(64)}, path)
+    with pytest.raises(LoadError, match=r"unexpected tensor 'model.layers.0.self_attn.q_proj.bias'"):
+        load(model)
+    save_file({**tensors, f"{layer}.q_proj.surprise": torch.zeros(64)}, path)
+    with pytest.raises(LoadError, match="unexpected tensor"):
+        load(model)
+
+
+def test_several_files(llama: Path, tmp_path: Path) -> None:
+    """What a weight is made of may lie in two of them."""
+    model, plain = make_quantized(llama, tmp_path, GPTQ, gptq())
+    tensors = load_file(model / "model.safetensors")
+    (model / "model.safetensors").unlink()
+    names = ["model-1.safetensors", "model-2.safetensors"]
+    index = {name: names[i % 2] for i, name in enumerate(tensors)}
+    for file in names:
+        save_file({n: t for n, t in tensors.items() if index[n] == file}, model / file)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert_same_numbers(model, plain)
+
+
+def test_integers_are_not_quantized_again(llama: Path, tmp_path: Path) -> None:
+    model, _ = make_quantized(llama, tmp_path / "integers", GPTQ, gptq())
+    with pytest.raises(LoadError, match=r"is quantized already \(GPTQ\): leave `compute.quantization=int8` out"):
+        check_start(engine_config(model, quantization="int8"))
+    model, plain = make_quantized(llama, tmp_path / "floats", FP8, floats("row"))
+    loaded = load(model, quantization="int8")  # of which nothing would be kept as it is
+    assert (forms(loaded), loaded.notices) == (["q8_0"], ())
+    other = load(plain, quantization="int8")
+    for mine, theirs in zip(loaded.decoder.tensors(), other.decoder.tensors(), strict=True):
+        assert torch.equal(numbers_of(mine), numbers_of(theirs))
+
+
+Damage = Callable[[dict[str, Tensor]], object]
+
+
+def remove(name: str) -> Damage:
+    return lambda tensors: tensors.pop(name)
+
+
+def change(name: str, how: Callable[[Tensor], Tensor]) -> Damage:
+    return lambda tensors: tensors.update({name: how(tensors[name]).contiguous()})
+
+
+Q = "model.layers.1.self_attn.q_proj"
+INT8 = compressed("int-quantized", num_bits=8)
+PACKED = compressed("pack-quantized")
+DAMAGED: dict[str, tuple[dict[str, Any], Layout, Damage, str]] = {
+    "no scales": (GPTQ, gptq(), remove(f"{Q}.scales"), rf"tensor '{Q}.scales' is missing.*download it again"),
+    "no zero points": (AWQ, awq(), remove(f"{Q}.qzeros"), rf"tensor '{Q}.qzeros' is missing"),
+    "no scale": (FP8, floats("row"), remove(f"{Q}.weight_scale"), rf"tensor '{Q}.weight_scale' is missing"),
+    "no scale of bytes": (INT8, eight_bits(), remove(f"{Q}.weight_scale"), "is missing"),
+    "no codes": (GPTQ, gptq(), remove(f"{Q}.qweight"), "unexpected tensor|tensors are missing"),
+    "no shape": (PACKED, packed(4, 32), remove(f"{Q}.weight_shape"), "weight_shape' is missing"),
+    "other shape": (PACKED, packed(4, 32), change(f"{Q}.weight_shape", lambda t: t + 1), r"says \[65, 65\] where"),
+    "codes too short": (GPTQ, gptq(), change(f"{Q}.qweight", lambda t: t[:-1]), "do not fit.*config.json"),
+    "codes too narrow": (GPTQ, gptq(), change(f"{Q}.qweight", lambda t: t[:, 1:]), r"shape \[8, 63\] where .*\[8, 64\]"),
+    "codes of another rank": (PACKED, packed(4, 32), change(f"{Q}.weight_packed", lambda t: t.flatten()), "do not fit"),
+    "zeros too narrow": (AWQ, awq(), change(f"{Q}.qzeros", lambda t: t[:, 1:]), r"shape \[2, 7\] where .*\[2, 8\]"),
+    "scales too long": (GPTQ, gptq(), change(f"{Q}.scales", lambda t: t.repeat(4, 1)), r"'.*scales' has .*|shape \[2, 8\]"),
+    "groups that do not divide": (AWQ, awq(), change(f"{Q}.scales", lambda t: t.repeat(2, 1)[:3]), "3 groups for 64 columns"),
+    "a type": (GPTQ, gptq(), change(f"{Q}.scales", lambda t: t.double()), "F64 where F16 or BF16 or F32"),
+    "an order out of range": (
+        GPTQ, gptq(act_order=True), change(f"{Q}.g_idx", lambda t: t + 1), rf"'{Q}.g_idx' names groups outside 0 \.\. 1"
+    ),
+    "an order too short": (GPTQ, gptq(), change(f"{Q}.g_idx", lambda t: t[1:]), r"shape \[63\] where .*\[64\]"),
+    "NaN": (GPTQ, gptq(), change(f"{Q}.scales", lambda t: t * torch.nan), rf"'{Q}.scales' holds numbers that are NaN"),
+    "infinity": (INT8, eight_bits(), change(f"{Q}.weight_scale", lambda t: t / 0), "NaN or infinite"),
+    "NaN of 8 bits": (
+        FP8, floats("row"), change(f"{Q}.weight", lambda t: (t.float() * torch.nan).to(t.dtype)), "NaN or infinite"
+    ),
+    "blocks": (FP8, floats("16x16"), change(f"{Q}.weight_scale", lambda t: t[1:]), r"shape \[3, 4\], which are not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_checkpoints_are_one_line(case: str, llama: Path, tmp_path: Path) -> None:
+    quantization, layout, damage, says = DAMAGED[case]
+    model, _ = make_quantized(llama, tmp_path, quantization, layout)
+    tensors = load_file(model / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(LoadError) as error:
+        load(model)
+    assert re.search(says, str(error.value)) and "\n" not in str(error.value)
+
+
+def test_it_needs_no_torch_to_look(llama: Path, tmp_path: Path) -> None:
+    model, _ = make_quantized(llama, tmp_path, AWQ, awq())
+    code = (
+        "import sys\nfrom windlass.engine.api.config import EngineConfig\n"
+        "from windlass.engine.model.loading.preflight import check_start\n"
+        f"print(len(check_start(EngineConfig(model={str(model)!r})).quantized.kept()))\n"
+        "print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.split("\n")[:2] == ["14", "[]"]
