@@ -108,7 +108,7 @@ _READERS = {"GPTQ": _gptq, "AWQ": _awq, "compressed-tensors": _compressed, "FP8"
 
 def _group_size(found: Config) -> int | None:
     size = found.get("group_size", found.get("q_group_size"))
-    return size if isinstance(size, int) and size > 0 else None
+    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else None
 
 
 def _block(value: Any) -> tuple[int, int] | None:

@@ -128,14 +128,17 @@ DIRECTORIES = {
     "encoder": (configured(architectures=["BertForMaskedLM"]), "an encoder, which writes no text"),
     "embedding": (configured(architectures=["LlamaModel"]), "an embedding model or one without its language-model head"),
     "rotation": (configured(rope_scaling={"rope_type": "spiral"}), "spiral"),
-    "gptq": (configured(quantization_config={"quant_method": "gptq", "bits": 4}), QUANTIZED.format("GPTQ, 4 bits")),
-    "awq": (configured(quantization_config={"quant_method": "awq", "bits": 4}), QUANTIZED.format("AWQ, 4 bits")),
+    "gptq": (configured(quantization_config={"quant_method": "gptq", "bits": 5}), QUANTIZED.format("GPTQ, 5 bits")),
+    "awq": (configured(quantization_config={"quant_method": "awq", "version": "gemv"}), QUANTIZED.format("AWQ, version gemv")),
     "bitsandbytes": (
         configured(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
         QUANTIZED.format("bitsandbytes, 8 bits"),
     ),
-    "fp8": (configured(quantization_config={"quant_method": "fp8"}), QUANTIZED.format("FP8")),
-    "compressed": (configured(quantization_config={"quant_method": "compressed-tensors"}), QUANTIZED.format("compressed-ten.*")),
+    "mxfp4": (configured(quantization_config={"quant_method": "mxfp4"}), QUANTIZED.format("MXFP4")),
+    "compressed": (
+        configured(quantization_config={"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+        QUANTIZED.format("compressed-tensors, format nvfp4-pack-quantized"),
+    ),
     "mlx": (configured(quantization={"group_size": 64, "bits": 4}), QUANTIZED.format("MLX, 4 bits")),
 }  # fmt: skip
 
@@ -221,8 +224,8 @@ def test_weights_that_do_not_fit_into_memory(model: Path) -> None:
 
 @pytest.mark.parametrize("command", [("generate", "hi", "--model"), ("bench", "engine")])
 def test_other_commands_that_load_a_model_refuse_the_same(command: tuple[str, ...], model: Path) -> None:
-    configure(model, quantization_config={"quant_method": "gptq"})
-    assert refusal(model, command=command).startswith("this checkpoint is quantized (GPTQ)")
+    configure(model, quantization_config={"quant_method": "hqq"})
+    assert refusal(model, command=command).startswith("this checkpoint is quantized (HQQ)")
     assert refusal(DEMO, "--rope-scaling", LISTS, command=command).startswith("--rope-scaling.short_factor")
     assert refusal(DEMO, "--rope-profile", f"x={LISTS}", command=command).startswith("--rope-profile x.short_factor")
 

@@ -44,8 +44,12 @@ def size_of(model: ModelDescription, dtype: str = "float32", quantization: str =
     [
         (lambda name: name.removeprefix("model."), "without its language-model head"),
         (lambda name: f"language_{name}", "of a multimodal model"),
-        (lambda name: name.replace(".weight", ".qweight"), r"quantized \(GPTQ or AWQ\).*`compute.quantization=int8`"),
-        (lambda name: name.replace("norm.weight", "norm.weight_scale_inv"), r"quantized \(FP8\)"),
+        (lambda name: name.replace(".weight", ".qweight"), r"quantized \(GPTQ or AWQ\), but its config.json has no"),
+        (lambda name: name.replace("norm.weight", "norm.weight_scale_inv"), r"quantized \(FP8\), but"),
+        (
+            lambda name: name.replace("norm.weight", "norm.SCB"),
+            r"quantized \(bitsandbytes\).*`compute.quantization=int8`",
+        ),
     ],
 )
 def test_names_of_tensors_tell_what_they_are(rename: Callable[[str], str], says: str, tmp_path: Path) -> None:
