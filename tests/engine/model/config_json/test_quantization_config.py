@@ -20,8 +20,14 @@ READ: list[tuple[dict[str, Any], StoredQuantization]] = [
     ({**FP8, "weight_block_size": [128, 64]}, StoredQuantization("FP8", block=(128, 64))),
     ({"quant_method": "fbgemm_fp8"}, StoredQuantization("FP8")),
     (compressed("pack-quantized"), StoredQuantization("compressed-tensors")),
-    (compressed("float-quantized", num_bits=8, type="float", block_structure="128x64"), StoredQuantization("compressed-tensors", block=(128, 64))),
-    ({**compressed("dense"), "sparsity_config": {"format": "dense"}, "transform_config": {}}, StoredQuantization("compressed-tensors")),
+    (
+        compressed("float-quantized", num_bits=8, type="float", block_structure="128x64"),
+        StoredQuantization("compressed-tensors", block=(128, 64)),
+    ),
+    (
+        {**compressed("dense"), "sparsity_config": {"format": "dense"}, "transform_config": {}},
+        StoredQuantization("compressed-tensors"),
+    ),
 ]  # fmt: skip
 
 UNREAD: list[tuple[dict[str, Any], str]] = [
@@ -33,7 +39,7 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({**AWQ, "bits": 8}, "AWQ, 8 bits"),
     (compressed("marlin-24"), "compressed-tensors, format marlin-24"),
     (compressed("pack-quantized", type="float"), "compressed-tensors, floating point of 4 bits"),
-    ({**compressed("dense"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "compressed-tensors, sparse, sparse-24-bitmask"),
+    ({**compressed("dense"), "sparsity_config": {"format": "sparse-24"}}, "compressed-tensors, sparse, sparse-24"),
     ({**compressed("dense"), "transform_config": {"config_groups": {"a": {}}}}, "compressed-tensors, with transforms"),
     ({**compressed("dense"), "quantization_status": "frozen"}, "compressed-tensors, status frozen"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits"),
