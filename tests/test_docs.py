@@ -15,9 +15,10 @@ from urllib.parse import unquote
 
 import httpx
 import pytest
-from helpers.live_server import toy_tokenizer
+from helpers.live_server import SPECIAL_TOKENS, TEMPLATE, toy_tokenizer
 from helpers.scripted_engine import ScriptedEngine
 from helpers.scripted_llm import asked, scripted_llm
+from helpers.toy_tokenizers import byte_level
 from typer.main import get_command
 
 from windlass.engine.model.families.reading import read_rotary_groups
@@ -95,8 +96,8 @@ def test_every_endpoint_is_on_the_page():
             assert f"`{method.upper()} {shown}`" in table, f"{method} {path}"
 
 
-def create_toy_app(engine: ScriptedEngine | None = None):
-    return create_app(engine or ScriptedEngine(), toy_tokenizer(), ServerSettings(served_model_name="toy"))
+def create_toy_app(engine: ScriptedEngine | None = None, tokenizer: Tokenizer | None = None):
+    return create_app(engine or ScriptedEngine(), tokenizer or toy_tokenizer(), ServerSettings(served_model_name="toy"))
 
 
 def test_every_metric_is_on_the_page():
@@ -222,7 +223,8 @@ def test_the_first_answer_in_the_readme_has_the_fields_of_an_answer():
     report = report_at(make_plan(read_rotary_groups(config), 8192, None), 37, 8)
 
     async def ask() -> dict:
-        app = create_toy_app(ScriptedEngine(report=lambda request: report))
+        tokenizer = Tokenizer(byte_level(), SPECIAL_TOKENS, {"default": TEMPLATE})
+        app = create_toy_app(ScriptedEngine(report=lambda request: report), tokenizer)
         body = {"messages": [{"role": "user", "content": "a"}]}
         with closing(app.state.windlass):
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
