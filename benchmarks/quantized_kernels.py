@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits against what the machine allows, on the shapes of a 1B Llama.
+"""Products with weights in blocks against what the machine allows, on the shapes of a 1B Llama.
 
     python benchmarks/quantized_kernels.py [--threads 2] [--repeats 20] [--clock wall|cpu] [--rows 1,8,64,512]
 
@@ -21,8 +21,8 @@ import torch
 from harness.rates import readable
 from torch import Tensor
 
-from windlass.kernels import cpu
-from windlass.kernels.layouts.packed import PackedWeight
+from windlass.kernels import FORMS, BlockWeight, cpu
+from windlass.kernels.layouts.random_blocks import randomize
 from windlass.kernels.weight_memory import WeightMemory
 
 LAYERS = {
@@ -56,17 +56,16 @@ def bounds(repeats: int, clock: Timer) -> tuple[float, float]:
     return block.nbytes / best["read"], 2 * 1024 * 2048 * 2048 / best["matrix"]
 
 
-def random_weight(columns: int, inner: int, kind: str, memory: WeightMemory) -> Tensor | PackedWeight:
-    plain = torch.randn(columns, inner)
+def random_weight(columns: int, inner: int, kind: str, memory: WeightMemory) -> Tensor | BlockWeight:
     if kind == "bf16":
-        return memory.empty((columns, inner), torch.bfloat16).copy_(plain)
-    weight = PackedWeight.empty(columns, inner, 8 if kind == "int8" else 4, memory.empty)
-    cpu.pack_rows(weight.narrow(0, columns), plain)
+        return memory.empty((columns, inner), torch.bfloat16).copy_(torch.randn(columns, inner))
+    weight = BlockWeight.empty(columns, inner, FORMS[kind], memory.empty)
+    randomize(weight, torch.Generator().manual_seed(0))
     return weight
 
 
-def product(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
-    return cpu.linear_packed(x, weight) if isinstance(weight, PackedWeight) else cpu.linear_small(x, weight)
+def product(x: Tensor, weight: Tensor | BlockWeight) -> Tensor:
+    return cpu.linear_blocks(x, weight) if isinstance(weight, BlockWeight) else cpu.linear_small(x, weight)
 
 
 def main() -> None:
@@ -76,7 +75,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--rows", default="1,2,4,8,16,64,512")
     parser.add_argument("--layers", default=",".join(LAYERS), help="comma-separated, by the start of a name")
-    parser.add_argument("--kinds", default="bf16,int8,int4")
+    parser.add_argument("--kinds", default="bf16,q8_0,q4_0,q4_k,q6_k", help="bf16 and forms of blocks")
     options = parser.parse_args()
     reason = cpu.unavailable_reason()
     if reason is not None:

@@ -145,8 +145,8 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def repack(self, target: BlockRows, blocks: Tensor) -> None:
-        """Put blocks, uint8 [rows, bytes of a row] as GGUF has them in the target's form, into rows of a weight.
+    def repack(self, target: BlockRows, source: Tensor) -> None:
+        """Put source, uint8 [rows, bytes of a row] as GGUF has blocks of the target's form, into rows of a weight.
 
         Nothing is rounded: what `dequantize` gives afterwards is what GGUF says that the blocks mean.
         """

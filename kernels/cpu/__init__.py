@@ -1,12 +1,13 @@
 """C++ SIMD kernels for CPUs: few-row linear, attention, rotation and re-rotation of keys, norm and gated activations.
 
-`library` finds and binds the compiled library and says why it cannot be used; `attention`, `linear`, `ops`, `packed`, `panels`,
-`rotary` and `sampling` are the operations on tensors. They only ever run here or raise: which of them runs is the business
-of `backend`.
+`library` finds and binds the compiled library and says why it cannot be used; `attention`, `blocks`, `linear`, `ops`,
+`packed`, `panels`, `rotary` and `sampling` are the operations on tensors. They only ever run here or raise: which of them runs
+is the business of `backend`.
 """
 
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.cpu.attention import attention_refusal, paged_attention_decode, paged_attention_prefill
+from windlass.kernels.cpu.blocks import embed_blocks, linear_blocks, linear_blocks_widened
 from windlass.kernels.cpu.library import KernelsUnavailableError, Library, load, runnable, unavailable_reason
 from windlass.kernels.cpu.linear import linear_refusal, linear_small
 from windlass.kernels.cpu.ops import (
@@ -36,8 +37,11 @@ __all__ = [
     "attention_refusal",
     "draw_tokens",
     "drawing_memory",
+    "embed_blocks",
     "embed_rows",
     "gated_activation",
+    "linear_blocks",
+    "linear_blocks_widened",
     "linear_packed",
     "linear_panels",
     "linear_panels_widened",

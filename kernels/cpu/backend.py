@@ -16,14 +16,14 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
-from windlass.kernels.cpu import attention, block_filling, library, linear, ops, panels, recording, rotary, sampling
+from windlass.kernels.cpu import attention, block_filling, blocks, library, linear, ops, panels, recording, rotary, sampling
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
-from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.torch import batched
 from windlass.kernels.torch import linear as torch_linear
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
@@ -74,22 +74,40 @@ class CompiledBackend(Backend):
         else:
             block_filling.pack_blocks(target, source, library=self._library)
 
-    def repack(self, target: BlockRows, blocks: Tensor) -> None:
-        block_filling.repack_blocks(target, blocks, library=self._library)
+    def repack(self, target: BlockRows, source: Tensor) -> None:
+        block_filling.repack_blocks(target, source, library=self._library)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if isinstance(weight, PanelWeight):
-            few = x.shape[0] <= self._most_panel_rows
-            product = panels.linear_panels if few else panels.linear_panels_widened
-            return product(x, weight, bias, library=self._library)
         if isinstance(weight, StackedWeight):
-            spans = weight.spans()
-            return torch.cat([self.linear(x, part, None if bias is None else bias[a:b]) for part, a, b in spans], dim=1)
+            return self._linear_stacked(x, weight, bias)
+        return self._linear_part(x, weight, bias)
+
+    def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """out: where the result may be written, of its type; it does not have to be."""
         if isinstance(weight, BlockWeight):
-            return self._torch.linear(x, weight, bias)
+            if self.options.activations == "int8":
+                out = None if x.dtype != torch.float32 else out
+                return blocks.linear_blocks(x, weight, bias, out=out, library=self._library)
+            most = sys.maxsize if self.deterministic else linear.MOST_ROWS
+            return blocks.linear_blocks_widened(x, weight, bias, most_rows=most, library=self._library)
+        if isinstance(weight, PanelWeight):
+            if x.shape[0] > self._most_panel_rows:
+                return panels.linear_panels_widened(x, weight, bias, library=self._library)
+            out = None if x.dtype == torch.float16 else out
+            return panels.linear_panels(x, weight, bias, out=out, library=self._library)
         if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
-            return linear.linear_small(x, weight, bias, library=self._library)
+            return linear.linear_small(x, weight, bias, out=out, library=self._library)
         return self._torch.linear(x, weight, bias)
+
+    def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
+        """Each part writes its columns of the result, where it can."""
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
+        for part, begin, end in weight.spans():
+            own = out[:, begin:end]
+            found = self._linear_part(x, part, None if bias is None else bias[begin:end], own)
+            if found.data_ptr() != own.data_ptr():
+                own.copy_(found)
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.rms_norm(x, weight, eps, library=self._library)
@@ -104,7 +122,12 @@ class CompiledBackend(Backend):
         return ops.soft_cap(x, cap, library=self._library)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
-        if self.dtype != torch.float32 or not isinstance(table, Tensor):
+        if isinstance(table, BlockWeight):
+            if self.dtype == torch.float32:
+                return blocks.embed_blocks(table, ids, scale, library=self._library)
+            rows = blocks.embed_blocks(table, ids, library=self._library).to(self.dtype)
+            return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype)
+        if self.dtype != torch.float32:
             return self._torch.embed(table, ids, scale)
         return ops.embed_rows(table, ids, scale, library=self._library)
 

@@ -91,3 +91,9 @@ def table_ok(table: Tensor, shape: tuple[int, int]) -> bool:
 def vector_ok(vector: Tensor, dtype: torch.dtype, length: int) -> bool:
     """A contiguous vector of this type and length."""
     return vector.dtype == dtype and vector.shape == (length,) and vector.is_cpu and vector.is_contiguous()
+
+
+def check_out(out: Tensor, rows: int, columns: int, dtype: torch.dtype) -> None:
+    """ValueError unless this is a matrix of that shape and type, with adjacent elements in a row, to be written."""
+    if out.shape != (rows, columns) or out.dtype != dtype or (columns > 1 and out.stride(1) != 1) or not out.is_cpu:
+        raise ValueError(f"out is {out.dtype} {tuple(out.shape)}, not {dtype} {(rows, columns)} with adjacent elements")

@@ -31,6 +31,8 @@ PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
 _TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
+# Codes, scales, scales of super groups; bits, group, super groups, whether there are minima, offset.
+_BLOCKS = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT]
 
 SIGNATURES: dict[str, list[type]] = {
     "linear": [*_TENSOR2, *_TENSOR2, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
@@ -38,6 +40,11 @@ SIGNATURES: dict[str, list[type]] = {
     "pack_panels": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER],
     "widen_panels": [_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER],
     "linear_packed": [*(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER), *(_POINTER, _LONG, _LONG, _LONG, _LONG)],
+    "linear_blocks": [
+        *(_POINTER, _LONG, *_BLOCKS, _POINTER, _POINTER, _LONG),  # x, the weight, bias, out
+        *(_LONG, _LONG, _LONG),  # rows, columns, inner
+    ],
+    "widen_blocks": [*_BLOCKS, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG, _LONG],  # ids or the first, factor, out
     "pack_weight": [*(_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER)],
     "repack_blocks": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
     "pack_blocks": [
@@ -116,6 +123,8 @@ class Library:
     pack_panels: Function
     widen_panels: Function
     linear_packed: Function
+    linear_blocks: Function
+    widen_blocks: Function
     pack_weight: Function
     repack_blocks: Function
     pack_blocks: Function

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from windlass.kernels.cpu.checks import check_out
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 
 # Measured on AVX2 with two threads on whole prefill chunks of a 1B Llama: ours leads up to 192 rows, from 256 on torch's
@@ -48,17 +49,28 @@ def linear_refusal(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> str
     return None
 
 
-def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, library: Library | None = None) -> Tensor:
+def linear_small(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    library: Library | None = None,
+) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
     x: [M, K] float32 or bfloat16, any row stride. weight: [N, K] float32, bfloat16 or float16, any row stride. bias: [N]
-    of any of these. Any M is right; it is quick for few rows. Returns [M, N] in x's dtype. Raises ValueError.
+    of any of these. out: [M, N] in x's dtype with adjacent elements, to be written. Any M is right; it is quick for few rows.
+    Returns [M, N] in x's dtype, out where it is given. Raises ValueError.
     """
     if (reason := linear_refusal(x, weight, bias)) is not None:
         raise ValueError(f"linear_small: {reason}")
     rows, inner = x.shape
     columns = weight.shape[0]
-    out = torch.empty((rows, columns), dtype=x.dtype)
+    if out is None:
+        out = torch.empty((rows, columns), dtype=x.dtype)
+    else:
+        check_out(out, rows, columns, x.dtype)
     if inner == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     if rows and columns:
@@ -72,7 +84,7 @@ def linear_small(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, libra
             None if bias is None else bias.data_ptr(),
             0 if bias is None else TYPE_CODES[bias.dtype],
             out.data_ptr(),
-            columns,
+            out.stride(0),
             rows,
             columns,
             inner,

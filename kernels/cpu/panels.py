@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.cpu.checks import check
+from windlass.kernels.cpu.checks import check, check_out
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 from windlass.kernels.layouts.packed import PANEL
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
@@ -17,12 +17,18 @@ _WIDENED_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the 
 
 
 def linear_panels(
-    x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, library: Library | None = None
+    x: Tensor,
+    weight: PanelWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    library: Library | None = None,
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
-    x: [M, K] in any float type, float32 and bfloat16 in any row stride without a copy. bias: [N]. Any M is right; it is
-    quick for few rows. Returns [M, N] in x's dtype. Raises ValueError.
+    x: [M, K] in any float type, float32 and bfloat16 in any row stride without a copy. bias: [N]. out: [M, N] in x's dtype,
+    which is not float16, with adjacent elements, to be written. Any M is right; it is quick for few rows. Returns [M, N] in
+    x's dtype, out where it is given. Raises ValueError.
     """
     _check_operands(x, weight, bias)
     # A decode step comes here some hundred times: copies are made only where they are needed.
@@ -32,7 +38,10 @@ def linear_panels(
     if bias is not None:
         bias = (bias if bias.dtype in TYPE_CODES else bias.float()).contiguous()
     rows, columns = x.shape[0], weight.rows
-    out = torch.empty((rows, columns), dtype=given.dtype)
+    if out is None:
+        out = torch.empty((rows, columns), dtype=given.dtype)
+    else:
+        check_out(out, rows, columns, given.dtype)
     if weight.columns == 0:
         return (out.zero_() if bias is None else out.copy_(bias)).to(x.dtype)
     if rows and columns:
@@ -45,7 +54,7 @@ def linear_panels(
             None if bias is None else bias.data_ptr(),
             0 if bias is None else TYPE_CODES[bias.dtype],
             out.data_ptr(),
-            columns,
+            out.stride(0),
             rows,
             columns,
             weight.columns,

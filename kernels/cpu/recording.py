@@ -39,6 +39,8 @@ _REPEATABLE = (
     "paged_attention_decode",
     "embed_rows",
     "linear_panels",
+    "linear_blocks",
+    "widen_blocks",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

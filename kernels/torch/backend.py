@@ -50,8 +50,8 @@ class TorchBackend(Backend):
             raise TypeError("weights in panels are for the compiled kernels only")
         block_quantizers.pack(target, source)
 
-    def repack(self, target: BlockRows, blocks: Tensor) -> None:
-        block_bytes.repack(target, blocks)
+    def repack(self, target: BlockRows, source: Tensor) -> None:
+        block_bytes.repack(target, source)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, StackedWeight):

@@ -1,7 +1,8 @@
 // Sums of products of bytes and of int16, lane by lane, as each instruction set has them.
 //
 // Three forms. Pairs: bytes widened to int16, two products a lane, exact for all values (vpmaddwd). Bytes: vpmaddubsw, whose
-// int16 sums saturate, only for weights of 4 bits: eight sums of two products of at most 15 * 127 reach 30,480. Quads:
+// int16 sums saturate, only for weights of at most 6 bits: eight sums of two products of at most 15 * 127 reach 30,480, four
+// of 31 * 127 31,496, two of 63 * 127 32,004. Quads:
 // vpdpbusd. The last two want an unsigned factor, so one side carries an offset there, and the offset times the sum of the
 // other is taken off again. ARM multiplies signed bytes: quads by sdot, or by widening products of which two fit int16, and
 // weights of 8 bits stay as they are; with 4 bits widening products are collected in int16 like vpmaddubsw's. On processors
@@ -21,7 +22,7 @@ namespace packed {
 #else
 #define WINDLASS_QUADS 0
 #endif
-#if defined(WINDLASS_NEON) && !defined(WINDLASS_DOT)  // 4 bits only, 8 bits go by quads
+#if defined(WINDLASS_NEON) && !defined(WINDLASS_DOT)  // up to 6 bits, 8 bits go by quads
 #define WINDLASS_BYTES 1
 #else
 #define WINDLASS_BYTES (!WINDLASS_QUADS && WINDLASS_LANES >= 8)
@@ -75,6 +76,10 @@ INLINE BytesSum add_bytes(BytesSum acc, vub a, vi b) {
     const int8x16_t x = (int8x16_t)a, y = (int8x16_t)b;
     return {vmlal_s8(acc.low, vget_low_s8(x), vget_low_s8(y)), vmlal_high_s8(acc.high, x, y)};
 }
+INLINE BytesSum first_bytes(vub a, vi b) {
+    const int8x16_t x = (int8x16_t)a, y = (int8x16_t)b;
+    return {vmull_s8(vget_low_s8(x), vget_low_s8(y)), vmull_high_s8(x, y)};
+}
 INLINE vi total_bytes(BytesSum x) { return (vi)vpaddlq_s16(vpaddq_s16(x.low, x.high)); }
 #elif WINDLASS_BYTES
 // acc plus sums of two products of a uint8 and an int8; the callers' values cannot saturate.
@@ -88,6 +93,16 @@ INLINE BytesSum add_bytes(BytesSum acc, vub a, vi b) {
     const vus u = (vus)a;
     const vs s = (vs)b;
     return acc + (vs)(u & 0xff) * ((s << 8) >> 8) + (vs)(u >> 8) * (s >> 8);
+#endif
+}
+// add_bytes to zero.
+INLINE BytesSum first_bytes(vub a, vi b) {
+#if defined(WINDLASS_FMA) && WINDLASS_LANES == 8
+    return (vs)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+#elif defined(WINDLASS_FMA) && WINDLASS_LANES == 16
+    return (vs)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+#else
+    return add_bytes(BytesSum{}, a, b);
 #endif
 }
 // The sums of the four bytes of every lane.

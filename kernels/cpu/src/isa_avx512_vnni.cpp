@@ -1,4 +1,4 @@
-// Products with weights of 8 and 4 bits, and decoding over int8 keys and values, for x86-64 with AVX-512 VNNI (Cascade Lake,
+// Products with weights in blocks, and decoding over int8 keys and values, for x86-64 with AVX-512 VNNI (Cascade Lake,
 // Zen 4 and later): the rest is isa_avx512.cpp's.
 // WINDLASS_PORTABLE builds the same code without the instructions, so that any processor can test it.
 
@@ -20,5 +20,6 @@
 #define WINDLASS_VNNI
 #include "attention_prefill_rows.h"
 #include "attention_rows.h"
+#include "block_linear.h"
 #include "quantized.h"
 #endif

@@ -1,4 +1,4 @@
-// Products with weights of 8 and 4 bits, and decoding over int8 keys and values, for 64-bit ARM with sdot (optional from
+// Products with weights in blocks, and decoding over int8 keys and values, for 64-bit ARM with sdot (optional from
 // ARMv8.2, so Neoverse N1, Apple M1 and later): the rest is isa_neon.cpp's.
 
 #if defined(__aarch64__)
@@ -15,5 +15,6 @@
 #define WINDLASS_NEON
 #define WINDLASS_DOT
 #include "attention_rows.h"
+#include "block_linear.h"
 #include "quantized.h"
 #endif

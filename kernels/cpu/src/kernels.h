@@ -5,8 +5,10 @@
 
 #include "attention_prefill_rows.h"
 #include "attention_rows.h"
+#include "block_linear.h"
 #include "block_pack.h"
 #include "block_repack.h"
+#include "block_widen.h"
 #include "linear.h"
 #include "logprobs.h"
 #include "pack.h"

@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "attention_rows.h"
+#include "block_linear.h"
+#include "block_widen.h"
 #include "linear.h"
 #include "names.h"
 #include "panels.h"
@@ -65,6 +67,8 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
             case 7: code = make(call, WINDLASS_NAME(paged_attention_decode)); break;
             case 8: code = make(call, WINDLASS_NAME(embed_rows)); break;
             case 9: code = make(call, panels::WINDLASS_NAME(linear_panels)); break;
+            case 10: code = make(call, blocks::WINDLASS_NAME(linear_blocks)); break;
+            case 11: code = make(call, blocks::WINDLASS_NAME(widen_blocks)); break;
         }
         if (code) return code;
     }

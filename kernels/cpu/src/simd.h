@@ -30,7 +30,9 @@ typedef vf vf_any __attribute__((aligned(4), may_alias));
 typedef vu vu_any __attribute__((aligned(2), may_alias));
 typedef vh vh_any __attribute__((aligned(2), may_alias));
 typedef int8_t vb __attribute__((vector_size(W)));
+typedef uint8_t vbu __attribute__((vector_size(W)));
 typedef vb vb_any __attribute__((aligned(1), may_alias));
+typedef vbu vbu_any __attribute__((aligned(1), may_alias));
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
@@ -136,6 +138,15 @@ INLINE vf load(const int8_t *p) {
     return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #else
     return __builtin_convertvector(*(const vb_any *)p, vf);
+#endif
+}
+INLINE vf load(const uint8_t *p) {
+#if defined(WINDLASS_F16C) && WINDLASS_LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 16
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+    return __builtin_convertvector(*(const vbu_any *)p, vf);
 #endif
 }
 INLINE void store(float *p, vf x) { *(vf_any *)p = x; }

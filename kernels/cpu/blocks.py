@@ -1,0 +1,138 @@
+"""Weights in blocks on the CPU: products with them, and rows of them as float32. Knows shapes and types only."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.cpu.checks import check, check_out, vector_ok
+from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.linear import linear_small
+from windlass.kernels.layouts.blocks import BlockWeight
+
+_WIDENED = 1 << 21  # numbers of a weight widened at a time, 8 MiB: they stay in the last-level cache for the product
+
+_Described: TypeAlias = tuple[int, int, int | None, int, int, int, int, int]
+
+
+def linear_blocks(
+    x: Tensor,
+    weight: BlockWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    library: Library | None = None,
+) -> Tensor:
+    """x @ weight.T + bias with x rounded to 8 bits, a float32 scale for each group of elements that the weight's form has.
+
+    x: [M, K] in any float type, float32 in any row stride without a copy. bias: [N]. out: float32 [M, N] with adjacent
+    elements, to be written. Returns [M, N]: out, or a new one in x's dtype. Sums of a group are exact integers and a row's bits
+    depend on that row only. A row with NaN or infinity gives NaN. Raises ValueError.
+    """
+    # A decode step comes here some hundred times: messages are made only when they are needed.
+    columns, inner = weight.rows, weight.columns
+    _check_rows(x, weight, bias)
+    described = _described(weight)
+    wide = x if x.dtype == torch.float32 and (x.stride(1) == 1 or inner == 1) else x.float().contiguous()
+    wide_bias = None if bias is None else bias.float().contiguous()
+    rows = x.shape[0]
+    if out is None:
+        made = torch.empty((rows, columns), dtype=torch.float32)
+    else:
+        check_out(made := out, rows, columns, torch.float32)
+    if rows and columns:
+        code = (library or load()).linear_blocks(
+            wide.data_ptr(),
+            wide.stride(0),
+            *described,
+            None if wide_bias is None else wide_bias.data_ptr(),
+            made.data_ptr(),
+            made.stride(0),
+            rows,
+            columns,
+            inner,
+        )
+        if code == 2:
+            raise ValueError(f"linear_blocks: there is no product for the form {weight.form}")
+        if code:
+            raise MemoryError("linear_blocks: no memory for the rounded activations")
+    return made if out is not None or x.dtype == torch.float32 else made.to(x.dtype)
+
+
+def linear_blocks_widened(
+    x: Tensor,
+    weight: BlockWeight,
+    bias: Tensor | None = None,
+    *,
+    most_rows: int,
+    library: Library | None = None,
+) -> Tensor:
+    """x @ weight.T + bias with nothing rounded: some rows of the weight at a time become float32.
+
+    x: [M, K] in any float type; returns [M, N] in x's dtype. most_rows: up to which M the product is `linear_small`'s, whose
+    rows' bits do not depend on M; torch's from there on. Extra memory: 8 MiB, or one row of the weight. Raises ValueError.
+    """
+    _check_rows(x, weight, bias)
+    wide, inner = x.float(), weight.columns
+    out = torch.empty((x.shape[0], weight.rows), dtype=torch.float32)
+    step = max(1, min(weight.rows, _WIDENED // inner))
+    memory = torch.empty((step, inner), dtype=torch.float32)
+    for first in range(0, weight.rows, step):
+        count = min(step, weight.rows - first)
+        block, into = memory[:count], out[:, first : first + count]
+        _widen(weight, None, first, 1.0, block, library)
+        if x.shape[0] <= most_rows:
+            own_bias = None if bias is None else bias[first : first + count]
+            linear_small(wide, block, own_bias, out=into, library=library)
+        else:
+            torch.mm(wide, block.t(), out=into)
+    if bias is not None and x.shape[0] > most_rows:
+        out += bias
+    return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+
+def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library: Library | None = None) -> Tensor:
+    """table[ids] * scale in float32. ids: [T] int64, contiguous. Returns [T, columns]; without the scale, these are the bits of
+    the table's `dequantize`. Raises ValueError, and IndexError for an id that is no row.
+    """
+    check(vector_ok(ids, torch.int64, ids.shape[0]), "embed_blocks: ids must be int64, contiguous [T]")
+    out = torch.empty((ids.shape[0], table.columns), dtype=torch.float32)
+    _widen(table, ids, 0, scale, out, library)
+    return out
+
+
+def _widen(
+    weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, library: Library | None
+) -> None:
+    code = (library or load()).widen_blocks(
+        *_described(weight),
+        None if ids is None else ids.data_ptr(),
+        first,
+        factor,
+        out.data_ptr(),
+        out.shape[0],
+        weight.rows,
+        weight.columns,
+    )
+    if code:
+        raise IndexError(f"embed_blocks: an id is no row of a table of {weight.rows}")
+
+
+def _described(weight: BlockWeight) -> _Described:
+    """A weight as the library takes it. Raises ValueError."""
+    form, codes, scales, supers = weight.form, weight.codes, weight.scales, weight.supers
+    if not (codes.is_contiguous() and scales.is_contiguous() and (supers is None or supers.is_contiguous())):
+        raise ValueError("linear_blocks: the weight is not contiguous")
+    super_address = None if supers is None else supers.data_ptr()
+    numbers = (form.bits, form.group, form.super_groups, int(form.minimum), form.offset)
+    return codes.data_ptr(), scales.data_ptr(), super_address, *numbers
+
+
+def _check_rows(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> None:
+    if x.dim() != 2 or x.shape[1] != weight.columns or not x.is_cpu or x.dtype not in TYPE_CODES:
+        raise ValueError(
+            f"linear_blocks: x is {x.dtype} {tuple(x.shape)} on {x.device}, the weight has {weight.columns} columns"
+        )
+    check(bias is None or bias.shape == (weight.rows,), "linear_blocks: the bias does not fit")

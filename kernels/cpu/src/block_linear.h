@@ -1,0 +1,280 @@
+// out[M, N] = x[M, K] * weight[N, K]^T + bias for weights in blocks, with x rounded to 8 bits group by group on the way.
+//
+// One vector holds a quad of WINDLASS_LANES rows of the weight and meets a quad of x in every lane: no sum crosses lanes, and
+// every instruction set reads the same bytes. The sum of a group is int32 (int16 where it provably fits) and exact. Then, in
+// float32 and in this order for every output: acc += sum * (weight's scale * x's scale), and with a minimum
+// acc += minimum * (x's scale * sum of x), group after group. So a row's bits do not depend on other rows, tiles or threads.
+
+#pragma once
+
+#include <cstdlib>
+#include <omp.h>
+
+#include "block_codes.h"
+#include "block_rows.h"
+#include "byte_products.h"
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
+namespace blocks {
+
+constexpr int TILE_ROWS = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;
+constexpr long READY_QUADS = 128;   // of one panel, taken through all tiles: they stay in L1 beside a tile of x
+constexpr long SINGLE_QUADS = 512;  // of one panel against a single tile, whose scales are widened at a time
+constexpr long SHARED_ROWS = 8;     // from here on threads share the rounding of x, at the price of a barrier
+constexpr long X_BYTES = 256 << 10; // of rounded x per pass, if that leaves enough rows
+constexpr long LEAST_PASS = 128, MOST_PASS = 192;
+// Bytes of codes asked for in advance. Codes and scales take turns, which the processor's own prefetching follows poorly
+// (measured on an EPYC with AVX2: a fifth more for one row and 8 bits).
+constexpr long AHEAD = 3072;
+
+struct BlockLinear {
+    BlockWeight weight;
+    const float *x; long x_stride;
+    const float *bias;
+    float *out; long out_stride;
+    long M;
+};
+
+// Vectors of a panel that go through a group together and share what is spread of x, as far as registers allow.
+template <class F, bool READY> constexpr int vectors_at_once() {
+    if (W == 4) return F::BYTES ? 1 : WINDLASS_REGISTERS >= 32 ? 2 : V;
+    return F::BYTES && (F::UPPER > 0 || !READY) ? 1 : V;
+}
+
+// Exact sums over one group of products of a panel's rows, from the vector at w and x on, with MT rows of x.
+template <class F, bool READY, int VS, int MT>
+INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
+    constexpr long STEP = 4 * F::X * MT, LINE = QUAD_BYTES * F::X;
+    if constexpr (F::BYTES) {
+#if WINDLASS_BYTES
+        BytesSum part[VS][MT];
+#pragma GCC unroll 8
+        for (int q = 0; q < F::QUADS; q++) {
+            vub weight[VS];
+            for (int v = 0; v < VS; v++)
+                weight[v] = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);
+            for (int m = 0; m < MT; m++) {
+                const vi xm = spread(x + q * STEP + 4 * m);
+                for (int v = 0; v < VS; v++)
+                    part[v][m] = q % F::RUN ? add_bytes(part[v][m], weight[v], xm) : first_bytes(weight[v], xm);
+            }
+            if (q % F::RUN == F::RUN - 1)
+                for (int v = 0; v < VS; v++)
+                    for (int m = 0; m < MT; m++)
+                        sums[v][m] = q < F::RUN ? total_bytes(part[v][m]) : sums[v][m] + total_bytes(part[v][m]);
+        }
+#endif
+    } else if constexpr (F::PAIRS) {
+        // Even bytes of all vectors, then odd ones: half the registers. The hidden pointer makes the bytes load again.
+#pragma GCC unroll 8
+        for (int q = 0; q < F::QUADS; q++) {
+            for (int odd = 0; odd < 2; odd++) {
+                const uint8_t *from = w;
+                if (!READY && odd) asm("" : "+r"(from));
+                vs weight[VS];
+                for (int v = 0; v < VS; v++) {
+                    if (READY) weight[v] = (vs)load_bytes(from + q * LINE + (2 * v + odd) * 4 * W);
+                    else {
+                        const vub codes = codes_of<F>(from + v * 4 * W, q);
+                        weight[v] = odd ? odd_bytes(codes, F::BITS == 8) : even_bytes(codes, F::BITS == 8);
+                    }
+                }
+                for (int m = 0; m < MT; m++) {
+                    const vs xm = (vs)spread(x + q * STEP + 8 * m + 4 * odd);
+                    for (int v = 0; v < VS; v++)
+                        sums[v][m] = q || odd ? add_pairs(sums[v][m], weight[v], xm) : madd_pairs(weight[v], xm);
+                }
+            }
+        }
+    } else {
+#if WINDLASS_QUADS
+        for (int v = 0; v < VS; v++)
+            for (int m = 0; m < MT; m++) sums[v][m] = vi{};
+#pragma GCC unroll 8
+        for (int q = 0; q < F::QUADS; q++)
+            for (int v = 0; v < VS; v++) {
+                const vub codes = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);
+                add_rows<MT>(sums[v], F::CARRIED ? codes ^ uint8_t(F::CARRIED) : codes, x + q * STEP);
+            }
+#endif
+    }
+}
+
+// What a panel's groups have besides their codes, to be asked for while the groups before them are multiplied.
+struct Following {
+    const char *scales;
+    long step;  // bytes of a group
+};
+
+// Adds the products of some groups of a panel and a tile of x to sums [MT][16]. w_scale: [groups][parts][16].
+template <class F, bool READY, int MT>
+static NOINLINE void multiply_groups(const uint8_t *w, const float *w_scale, const uint8_t *x, const float *x_scale,
+                                     const float *correction, long groups, Following following, float *sums, bool fresh) {
+    constexpr int VS = vectors_at_once<F, READY>();
+    constexpr long WEIGHT_BYTES = READY ? F::READY_BYTES : F::STORED_BYTES;
+    vf acc[V][MT];
+    for (int v = 0; v < V; v++)
+        for (int m = 0; m < MT; m++) acc[v][m] = fresh ? vf{} : load(sums + m * PANEL + v * W);
+    for (long g = 0; g < groups; g++) {
+        if (!READY) {
+            __builtin_prefetch(following.scales + g * following.step);
+            for (long i = 0; i < WEIGHT_BYTES; i += 64) __builtin_prefetch(w + AHEAD + i);
+        }
+        for (int v = 0; v < V; v += VS) {
+            const uint8_t *xg = x;
+            if (VS < V) asm("" : "+r"(xg));  // or the spread values are kept from one vector to the next, on the stack
+            vi part[VS][MT];
+            group_sums<F, READY, VS, MT>(w + v * (READY ? F::X : 1) * 4 * W, xg, part);
+            for (int i = 0; i < VS; i++) {
+                const vf scale = load(w_scale + (v + i) * W);
+                for (int m = 0; m < MT; m++) {
+                    vi products = part[i][m];
+                    if (!F::MINIMUM && (F::BITS < 8 || F::CARRIED)) {
+                        int32_t more;
+                        __builtin_memcpy(&more, correction + m, 4);
+                        products += more;
+                    }
+                    acc[v + i][m] = add_product(acc[v + i][m], __builtin_convertvector(products, vf), scale * x_scale[m]);
+                }
+                if (F::MINIMUM) {
+                    const vf minimum = load(w_scale + PANEL + (v + i) * W);
+                    for (int m = 0; m < MT; m++) acc[v + i][m] = add_product(acc[v + i][m], minimum, splat(correction[m]));
+                }
+            }
+        }
+        w += WEIGHT_BYTES, w_scale += F::PARTS * PANEL, x += F::QUADS * 4 * F::X * MT, x_scale += MT, correction += MT;
+    }
+    for (int v = 0; v < V; v++)
+        for (int m = 0; m < MT; m++) store(sums + m * PANEL + v * W, acc[v][m]);
+}
+
+// Calls f with the row count as a constant.
+template <int N> struct Count { static constexpr int value = N; };
+template <int MT = 1, class F> INLINE void with_rows(long rows, const F &f) {
+    if constexpr (MT < TILE_ROWS) {
+        if (rows > MT) return with_rows<MT + 1>(rows, f);
+    }
+    f(Count<MT>{});
+}
+
+static NOINLINE void finish(const BlockLinear &p, const float *sums, long n, float *out) {
+    for (long i = 0; i < PANEL && n + i < p.weight.N; i += W) {
+        const long valid = min_of(W, p.weight.N - n - i);
+        vf y = load(sums + i);
+        if (p.bias) y += valid == W ? load(p.bias + n + i) : load_some(p.bias + n + i, valid);
+        if (valid == W) store(out + i, y);
+        else store_some(out + i, y, valid);
+    }
+}
+
+// What a thread has for itself.
+struct Scratch {
+    float *sums, *scales;  // [M][16]; of as many quads as are taken at a time
+    uint8_t *ready;
+};
+
+template <class F, bool READY>
+static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows &x, long panel, const Scratch &own) {
+    const long groups = p.weight.groups(), block = (tiles.count == 1 ? SINGLE_QUADS : READY_QUADS) / F::QUADS;
+    const long step = F::PARTS * PANEL * (p.weight.super_groups ? 1 : 2);
+    const uint8_t *stored = p.weight.codes + panel * groups * F::STORED_BYTES;
+    for (long g = 0; g < groups; g += block, stored += block * F::STORED_BYTES) {
+        const long count = min_of(block, groups - g), bytes = count * F::STORED_BYTES;
+        widen_scales(p.weight, panel, g, g + count, own.scales);
+        const Following following = {(const char *)p.weight.scales + (panel * groups + g + block) * step, step};
+        if (READY) make_ready<F>(stored, count, own.ready);
+        for (long t = 0; t < tiles.count; t++) {
+            const long begin = tiles.begin(t), rows = tiles.size(t);
+            if (READY) {  // fetch the next block meanwhile
+                const long end = bytes * (t + 1) / tiles.count;
+                for (long i = round_up(bytes * t / tiles.count, 64); i < end; i += 64) __builtin_prefetch(stored + bytes + i);
+            }
+            const long at = begin * groups + g * rows;
+            with_rows(rows, [&](auto rows_constant) {
+                constexpr int MT = decltype(rows_constant)::value;
+                multiply_groups<F, READY, MT>(READY ? own.ready : stored, own.scales, x.values + at * F::GROUP * F::X,
+                                              x.scale + at, x.correction + at, count, following, own.sums + begin * PANEL, g == 0);
+            });
+        }
+    }
+    for (long m = 0; m < p.M; m++)
+        finish(p, own.sums + m * PANEL, panel * PANEL, p.out + m * p.out_stride + panel * PANEL);
+}
+
+template <class F> static int linear_pass(const BlockLinear &p) {
+    const long groups = p.weight.groups(), K = p.weight.K, N = p.weight.N;
+    const Tiles tiles = {p.M, ceil_div(p.M, TILE_ROWS)};
+    const long panels = ceil_div(N, PANEL), panel_bytes = groups * F::STORED_BYTES;
+    const long chunk = max_of(1, CHUNK_BYTES / panel_bytes), chunks = ceil_div(panels, chunk);
+    const long threads = p.M * N * K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
+    Shares shares(chunks, threads);
+    const bool shared = p.M >= SHARED_ROWS && threads > 1;
+    const long value_bytes = round_up(p.M * groups * F::GROUP * F::X, 64), scale_bytes = round_up(4 * p.M * groups, 64);
+    const long x_bytes = value_bytes + 2 * scale_bytes;
+    const long sum_bytes = 4 * p.M * PANEL, scales_bytes = 4 * SINGLE_QUADS / F::QUADS * F::PARTS * PANEL;
+    const long own_bytes = sum_bytes + scales_bytes + (F::UNPACKS ? READY_QUADS / F::QUADS * F::READY_BYTES : 0);
+    void *memory = nullptr;
+    if (posix_memalign(&memory, 64, (shared ? 1 : threads) * x_bytes + threads * own_bytes)) return 1;
+#pragma omp parallel num_threads(threads)
+    {
+        const long thread = omp_get_thread_num();
+        uint8_t *base = (uint8_t *)memory + (shared ? 0 : thread * x_bytes);
+        const RoundedRows x = {base, (float *)(base + value_bytes), (float *)(base + value_bytes + scale_bytes)};
+        uint8_t *mine = (uint8_t *)memory + (shared ? 1 : threads) * x_bytes + thread * own_bytes;
+        const Scratch own = {(float *)mine, (float *)(mine + sum_bytes), mine + sum_bytes + scales_bytes};
+        const auto round = [&](long t) {
+            const long begin = tiles.begin(t);
+            round_tile<F>(p.x + begin * p.x_stride, p.x_stride, K, p.weight.offset, begin, tiles.size(t), x);
+        };
+        if (shared) {
+#pragma omp for schedule(static)
+            for (long t = 0; t < tiles.count; t++) round(t);
+        } else {  // each thread for itself: cheaper than a barrier when another process holds a core
+            for (long t = 0; t < tiles.count; t++) round(t);
+        }
+        shares.take(thread, [&](long c) {
+            for (long panel = c * chunk; panel < min_of((c + 1) * chunk, panels); panel++) {
+                if (F::UNPACKS && tiles.count > 2) multiply_panel<F, F::UNPACKS>(p, tiles, x, panel, own);
+                else multiply_panel<F, false>(p, tiles, x, panel, own);
+            }
+        });
+    }
+    free(memory);
+    return 0;
+}
+
+template <class F> static int linear_all(const BlockLinear &p) {
+    const long fitting = X_BYTES / (p.weight.groups() * F::GROUP * F::X);
+    const long most = max_of(LEAST_PASS, min_of(MOST_PASS, fitting));
+    const long passes = ceil_div(p.M, most), step = passes ? round_up(ceil_div(p.M, passes), TILE_ROWS) : 1;
+    for (long m = 0; m < p.M; m += step) {
+        BlockLinear pass = p;
+        pass.M = min_of(step, p.M - m);
+        pass.x = p.x + m * p.x_stride;
+        pass.out = p.out + m * p.out_stride;
+        if (linear_pass<F>(pass)) return 1;
+    }
+    return 0;
+}
+
+// x, bias and out are float32, strides in elements; bias may be null, and supers where super_groups is 0. Returns 1 when out of
+// memory, 2 for a form that there is no product for.
+EXPORT int WINDLASS_NAME(linear_blocks)(const float *x, long x_stride, const uint8_t *codes, const void *scales,
+                                        const void *supers, int bits, int group, int super_groups, int minimum, int offset,
+                                        const float *bias, float *out, long out_stride, long M, long N, long K) {
+    const BlockWeight weight = {codes, scales, (const f16 *)supers, bits, group, super_groups, minimum, offset, N, K};
+    const BlockLinear p = {weight, x, x_stride, bias, out, out_stride, M};
+    if (bits == 4 && group == 32) return minimum ? linear_all<Form<4, 32, true>>(p) : linear_all<Form<4, 32, false>>(p);
+    if (bits == 5 && group == 32) return minimum ? linear_all<Form<5, 32, true>>(p) : linear_all<Form<5, 32, false>>(p);
+    if (bits == 6 && group == 16 && !minimum) return linear_all<Form<6, 16, false>>(p);
+    if (bits == 8 && group == 32 && !minimum && !offset) return linear_all<Form<8, 32, false>>(p);
+    return 2;
+}
+
+}  // namespace blocks
+
+}  // namespace
