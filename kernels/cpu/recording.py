@@ -30,7 +30,7 @@ from windlass.kernels.cpu.structs import values_of
 # Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
 _REPEATABLE = (
     "linear",
-    "linear_packed",
+    "linear_blocks",
     "rms_norm",
     "gated_activation",
     "soft_cap",
@@ -39,8 +39,8 @@ _REPEATABLE = (
     "paged_attention_decode",
     "embed_rows",
     "linear_panels",
-    "linear_blocks",
     "widen_blocks",
+    "linear_packed",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

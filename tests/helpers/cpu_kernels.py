@@ -34,7 +34,7 @@ def _portable(family: str) -> Path:
     target = Path(tempfile.mkdtemp()) / "portable.so"
     sources = [str(Path(library.__file__).parent / "src" / f"isa_{name}.cpp") for name in (family, f"{family}_vnni")]
     flags = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
-    subprocess.run([compiler, *flags, *sources, "-o", str(target)], check=True, timeout=120)
+    subprocess.run([compiler, *flags, *sources, "-o", str(target)], check=True, timeout=280)
     return target
 
 

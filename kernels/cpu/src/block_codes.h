@@ -10,6 +10,13 @@
 #include "rounding.h"
 #include "simd.h"
 
+// Before a loop over quads, whose shifts are constants then; not where any processor tests the code, compiled without haste.
+#if defined(WINDLASS_PORTABLE)
+#define WINDLASS_UNROLL
+#else
+#define WINDLASS_UNROLL _Pragma("GCC unroll 8")
+#endif
+
 namespace {
 
 namespace blocks {
@@ -71,7 +78,7 @@ template <class F> INLINE vub codes_of(const uint8_t *group, int q) {
 // Groups of a panel as the product of many tiles wants them: a line for each quad, of bytes, or two of int16.
 template <class F> static void make_ready(const uint8_t *stored, long groups, uint8_t *ready) {
     for (long g = 0; g < groups; g++, stored += F::STORED_BYTES) {
-#pragma GCC unroll 8
+        WINDLASS_UNROLL
         for (int q = 0; q < F::QUADS; q++, ready += QUAD_BYTES * F::X) {
             for (int v = 0; v < V; v++) {
                 const vub w = codes_of<F>(stored + v * 4 * W, q);

@@ -52,7 +52,7 @@ INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
     if constexpr (F::BYTES) {
 #if WINDLASS_BYTES
         BytesSum part[VS][MT];
-#pragma GCC unroll 8
+        WINDLASS_UNROLL
         for (int q = 0; q < F::QUADS; q++) {
             vub weight[VS];
             for (int v = 0; v < VS; v++)
@@ -70,7 +70,7 @@ INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
 #endif
     } else if constexpr (F::PAIRS) {
         // Even bytes of all vectors, then odd ones: half the registers. The hidden pointer makes the bytes load again.
-#pragma GCC unroll 8
+        WINDLASS_UNROLL
         for (int q = 0; q < F::QUADS; q++) {
             for (int odd = 0; odd < 2; odd++) {
                 const uint8_t *from = w;
@@ -94,7 +94,7 @@ INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
 #if WINDLASS_QUADS
         for (int v = 0; v < VS; v++)
             for (int m = 0; m < MT; m++) sums[v][m] = vi{};
-#pragma GCC unroll 8
+        WINDLASS_UNROLL
         for (int q = 0; q < F::QUADS; q++)
             for (int v = 0; v < VS; v++) {
                 const vub codes = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);

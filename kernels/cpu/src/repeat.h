@@ -58,7 +58,7 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
         int code = 1;
         switch (call.kind) {
             case 0: code = make(call, WINDLASS_NAME(linear)); break;
-            case 1: code = make(call, packed::WINDLASS_NAME(linear_packed)); break;
+            case 1: code = make(call, blocks::WINDLASS_NAME(linear_blocks)); break;
             case 2: code = make(call, WINDLASS_NAME(rms_norm)); break;
             case 3: code = make(call, WINDLASS_NAME(gated_activation)); break;
             case 4: code = make(call, WINDLASS_NAME(soft_cap)); break;
@@ -67,8 +67,8 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
             case 7: code = make(call, WINDLASS_NAME(paged_attention_decode)); break;
             case 8: code = make(call, WINDLASS_NAME(embed_rows)); break;
             case 9: code = make(call, panels::WINDLASS_NAME(linear_panels)); break;
-            case 10: code = make(call, blocks::WINDLASS_NAME(linear_blocks)); break;
-            case 11: code = make(call, blocks::WINDLASS_NAME(widen_blocks)); break;
+            case 10: code = make(call, blocks::WINDLASS_NAME(widen_blocks)); break;
+            case 11: code = make(call, packed::WINDLASS_NAME(linear_packed)); break;
         }
         if (code) return code;
     }

@@ -233,7 +233,7 @@ def test_backends_multiply_and_embed(dtype: torch.dtype, activations: str, deter
     assert isinstance(backend, CompiledBackend)
     plain = torch.randn(8, 96)
     parts = (random_blocks(20, 96, FORMS["q4_k"]), plain, random_blocks(33, 96, FORMS["q8_0"]))
-    stacked, bias = backend.stack(parts), torch.randn(61)
+    stacked, bias = backend.stack(parts), torch.randn(61).to(dtype)
     for rows in (1, 3, 300):
         x = torch.randn(rows, 96).to(dtype)
         got = backend.linear(x, stacked, bias)
