@@ -1,7 +1,7 @@
 """C++ SIMD kernels for CPUs: few-row linear, attention, rotation and re-rotation of keys, norm and gated activations.
 
 `library` finds and binds the compiled library and says why it cannot be used; `attention`, `blocks`, `linear`, `ops`,
-`packed`, `panels`, `rotary` and `sampling` are the operations on tensors. They only ever run here or raise: which of them runs
+`panels`, `rotary` and `sampling` are the operations on tensors. They only ever run here or raise: which of them runs
 is the business of `backend`.
 """
 
@@ -16,7 +16,6 @@ from windlass.kernels.cpu.ops import (
     rms_norm,
     soft_cap,
 )
-from windlass.kernels.cpu.packed import linear_packed, pack_rows
 from windlass.kernels.cpu.panels import linear_panels, linear_panels_widened, pack_panels
 from windlass.kernels.cpu.recording import CompiledRecording, record
 from windlass.kernels.cpu.rotary import (
@@ -42,14 +41,12 @@ __all__ = [
     "gated_activation",
     "linear_blocks",
     "linear_blocks_widened",
-    "linear_packed",
     "linear_panels",
     "linear_panels_widened",
     "linear_refusal",
     "linear_small",
     "load",
     "pack_panels",
-    "pack_rows",
     "paged_attention_decode",
     "paged_attention_prefill",
     "record",

@@ -39,13 +39,11 @@ SIGNATURES: dict[str, list[type]] = {
     "linear_panels": [*_TENSOR2, _POINTER, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG],
     "pack_panels": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER],
     "widen_panels": [_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER],
-    "linear_packed": [*(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER), *(_POINTER, _LONG, _LONG, _LONG, _LONG)],
     "linear_blocks": [
         *(_POINTER, _LONG, *_BLOCKS, _POINTER, _POINTER, _LONG),  # x, the weight, bias, out
         *(_LONG, _LONG, _LONG),  # rows, columns, inner
     ],
     "widen_blocks": [*_BLOCKS, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG, _LONG],  # ids or the first, factor, out
-    "pack_weight": [*(_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER)],
     "repack_blocks": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
     "pack_blocks": [
         *(_POINTER, _LONG, _INT, _POINTER, _LONG),  # source, weights
@@ -122,10 +120,8 @@ class Library:
     linear_panels: Function
     pack_panels: Function
     widen_panels: Function
-    linear_packed: Function
     linear_blocks: Function
     widen_blocks: Function
-    pack_weight: Function
     repack_blocks: Function
     pack_blocks: Function
     rotate_and_append: Function
@@ -184,7 +180,7 @@ def runnable(path: Path) -> tuple[str, ...]:
     return tuple(
         isa
         for level, isa in enumerate(ISAS)
-        if hasattr(handle, f"windlass_linear_packed_{isa}") and handle.windlass_can_run(level)
+        if hasattr(handle, f"windlass_linear_blocks_{isa}") and handle.windlass_can_run(level)
     )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu.checks import check, check_out
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
-from windlass.kernels.layouts.packed import PANEL
+from windlass.kernels.layouts.blocks import PANEL
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 
 # Measured on Zen 4 with two threads, AVX-512 and AVX2, 64 to 2,048 rows: `linear_panels` leads by an eighth throughout. But

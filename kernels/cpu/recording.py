@@ -40,7 +40,6 @@ _REPEATABLE = (
     "embed_rows",
     "linear_panels",
     "widen_blocks",
-    "linear_packed",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from windlass.kernels.layouts.packed import PANEL, Allocate, allocate_plainly
+from windlass.kernels.layouts.blocks import PANEL, Allocate, allocate_plainly
 
 DTYPES = (torch.bfloat16, torch.float16)
 

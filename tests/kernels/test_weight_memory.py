@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from windlass.kernels import weight_memory
-from windlass.kernels.layouts.packed import PackedWeight
+from windlass.kernels import FORMS, BlockWeight, weight_memory
 from windlass.kernels.weight_memory import WeightMemory
 
 
@@ -54,10 +53,10 @@ def test_other_devices_keep_their_allocator(advised: list[torch.Tensor]) -> None
     assert not advised
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_packed_weights_can_lie_there(advised: list[torch.Tensor], bits: int) -> None:
-    weight = PackedWeight.empty(50, 70, 8 if bits == 8 else 4, WeightMemory(torch.device("cpu")).empty)
+@pytest.mark.parametrize("form", ["q8_0", "q4_k"])
+def test_weights_in_blocks_can_lie_there(advised: list[torch.Tensor], form: str) -> None:
+    weight = BlockWeight.empty(50, 70, FORMS[form], WeightMemory(torch.device("cpu")).empty)
     assert len(advised) == 1
     block = advised[0]
-    for tensor in (weight.data, weight.scales):
+    for tensor in weight.tensors().values():
         assert block.data_ptr() <= tensor.data_ptr() < block.data_ptr() + block.nbytes

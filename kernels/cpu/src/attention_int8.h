@@ -187,7 +187,7 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
     sums_of(total, sums);
     for (int n = 0; n < NQ; n++) {
         s.total[i + n] += sums[n];
-        most[n] = float_of(packed::most_of(bits[n]));
+        most[n] = float_of(bytes::most_of(bits[n]));
     }
 }
 

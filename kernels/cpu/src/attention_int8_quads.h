@@ -19,15 +19,15 @@ namespace {
 #if defined(WINDLASS_VNNI) || defined(WINDLASS_DOT)
 namespace codes {
 
-using packed::add_quads;
-using packed::spread;
-using packed::total_of;
-using packed::vub;
+using bytes::add_quads;
+using bytes::spread;
+using bytes::total_of;
+using bytes::vub;
 
 constexpr long MOST_DIM = 512;  // 127 * 32639 * 512 is below 2^31
 constexpr float QUERY_STEPS = 32639.0f;  // 127 * 256 + 127: both planes of a query are signed
-constexpr float WEIGHT_STEPS = packed::BIAS ? 65535.0f : 32639.0f;
-constexpr int32_t UPPER_ROUNDING = packed::BIAS ? 0 : 128;  // a signed lower plane takes what it lacks from the upper one
+constexpr float WEIGHT_STEPS = bytes::BIAS ? 65535.0f : 32639.0f;
+constexpr int32_t UPPER_ROUNDING = bytes::BIAS ? 0 : 128;  // a signed lower plane takes what it lacks from the upper one
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer, even on a tie, in the low bits
 #if WINDLASS_REGISTERS >= 32
 constexpr int SCORED = 4, RESULT_VECTORS = 4;  // queries scored together; vectors of results of two queries: 16 accumulators
@@ -85,7 +85,7 @@ static NOINLINE void round_query(const Attention &p, float *query) {
             for (int plane = 0; plane < 2; plane++)
                 __builtin_memcpy(planes + (d / QUAD + q) * 2 + plane, (const char *)&halves[plane] + q * QUAD, QUAD);
     }
-    for (int plane = 0; plane < 2; plane++) end.start[plane] = -packed::BIAS * total_of(sums[plane]);
+    for (int plane = 0; plane < 2; plane++) end.start[plane] = -bytes::BIAS * total_of(sums[plane]);
     *end_of(query, quads) = end;
 }
 
@@ -105,11 +105,11 @@ static NOINLINE void score_quads(const Attention &p, const Scratch &s, long i, c
         vi acc[NQ][2][V];
         for (int n = 0; n < NQ; n++)
             for (int plane = 0; plane < 2; plane++)
-                for (int v = 0; v < V; v++) acc[n][plane][v] = packed::splat_int(planes[n][2 * quads + 1 + plane]);
+                for (int v = 0; v < V; v++) acc[n][plane][v] = bytes::splat_int(planes[n][2 * quads + 1 + plane]);
         for (long q = 0; q < quads; q++) {
             ahead.ask(lines);
             vub code[V];
-            for (int v = 0; v < V; v++) code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(packed::BIAS);
+            for (int v = 0; v < V; v++) code[v] = (vub)load_quads(key[v] + q * PIECE) ^ uint8_t(bytes::BIAS);
             for (int n = 0; n < NQ; n++)
                 for (int plane = 0; plane < 2; plane++) {
                     const vi x = spread(planes[n] + 2 * q + plane);

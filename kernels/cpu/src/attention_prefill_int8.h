@@ -57,7 +57,7 @@ static NOINLINE void round_queries(const Prefill &p, const Workspace &w, const U
                 upper[at] = int8_t(high[i]), lower[at] = int8_t(low[i]);
             }
         }
-        w.bias[r] = -128 * packed::total_of(sums);
+        w.bias[r] = -128 * bytes::total_of(sums);
     }
 }
 

@@ -19,11 +19,11 @@ namespace {
 #if WINDLASS_INT8_PREFILL
 namespace prefill_codes {
 
-using packed::add_quads;
-using packed::load_bytes;
-using packed::spread;
-using packed::vi_any;
-using packed::vub;
+using bytes::add_quads;
+using bytes::load_bytes;
+using bytes::spread;
+using bytes::vi_any;
+using bytes::vub;
 
 constexpr long BLOCK = 256;                  // keys; as many as keep sums of weights and values below 2^31
 

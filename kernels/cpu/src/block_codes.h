@@ -21,8 +21,11 @@ namespace {
 
 namespace blocks {
 
-using namespace packed;
-using packed::PANEL;  // int8_pages.h has one of its own
+using namespace bytes;
+
+constexpr long PANEL = 16;             // rows of the weight side by side
+constexpr int V = PANEL / W;           // vectors per panel
+constexpr long QUAD_BYTES = 4 * PANEL;
 
 // What is known of a form while its product is compiled.
 template <int BITS_, int GROUP_, bool MINIMUM_> struct Form {

@@ -15,7 +15,7 @@
 
 namespace {
 
-namespace packed {
+namespace bytes {
 
 #if defined(WINDLASS_VNNI) || defined(WINDLASS_NEON)
 #define WINDLASS_QUADS 1
@@ -154,6 +154,6 @@ constexpr int BIAS = 0;
 constexpr int BIAS = 128;
 #endif
 
-}  // namespace packed
+}  // namespace bytes
 
 }  // namespace

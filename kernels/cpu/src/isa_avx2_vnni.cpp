@@ -21,5 +21,4 @@
 #include "attention_prefill_rows.h"
 #include "attention_rows.h"
 #include "block_linear.h"
-#include "quantized.h"
 #endif

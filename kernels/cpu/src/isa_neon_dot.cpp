@@ -16,5 +16,4 @@
 #define WINDLASS_DOT
 #include "attention_rows.h"
 #include "block_linear.h"
-#include "quantized.h"
 #endif

@@ -11,7 +11,6 @@
 #include "names.h"
 #include "panels.h"
 #include "pointwise.h"
-#include "quantized.h"
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "simd.h"
@@ -68,7 +67,6 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
             case 8: code = make(call, WINDLASS_NAME(embed_rows)); break;
             case 9: code = make(call, panels::WINDLASS_NAME(linear_panels)); break;
             case 10: code = make(call, blocks::WINDLASS_NAME(widen_blocks)); break;
-            case 11: code = make(call, packed::WINDLASS_NAME(linear_packed)); break;
         }
         if (code) return code;
     }

@@ -6,9 +6,8 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import bind, cpu
+from windlass.kernels import BlockWeight, bind, cpu
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.packed import PackedWeight
 from windlass.kernels.layouts.panels import DTYPES, PanelWeight
 
 X_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -213,13 +212,11 @@ def test_panels_are_for_16_bits_on_cpus_without_products_of_their_own(monkeypatc
 
     def lays_out_panels(dtype: torch.dtype, weight_dtype: torch.dtype, device: str = "cpu", **options: bool) -> bool:
         backend = bind(device, dtype, weight_dtype, **options)
-        matrices = [backend.matrix(17, 5), backend.head(17, 5)]
-        assert isinstance(backend.table(17, 5), torch.Tensor) and isinstance(
-            backend.table_and_head(17, 5), torch.Tensor
-        )
-        assert len({type(matrix) for matrix in matrices}) == 1
-        assert all(matrix.dtype == weight_dtype for matrix in matrices if not isinstance(matrix, PackedWeight))
-        return isinstance(matrices[0], PanelWeight)
+        matrix = backend.matrix(17, 5, weight_dtype)
+        assert isinstance(backend.table(17, 5, weight_dtype), torch.Tensor)
+        assert isinstance(backend.table_and_head(17, 5, weight_dtype), torch.Tensor)
+        assert not isinstance(matrix, BlockWeight) and matrix.dtype == weight_dtype
+        return isinstance(matrix, PanelWeight)
 
     monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: True)
     assert lays_out_panels(wide, narrow)
