@@ -85,11 +85,11 @@ class CompiledBackend(Backend):
     def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: where the result may be written, of its type; it does not have to be."""
         if isinstance(weight, BlockWeight):
+            out = None if x.dtype != torch.float32 else out
             if self.options.activations == "int8":
-                out = None if x.dtype != torch.float32 else out
                 return blocks.linear_blocks(x, weight, bias, out=out, library=self._library)
             most = sys.maxsize if self.deterministic else linear.MOST_ROWS
-            return blocks.linear_blocks_widened(x, weight, bias, most_rows=most, library=self._library)
+            return blocks.linear_blocks_widened(x, weight, bias, most_rows=most, out=out, library=self._library)
         if isinstance(weight, PanelWeight):
             if x.shape[0] > self._most_panel_rows:
                 return panels.linear_panels_widened(x, weight, bias, library=self._library)

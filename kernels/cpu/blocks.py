@@ -67,21 +67,26 @@ def linear_blocks_widened(
     bias: Tensor | None = None,
     *,
     most_rows: int,
+    out: Tensor | None = None,
     library: Library | None = None,
 ) -> Tensor:
     """x @ weight.T + bias with nothing rounded: some rows of the weight at a time become float32.
 
-    x: [M, K] in any float type; returns [M, N] in x's dtype. most_rows: up to which M the product is `linear_small`'s, whose
-    rows' bits do not depend on M; torch's from there on. Extra memory: 8 MiB, or one row of the weight. Raises ValueError.
+    x: [M, K] in any float type. most_rows: up to which M the product is `linear_small`'s, whose rows' bits do not depend on M;
+    torch's from there on. out: as `linear_blocks` has it. Returns [M, N] in x's dtype, or out. Extra memory: 8 MiB, or one row
+    of the weight. Raises ValueError.
     """
     _check_rows(x, weight, bias)
     wide, inner = x.float(), weight.columns
-    out = torch.empty((x.shape[0], weight.rows), dtype=torch.float32)
+    if out is None:
+        made = torch.empty((x.shape[0], weight.rows), dtype=torch.float32)
+    else:
+        check_out(made := out, x.shape[0], weight.rows, torch.float32)
     step = max(1, min(weight.rows, _WIDENED // inner))
     memory = torch.empty((step, inner), dtype=torch.float32)
     for first in range(0, weight.rows, step):
         count = min(step, weight.rows - first)
-        block, into = memory[:count], out[:, first : first + count]
+        block, into = memory[:count], made[:, first : first + count]
         _widen(weight, None, first, 1.0, block, library)
         if x.shape[0] <= most_rows:
             own_bias = None if bias is None else bias[first : first + count]
@@ -89,8 +94,8 @@ def linear_blocks_widened(
         else:
             torch.mm(wide, block.t(), out=into)
     if bias is not None and x.shape[0] > most_rows:
-        out += bias
-    return out if x.dtype == torch.float32 else out.to(x.dtype)
+        made += bias
+    return made if out is not None or x.dtype == torch.float32 else made.to(x.dtype)
 
 
 def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library: Library | None = None) -> Tensor:
