@@ -16,7 +16,18 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
-from windlass.kernels.cpu import attention, block_filling, blocks, library, linear, ops, panels, recording, rotary, sampling
+from windlass.kernels.cpu import (
+    attention,
+    block_filling,
+    blocks,
+    library,
+    linear,
+    ops,
+    panels,
+    recording,
+    rotary,
+    sampling,
+)
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
