@@ -16,6 +16,7 @@ namespace {
 namespace filling {
 
 constexpr long PANEL_ROWS = 16, LINE_BYTES = 64;
+constexpr long ALONE = 1 << 21;  // elements repacked by one thread: a few milliseconds, while others read the next weight
 
 // Where a weight's parts begin. scales: float16, or bytes where there are supers.
 struct Blocks {
@@ -141,8 +142,9 @@ template <class B>
 static void repack_rows(const uint8_t *blocks, long stride, long first, long count, long K, const Blocks &to) {
     const long row_blocks = K / (B::GROUP * B::GROUPS), groups = row_blocks * B::GROUPS;
     const long begin = first / PANEL_ROWS, end = ceil_div(first + count, PANEL_ROWS);
+    const long threads = count * K < ALONE ? 1 : threads_for(count * K, end - begin);
     // Whole panels, so that threads do not write to one line.
-#pragma omp parallel for schedule(dynamic, 4) num_threads(threads_for(count *K, end - begin))
+#pragma omp parallel for schedule(dynamic, 4) num_threads(threads)
     for (long panel = begin; panel < end; panel++) {
         const long start = panel * PANEL_ROWS, from = max_of(first, start), stop = min_of(first + count, start + PANEL_ROWS);
         const Blocks own = {

@@ -58,14 +58,14 @@ def test_repacking_rows_in_pieces_from_parts_of_other_rows(form: Library, block_
 @by_form
 def test_threads_do_not_change_the_bytes(block_form: BlockForm) -> None:
     kernels("generic")
-    columns = 256
-    blocks, source = random_blocks(500, columns, block_form), torch.randn(500, columns)
-    fillings = [lambda weight: repack_blocks(weight.narrow(0, 500), blocks)]
+    rows, columns = 1030, 2048  # enough for several threads
+    blocks, source = random_blocks(rows, columns, block_form), torch.randn(rows, columns)
+    fillings = [lambda weight: repack_blocks(weight.narrow(0, rows), blocks)]
     if block_form in QUANTIZED:
-        fillings.append(lambda weight: pack_blocks(weight.narrow(0, 500), source))
+        fillings.append(lambda weight: pack_blocks(weight.narrow(0, rows), source))
     before = torch.get_num_threads()
     for fill in fillings:
-        found = [BlockWeight.empty(500, columns, block_form) for _ in range(3)]
+        found = [BlockWeight.empty(rows, columns, block_form) for _ in range(3)]
         for threads, weight in enumerate(found, 1):
             torch.set_num_threads(threads)
             fill(weight)
