@@ -63,11 +63,11 @@ def quantize(
     return IntegerWeight(codes, zeros, scales, groups, bits)
 
 
-def words(values: Sequence[int], bits: int) -> list[int]:
+def words(values: Sequence[int] | np.ndarray, bits: int) -> list[int]:
     """Numbers one behind the other from the lowest bit of the first word on, as signed words of 32 bits."""
     stream = sum(int(value) << (bits * i) for i, value in enumerate(values))
     count = -(-len(values) * bits // 32)
-    return np.frombuffer(stream.to_bytes(4 * count, "little"), "<i4").tolist()
+    return [int(word) for word in np.frombuffer(stream.to_bytes(4 * count, "little"), "<i4")]
 
 
 def as_gptq(module: str, w: IntegerWeight, *, less_one: bool = True) -> dict[str, Tensor]:
