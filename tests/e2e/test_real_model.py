@@ -26,7 +26,8 @@ FRANCE = "What is the capital of France?"
 PAIRS = 32  # rotated pairs of a head of 64
 OWN = 8192  # tokens it was trained for
 
-pytestmark = pytest.mark.timeout(900)
+# A minute where weights in blocks are multiplied by compiled kernels, very long in plain torch.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,6 @@ def haystack(length: int) -> str:
     return f"{text[:half]} The name of the king's horse is Marigold. {text[half:]}\n\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["server", "narrow"])
 @pytest.mark.parametrize("scaling", [None, {"rope_type": "dynamic", "factor": 2}])
 def test_a_long_text_is_read_to_its_middle(cache, scaling, request):
