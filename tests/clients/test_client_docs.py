@@ -1,4 +1,4 @@
-"""Every Python example of the pages about clients runs against the bundled model."""
+"""Every Python example of the pages about clients runs, against the bundled model instead of smollm2."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_example(
     request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setenv("WINDLASS_BASE_URL", demo_server.url)
-    source = source.replace("http://127.0.0.1:8000", demo_server.url)
+    source = source.replace("http://127.0.0.1:8000", demo_server.url).replace('"smollm2"', '"demo"')
     space: dict[str, object] = {"__name__": "__main__"}
     exec(compile(source, page, "exec"), space)
     if isinstance(space.get("client"), openai.OpenAI):
