@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -98,11 +99,10 @@ def _find_pip() -> list[str]:
 def _largest(folder: Path) -> int:
     """Bytes of the largest file: the wheel, where pip is at it."""
     sizes = [0]
-    for file in folder.rglob("*"):
-        try:
-            sizes.append(file.stat().st_size)
-        except OSError:  # it has moved on
-            continue
+    for place, _, names in os.walk(folder):  # it passes over folders that pip has removed meanwhile; rglob does not
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes.append((Path(place) / name).stat().st_size)
     return max(sizes)
 
 

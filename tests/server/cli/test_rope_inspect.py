@@ -108,7 +108,7 @@ def test_the_bundled_model_is_the_default(capsys: pytest.CaptureFixture[str]) ->
         ([YARN, "--length", "9" * 9000], "--length"),
         ([YARN, "--png", "{missing}/x.png"], "cannot write --png"),
         ([YARN, "--png", "{missing}/../"], "is a directory"),
-        ([YARN, "--model", "{missing}"], "no directory"),
+        ([YARN, "--model", "{missing}"], "no file or directory"),
     ],
 )
 def test_errors_are_one_line(

@@ -186,7 +186,7 @@ OPTIONS = {
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_that_do_not_fit_the_machine(case: str) -> None:
     options, parts = OPTIONS[case]
-    said = refusal(*options)
+    said = refusal(DEMO, *options)
     assert all(part in said for part in parts), said
 
 
@@ -201,8 +201,8 @@ SCALINGS = [
 
 @pytest.mark.parametrize(("scaling", "says"), SCALINGS, ids=lambda value: str(value)[:30])
 def test_a_scaling_that_the_model_cannot_run(scaling: str, says: str) -> None:
-    assert refusal("--rope-scaling", scaling).startswith(f"--rope-scaling{says}")
-    assert refusal("--rope-profile", f"x={scaling}").startswith(f"--rope-profile x{says}")
+    assert refusal(DEMO, "--rope-scaling", scaling).startswith(f"--rope-scaling{says}")
+    assert refusal(DEMO, "--rope-profile", f"x={scaling}").startswith(f"--rope-profile x{says}")
 
 
 def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
