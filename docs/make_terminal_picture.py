@@ -1,10 +1,11 @@
-"""Makes docs/terminal.svg: starts a server on the bundled model, asks it, and records what the terminal showed.
+"""Makes docs/terminal.svg: starts a server on smollm2, asks it, and records what the terminal showed.
 
 .venv/bin/python docs/make_terminal_picture.py
 """
 
 from __future__ import annotations
 
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from rich.text import Text
 
 WINDLASS = Path(sys.executable).with_name("windlass")
 OUT = Path(__file__).with_name("terminal.svg")
+DYNAMIC = '{"rope_type": "dynamic", "factor": 2}'
 
 
 def main() -> None:
@@ -33,10 +35,20 @@ def main() -> None:
         if line.lstrip().startswith("rotary"):
             break
     for arguments in (
-        ["generate", "The king said unto them,", "--max-tokens", "48", "--temperature", "0.7", "--seed", "1"],
-        ["generate", "What does horse mean?", "--chat", "--max-tokens", "40", "--temperature", "0"],
+        ["generate", "Name the capital of Japan.", "--chat", "--temperature", "0"],
+        [
+            "generate",
+            "Why do leaves fall in autumn?",
+            "--chat",
+            "--max-tokens",
+            "60",
+            "--temperature",
+            "0",
+            "--rope-scaling",
+            DYNAMIC,
+        ],
     ):
-        shown = " ".join(f'"{a}"' if " " in a else a for a in arguments)
+        shown = shlex.join(arguments)
         prompt(console, f"windlass {shown} --url http://127.0.0.1:{port}")
         answer = subprocess.run(
             [WINDLASS, *arguments, "--url", f"http://127.0.0.1:{port}"], capture_output=True, text=True, check=True
