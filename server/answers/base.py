@@ -146,11 +146,14 @@ class AnswerWriter(ABC):
             if not delta.text:
                 return first
             return first + self._head + self.plain(delta.choice, to_json(delta.text)) + self._tail
-        fields: dict[str, Any] = {}
-        if delta.rotary is not None:
-            self._reports[delta.choice] = delta.rotary
-            fields["rotary"] = report_object(delta.rotary)
-        return first + self.chunk([self.detailed(delta)], **fields)
+        return first + self.chunk([self.detailed(delta)], **self.report(delta))
+
+    def report(self, delta: Delta) -> dict[str, Any]:
+        """The `rotary` field of a chunk that ends a choice."""
+        if delta.rotary is None:
+            return {}
+        self._reports[delta.choice] = delta.rotary
+        return {"rotary": report_object(delta.rotary)}
 
     def last_event(self) -> bytes:
         """The usage chunk, where it was asked for."""

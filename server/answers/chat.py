@@ -2,31 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+
+from pydantic_core import to_json
 
 from windlass.server.answers.base import AnswerWriter, Result
 from windlass.server.answers.logprob_layouts import chat_logprobs
 from windlass.server.answers.pieces import JsonList
+from windlass.server.answers.turn import Turn
 from windlass.server.generation.deltas import Delta
+from windlass.server.text.parsing.events import Content, Event, ParsingPlan
 
 
 class ChatWriter(AnswerWriter):
-    """A chat has one prompt, so what concerns the prompt stands at the top level of the answer."""
+    """A chat has one prompt, so what concerns the prompt stands at the top level of the answer.
 
-    def __init__(self, *args: Any) -> None:
+    parsing: how texts are taken apart; None where all text is content.
+    """
+
+    def __init__(self, *args: Any, parsing: ParsingPlan | None = None) -> None:
         super().__init__(*args)
         self._contents: dict[int, JsonList] = {}  # log-probabilities by choice
+        self._parsing = parsing
+        self._turns: dict[int, Turn] = {}
 
     def begin(self, choice: int) -> bytes:
-        delta = {"role": "assistant", "content": ""}
+        return self._begin(choice, "")
+
+    def _begin(self, choice: int, content: str | None) -> bytes:
+        self._begun.add(choice)
+        delta = {"role": "assistant", "content": content}
         first = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
         return self.opening([first], **self.extras())
 
     def plain(self, choice: int, text: bytes) -> bytes:
         return b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (choice, text)
 
+    # ---- streams of parsed text --------------------------------------------------------------------------------------
+    def event(self, delta: Delta) -> bytes:
+        if self._parsing is None:
+            return super().event(delta)
+        turn = self._turn(delta.choice, keep=False)
+        events = turn.take(delta.text, final=delta.finish_reason is not None)
+        if not events and delta.finish_reason is None and not self._detailed:
+            return b""  # the parser holds it back
+        first = b""
+        if delta.choice not in self._begun:
+            # Content stays null where nothing but calls follows.
+            first = self._begin(delta.choice, "" if events and isinstance(events[0], Content) else None)
+        if len(events) == 1 and isinstance(events[0], Content) and not self._detailed and delta.finish_reason is None:
+            return first + self._head + self.plain(delta.choice, to_json(events[0].text)) + self._tail
+        return first + b"".join(self._chunks(turn, delta, events))
+
+    def _chunks(self, turn: Turn, delta: Delta, events: list[Event]) -> Iterator[bytes]:
+        """A chunk for each event, and one for the end. What belongs to the tokens goes with the first of them."""
+        of_tokens, reason = delta, delta.finish_reason
+        for event in events:
+            yield self.chunk([self._choice(replace(of_tokens, finish_reason=None), turn.delta(event))])
+            of_tokens = replace(delta, logprobs=(), token_ids=())
+        if reason is not None:
+            ending = replace(of_tokens, finish_reason=turn.finish_reason(reason))
+            yield self.chunk([self._choice(ending, turn.ending())], **self.report(delta))
+        elif not events:
+            yield self.chunk([self._choice(of_tokens, {})])
+
+    def _turn(self, choice: int, *, keep: bool) -> Turn:
+        assert self._parsing is not None
+        turn = self._turns.get(choice)
+        if turn is None:
+            turn = self._turns[choice] = Turn(self._parsing.make(), self._parsing.older_functions, keep)
+        return turn
+
+    # ---- choices -----------------------------------------------------------------------------------------------------
     def detailed(self, delta: Delta) -> dict[str, Any]:
-        content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
+        return self._choice(delta, {"content": delta.text} if delta.text or delta.finish_reason is None else {})
+
+    def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "index": delta.choice,
             "delta": content,
@@ -41,12 +94,22 @@ class ChatWriter(AnswerWriter):
             fields["token_ids"] = delta.token_ids
         return fields
 
+    def add(self, delta: Delta) -> None:
+        super().add(delta)
+        if self._parsing is not None:
+            self._turn(delta.choice, keep=True).take(delta.text, final=delta.finish_reason is not None)
+
     def whole(self, index: int, choice: int, result: Result) -> dict[str, Any]:
+        if self._parsing is None:
+            message, reason = {"role": "assistant", "content": result.text, "refusal": None}, result.finish_reason
+        else:
+            turn = self._turn(choice, keep=True)
+            message, reason = turn.message(), turn.finish_reason(result.finish_reason)
         fields: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": result.text, "refusal": None},
+            "message": message,
             "logprobs": None,
-            "finish_reason": result.finish_reason,
+            "finish_reason": reason,
             "stop_reason": result.stop_reason,
         }
         if self.options.logprobs is not None:

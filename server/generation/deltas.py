@@ -35,6 +35,7 @@ class TextOptions:
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
+    shown: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +167,7 @@ class Generation:
                 stop=options.stop,
                 include_stop=options.include_stop,
                 min_tokens=options.min_tokens,
+                shown=options.shown,
             ),
         )
 

@@ -57,7 +57,7 @@ async def create_chat_completion(request: Request) -> Response:
 
         def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
             head = envelope("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job)
-            return ChatWriter(state.tokenizer, prompts, tally, job.options, head)
+            return ChatWriter(state.tokenizer, prompts, tally, job.options, head, parsing=job.parsing)
 
         await run(exchange, job, prompts, param="messages", make_writer=make_writer)
 

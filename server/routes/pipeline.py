@@ -26,6 +26,7 @@ from windlass.server.generation.sampling_params import (
     samples_per_prompt,
 )
 from windlass.server.protocol.generation_request import GenerationRequest
+from windlass.server.text.parsing.events import ParsingPlan
 from windlass.server.text.service import Prompt
 
 
@@ -34,6 +35,7 @@ class GenerationJob:
     """A checked request that waits for its prompts. Made by `check`, run by `run`.
 
     sampling: what all prompts share; max_tokens is clamped per prompt.
+    parsing: how answers are taken apart; None where all text is content.
     """
 
     state: ServerState
@@ -48,6 +50,7 @@ class GenerationJob:
     options: AnswerOptions
     chat: bool
     echo: bool
+    parsing: ParsingPlan | None
 
 
 def check(
@@ -62,6 +65,7 @@ def check(
     logprobs: int | None,
     chat: bool,
     echo: bool = False,
+    parsing: ParsingPlan | None = None,
 ) -> GenerationJob:
     """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
 
@@ -105,6 +109,7 @@ def check(
         ),
         chat=chat,
         echo=echo,
+        parsing=parsing,
     )
 
 
@@ -175,9 +180,18 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
             include_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=job.options.skip_special_tokens,
             min_tokens=sampling.min_tokens,
+            shown=_shown(job),
         ),
         window=max(1, info.max_num_seqs // sampling.n),
     )
+
+
+def _shown(job: GenerationJob) -> frozenset[int]:
+    """Special tokens that the parser of the answer has to see."""
+    if job.parsing is None:
+        return frozenset()
+    ids = map(job.state.tokenizer.backend.token_to_id, job.parsing.markers)
+    return frozenset(token_id for token_id in ids if token_id is not None)
 
 
 def _answer_bytes(job: GenerationJob, requests: Sequence[EngineRequest]) -> int:

@@ -196,6 +196,7 @@ class Detokenizer:
 
     stop: non-empty strings; generation should end when one completes. include_stop: leave it in the text.
     min_tokens: text of the first so many tokens is never searched for stop strings.
+    shown: special tokens that stay in the text although others are skipped.
     stopped: the stop string that matched. num_tokens: tokens taken, the one that completed the stop string included and
     later ones not.
     """
@@ -209,10 +210,11 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         if not all(stop):
             raise ValueError("stop strings must not be empty")
-        skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
         self._stream: _TextStream
         if tokenizer.pieces is not None:
             self._stream = _PieceStream(tokenizer, tokenizer.pieces, prompt_token_ids, skipped)

@@ -1,0 +1,111 @@
+"""The assistant's turn as events tell it: the message of a whole answer, and the `delta` of each chunk of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event, OutputParser, Reasoning
+
+
+@dataclass(slots=True)
+class _MadeCall:
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Turn:
+    """One choice of a chat. keep: whether the message is put together (`message`), as whole answers need it."""
+
+    parser: OutputParser
+    older_functions: bool
+    keep: bool
+    called: bool = False
+    spoke: bool = False
+    _content: list[str] = field(default_factory=list)
+    _reasoning: list[str] = field(default_factory=list)
+    _calls: list[_MadeCall] = field(default_factory=list)
+
+    def take(self, text: str, *, final: bool) -> list[Event]:
+        """The events that `text` brings, those of one kind in a row joined. final: nothing comes after it."""
+        events = self.parser.feed(text) if text else []
+        if final:
+            events = events + self.parser.finish()
+        events = _joined(events)
+        for event in events:
+            self.called = self.called or isinstance(event, CallStart)
+            self.spoke = self.spoke or isinstance(event, Content)
+            if self.keep:
+                self._keep(event)
+        return events
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The reason as a chat tells it: a turn that ends by itself and calls, ended to call."""
+        if reason != "stop" or not self.called:
+            return reason
+        return "function_call" if self.older_functions else "tool_calls"
+
+    def delta(self, event: Event) -> dict[str, Any]:
+        """The `delta` of a chunk with this event."""
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text, "reasoning": event.text}
+        if isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            head: dict[str, Any] = {"index": event.index, "id": event.id, "type": "function"}
+        else:
+            function = {"arguments": event.text}
+            head = {"index": event.index}
+        return {"function_call": function} if self.older_functions else {"tool_calls": [{**head, "function": function}]}
+
+    def ending(self) -> dict[str, Any]:
+        """The `delta` of the last chunk. Content is null only where there are calls, so it may become empty text here."""
+        return {} if self.spoke or self.called else {"content": ""}
+
+    def message(self) -> dict[str, Any]:
+        """The message of a whole answer. Content is null where there are calls and no text."""
+        content = "".join(self._content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._reasoning:
+            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
+        if self._calls:
+            message["content"] = content or None
+            functions = [{"name": call.name, "arguments": "".join(call.arguments)} for call in self._calls]
+            if self.older_functions:
+                message["function_call"] = functions[0]
+            else:
+                message["tool_calls"] = [
+                    {"id": call.id, "type": "function", "function": function}
+                    for call, function in zip(self._calls, functions, strict=True)
+                ]
+        return message
+
+    def _keep(self, event: Event) -> None:
+        if isinstance(event, Content):
+            self._content.append(event.text)
+        elif isinstance(event, Reasoning):
+            self._reasoning.append(event.text)
+        elif isinstance(event, CallStart):
+            self._calls.append(_MadeCall(event.id, event.name))
+        else:
+            self._calls[event.index].arguments.append(event.text)
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """The same with fewer, longer events."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            joined[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            joined[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
+            joined[-1] = CallArguments(event.index, last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
