@@ -44,8 +44,7 @@ class ChatWriter(AnswerWriter):
     def event(self, delta: Delta) -> bytes:
         if self._parsing is None:
             return super().event(delta)
-        turn = self._turn(delta.choice, keep=False)
-        events = turn.take(delta.text, final=delta.finish_reason is not None)
+        turn, events = self._parsed(delta, keep=False)
         if not events and delta.finish_reason is None and not self._detailed:
             return b""  # the parser holds it back
         first = b""
@@ -67,6 +66,14 @@ class ChatWriter(AnswerWriter):
             yield self.chunk([self._choice(ending, turn.ending())], **self.report(delta))
         elif not events:
             yield self.chunk([self._choice(of_tokens, {})])
+
+    def _parsed(self, delta: Delta, *, keep: bool) -> tuple[Turn, list[Event]]:
+        turn = self._turn(delta.choice, keep=keep)
+        before = turn.thinking_tokens or 0
+        events = turn.take(delta)
+        if turn.thinking_tokens is not None:
+            self.tally.reasoning_tokens = (self.tally.reasoning_tokens or 0) + turn.thinking_tokens - before
+        return turn, events
 
     def _turn(self, choice: int, *, keep: bool) -> Turn:
         assert self._parsing is not None
@@ -97,7 +104,7 @@ class ChatWriter(AnswerWriter):
     def add(self, delta: Delta) -> None:
         super().add(delta)
         if self._parsing is not None:
-            self._turn(delta.choice, keep=True).take(delta.text, final=delta.finish_reason is not None)
+            self._parsed(delta, keep=True)
 
     def whole(self, index: int, choice: int, result: Result) -> dict[str, Any]:
         if self._parsing is None:

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event, OutputParser, Reasoning
+from windlass.server.generation.deltas import Delta
+from windlass.server.text.parsing.events import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    OutputParser,
+    Reasoning,
+    TellsThinking,
+)
 
 
 @dataclass(slots=True)
@@ -18,22 +27,41 @@ class _MadeCall:
 
 @dataclass(slots=True)
 class Turn:
-    """One choice of a chat. keep: whether the message is put together (`message`), as whole answers need it."""
+    """One choice of a chat. keep: whether the message is put together (`message`), as whole answers need it.
+
+    thinking_tokens: how many tokens the thinking took, None where it is not told apart.
+    """
 
     parser: OutputParser
     older_functions: bool
     keep: bool
     called: bool = False
     spoke: bool = False
+    thinking_tokens: int | None = field(init=False)
+    _uncounted: int = 0  # tokens that may turn out to have opened the thinking
+    _stage: TellsThinking | None = field(init=False)
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _calls: list[_MadeCall] = field(default_factory=list)
 
-    def take(self, text: str, *, final: bool) -> list[Event]:
-        """The events that `text` brings, those of one kind in a row joined. final: nothing comes after it."""
-        events = self.parser.feed(text) if text else []
-        if final:
-            events = events + self.parser.finish()
+    def __post_init__(self) -> None:
+        self._stage = self.parser if isinstance(self.parser, TellsThinking) else None
+        self.thinking_tokens = None if self._stage is None else 0
+
+    def take(self, delta: Delta) -> list[Event]:
+        """The events that the text of a delta brings, those of one kind in a row joined."""
+        events: list[Event] = []
+        pieces, tokens = delta.pieces or (delta.text,), len(delta.token_ids)
+        for number in range(max(len(pieces), tokens)):
+            piece = pieces[number] if number < len(pieces) else ""
+            if self._stage is not None and number < tokens:
+                self._uncounted += self._stage.thinking
+            if piece:
+                events += self.parser.feed(piece)
+            if self._uncounted:
+                self._count()
+        if delta.finish_reason is not None:
+            events += self.parser.finish()
         events = _joined(events)
         for event in events:
             self.called = self.called or isinstance(event, CallStart)
@@ -83,6 +111,13 @@ class Turn:
                     for call, function in zip(self._calls, functions, strict=True)
                 ]
         return message
+
+    def _count(self) -> None:
+        assert self._stage is not None and self.thinking_tokens is not None
+        if self._stage.thought:
+            self.thinking_tokens += self._uncounted
+        if self._stage.thought or not self._stage.thinking:
+            self._uncounted = 0
 
     def _keep(self, event: Event) -> None:
         if isinstance(event, Content):

@@ -15,6 +15,7 @@ from windlass.engine.client import EngineClient
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.options.settings import ServerSettings
+from windlass.server.text.parsing.reasoning.model import ThinkingModel
 from windlass.server.text.service import TextService
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ServerState:
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
+        self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer.chat_template)
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()
 

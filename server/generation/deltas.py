@@ -61,7 +61,7 @@ class Delta:
     """What one engine output adds to one choice (choice = prompt index * samples + sample).
 
     prompt_logprobs comes once per prompt, on its first delta. finish_reason marks the choice's last delta, which also has
-    the rotary report.
+    the rotary report. pieces: the text by token, where there are several.
     """
 
     choice: int
@@ -72,6 +72,7 @@ class Delta:
     stop_reason: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     rotary: RotaryReport | None = None
+    pieces: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -81,15 +82,19 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: thinking is not told apart
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object."""
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 @dataclass(slots=True)
@@ -204,7 +209,8 @@ class Generation:
             stop_reason = output.stop_token_id
         self.tally.completion_tokens += len(token_ids)
         sample.finished = reason is not None
-        return Delta(0, text, token_ids, logprobs, reason, stop_reason, output.prompt_logprobs, rotary)
+        pieces = tuple(detokenizer.pieces) if len(token_ids) > 1 else ()
+        return Delta(0, text, token_ids, logprobs, reason, stop_reason, output.prompt_logprobs, rotary, pieces)
 
     async def _run_many(self) -> AsyncGenerator[Delta]:
         """Merge the streams of several prompts; the first failure, or being closed, ends all of them."""

@@ -12,6 +12,7 @@ from windlass.server.options.settings import RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
 
 _ROPE_POLICIES = ("allow", "profiles", "off")
+REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gpt_oss", "none")
 
 _server = "Server options"
 
@@ -47,6 +48,11 @@ class ServerOptions:
         option("--max-response-bytes", panel=_server, metavar="SIZE", help="Largest answer that is not streamed; what could "
                "become larger is refused before it is generated."),
     ] = "64MiB"  # fmt: skip
+    reasoning_parser: Annotated[
+        str,
+        option("--reasoning-parser", panel=_server, help="How the model marks its thinking, which chats answer apart from "
+               "the content: deepseek_r1, qwen3, granite, gpt_oss, none, or auto (as its chat template does)."),
+    ] = "auto"  # fmt: skip
     request_timeout: Annotated[
         float | None,
         option("--request-timeout", panel=_server, help="Deadline in seconds of requests that set none."),
@@ -76,6 +82,7 @@ class ServerOptions:
         """
         engine = engine or EngineOptions()
         choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
+        choose("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         if not 0 <= self.port <= 65535:
             raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
         if self.default_max_tokens < 1:
@@ -90,6 +97,7 @@ class ServerOptions:
             cors_origins=tuple(split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
             max_response_bytes=read_size("--max-response-bytes", self.max_response_bytes),
+            reasoning_parser=self.reasoning_parser,
             default_timeout=self.request_timeout,
             grace_seconds=self.grace_period,
             rope_profiles=engine.profiles(),

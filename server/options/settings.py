@@ -24,6 +24,7 @@ class ServerSettings:
     grace_seconds: how long running streams may go on once draining has begun.
     max_response_bytes: largest answer that is not streamed, and the most that a stream keeps of its prompts for its first
     events; both are estimated before anything is generated.
+    reasoning_parser: how thinking is told apart from answers; "auto": as the chat template marks it.
     max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
     default_timeout: deadline of a request that names none; None means no deadline.
     body_stall_seconds: how long a client may pause while it sends its body.
@@ -44,6 +45,7 @@ class ServerSettings:
     completion_max_tokens: int = 16
     keep_alive_seconds: float = 10.0
     grace_seconds: float = 30.0
+    reasoning_parser: str = "auto"
     default_timeout: float | None = None
     retry_after_seconds: int = 1
     max_body_bytes: int = 32 * MIB

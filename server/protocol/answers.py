@@ -13,6 +13,12 @@ class PromptTokensDetails(StrictModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(StrictModel):
+    """`reasoning_tokens`: generated tokens up to the end of the thinking, its markers included."""
+
+    reasoning_tokens: int
+
+
 class Usage(StrictModel):
     """Token counts. `completion_tokens` counts what was generated, the end-of-sequence token included."""
 
@@ -20,6 +26,7 @@ class Usage(StrictModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class TokenLogprob(StrictModel):

@@ -79,6 +79,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: FreeForm | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     parallel_tool_calls: bool | None = None  # nothing to run in parallel while tools are refused
@@ -107,10 +108,12 @@ class ChatLogprobs(StrictModel):
 
 
 class ChatAnswer(StrictModel):
-    """The assistant's turn (`delta` holds the same fields in a stream)."""
+    """The assistant's turn (`delta` holds the same fields in a stream). `reasoning`: `reasoning_content` by another name."""
 
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: str | None = None
 
 

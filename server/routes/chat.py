@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -38,7 +39,7 @@ async def create_chat_completion(request: Request) -> Response:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
     info = state.admit()
-    job = check(
+    checked = check(
         state,
         body,
         info,
@@ -53,7 +54,7 @@ async def create_chat_completion(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        prompts = await _prompt(job, body)
+        prompts, job = await _prepare(checked, body)
 
         def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
             head = envelope("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job)
@@ -61,7 +62,7 @@ async def create_chat_completion(request: Request) -> Response:
 
         await run(exchange, job, prompts, param="messages", make_writer=make_writer)
 
-    return Exchange(state, work, deadline=job.deadline)
+    return Exchange(state, work, deadline=checked.deadline)
 
 
 def _logprobs(body: ChatRequest) -> int | None:
@@ -72,19 +73,20 @@ def _logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-async def _prompt(job: GenerationJob, body: ChatRequest) -> list[Prompt]:
-    service, info = job.state.text, job.info
+async def _prepare(job: GenerationJob, body: ChatRequest) -> tuple[list[Prompt], GenerationJob]:
+    """The prompt, and the job as the rendered prompt has it: it may end inside the thinking."""
+    service, info, thinking = job.state.text, job.info, job.state.thinking
     truncate = body.truncate_prompt_tokens
     text = await service.render(
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
+        variables=thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
         max_model_len=info.max_model_len,
         truncated=truncate is not None,
         caller=job.caller,
     )
-    return await service.encode(
+    prompts = await service.encode(
         [text],
         add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
         max_model_len=info.max_model_len,
@@ -92,3 +94,5 @@ async def _prompt(job: GenerationJob, body: ChatRequest) -> list[Prompt]:
         param="messages",
         caller=job.caller,
     )
+    place = thinking.place(text, (body.messages[-1].content or "") if body.continue_final_message else None)
+    return prompts, replace(job, parsing=thinking.parsing(job.parsing, place))

@@ -112,6 +112,7 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
             (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
             (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
             ("--rope-exact", server.rope_exact),
+            (f"--reasoning-parser {server.reasoning_parser}", server.reasoning_parser != "auto"),
         )
         if given
     ]

@@ -7,6 +7,7 @@ where it serves callers in a process with limits on time and memory (`windlass.s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from windlass.server.text.template_sandbox import sandboxed_environment
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one most templates read
+_PLAIN_REASONING = re.compile(r"\.reasoning\b|['\"]reasoning['\"]")  # templates that read this name
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
@@ -44,6 +46,7 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens or {})
+        self._plain_reasoning = bool(_PLAIN_REASONING.search(source))
         self._max_output_chars = max_output_chars
         try:
             self._template = sandboxed_environment().from_string(source)
@@ -84,7 +87,7 @@ class ChatTemplate:
             if name in _RESERVED:
                 raise ChatTemplateError(f"{name!r} cannot be given as a template variable")
         try:
-            chat = _prepare_messages(messages)
+            chat = _prepare_messages(messages, self._plain_reasoning)
             final = _tag_final_message(chat, continue_final_message, self.source) if continue_final_message else None
             scope = {"documents": None, **self._special_tokens, **_plain(extra)}
             scope.update(
@@ -141,7 +144,8 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _prepare_messages(messages: Sequence[Mapping[str, Any]], plain_reasoning: bool) -> list[dict[str, Any]]:
+    """Fresh messages without empty keys, the thinking of earlier turns under every name that templates read it by."""
     chat: list[dict[str, Any]] = []
     for message in messages:
         if not isinstance(message, Mapping):
@@ -151,6 +155,8 @@ def _prepare_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
         reasoning = next((plain[key] for key in _REASONING_FIELDS if plain.get(key) is not None), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+            if plain_reasoning:
+                plain["reasoning"] = reasoning
         chat.append(plain)
     return chat
 

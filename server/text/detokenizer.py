@@ -198,7 +198,7 @@ class Detokenizer:
     min_tokens: text of the first so many tokens is never searched for stop strings.
     shown: special tokens that stay in the text although others are skipped.
     stopped: the stop string that matched. num_tokens: tokens taken, the one that completed the stop string included and
-    later ones not.
+    later ones not. pieces: the text that the last `push` returned, by the token that released it; more at the end.
     """
 
     def __init__(
@@ -226,6 +226,7 @@ class Detokenizer:
         self._done = False
         self.stopped: str | None = None
         self.num_tokens = 0
+        self.pieces: list[str] = []
 
     @property
     def text(self) -> str:
@@ -257,6 +258,7 @@ class Detokenizer:
             if self._matcher is not None and not self._done:
                 safe.append(self._matcher.flush())
             self._done = True
+        self.pieces = safe
         text = "".join(safe)
         if text:
             self._parts.append(text)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import tokenizers
 from helpers.scripted_engine import ScriptedEngine
 from helpers.toy_tokenizers import byte_level
 
@@ -118,11 +119,13 @@ def live_server(
     *,
     template: str | None = TEMPLATE,
     connections: ConnectionSettings | None = None,
+    backend: tokenizers.Tokenizer | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
-    """Serve until the block ends. `settings` are fields of ServerSettings."""
+    """Serve until the block ends. `settings` are fields of ServerSettings. backend: another tokenizer than the toy one."""
     engine = engine or ScriptedEngine()
-    tokenizer = Tokenizer(byte_level(), SPECIAL_TOKENS, {} if template is None else {"default": template})
+    templates = {} if template is None else {"default": template}
+    tokenizer = Tokenizer(backend or byte_level(), SPECIAL_TOKENS, templates)
     app = create_app(engine, tokenizer, ServerSettings(served_model_name=MODEL, **settings))
     listener = socket.create_server(("127.0.0.1", 0))
     server = HttpServer(app, listener, connections or ConnectionSettings(), max_header_bytes=256 * 1024)

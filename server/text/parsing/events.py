@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,20 @@ class OutputParser(Protocol):
 
     def finish(self) -> list[Event]:
         """What was held back, once nothing more comes. Call it once."""
+
+
+@runtime_checkable
+class TellsThinking(Protocol):
+    """A parser that knows where it stands, for counting the tokens of the thinking.
+
+    thinking: whether what comes next is thinking, or may turn out to open it. thought: whether there was any thinking.
+    """
+
+    @property
+    def thinking(self) -> bool: ...
+
+    @property
+    def thought(self) -> bool: ...
 
 
 class PlainText:

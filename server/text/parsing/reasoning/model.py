@@ -1,0 +1,76 @@
+"""How the served model thinks: its format, how answers are parsed, and what its chat template lets a request choose."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from windlass.server.errors import bad_request
+from windlass.server.text.parsing.events import OutputParser, ParsingPlan, PlainText
+from windlass.server.text.parsing.reasoning.formats import AUTO, FORMATS, HARMONY, Place, format_of_template
+from windlass.server.text.parsing.reasoning.parser import ThinkingParser
+
+_SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn thinking on and off
+_EFFORT = "reasoning_effort"
+_HARMONY_EFFORTS = ("low", "medium", "high")
+
+
+class ThinkingModel:
+    """One per app. name: of the format, `none` where the model's thinking is not told apart.
+
+    template: the source of the chat template, None where there is none. parser: what the operator chose.
+    """
+
+    def __init__(self, parser: str, template: str | None) -> None:
+        self.name = format_of_template(template) if parser == AUTO else parser
+        self.format = FORMATS.get(self.name)
+        self._read = variables_read(template or "", (*_SWITCHES, _EFFORT))
+
+    def place(self, prompt: str, continued: str | None) -> Place:
+        """Where an answer to the rendered prompt begins; see `ThinkingFormat.place`."""
+        return "behind" if self.format is None else self.format.place(prompt, continued)
+
+    def parsing(self, plan: ParsingPlan | None, place: Place) -> ParsingPlan | None:
+        """The plan with a stage in front that takes the thinking off."""
+        format = self.format
+        if format is None:
+            return plan
+        rest = ParsingPlan(PlainText) if plan is None else plan
+
+        def make() -> OutputParser:
+            return ThinkingParser(format, place, rest.make())
+
+        return replace(rest, make=make, markers=rest.markers | format.markers)
+
+    def variables(self, effort: str | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The template's variables for a request: `chat_template_kwargs`, which win, and what `effort` comes to.
+
+        Raises ApiError where the effort would change nothing, as an answer must not look as if it had.
+        """
+        if effort is None:
+            return given
+        if self.name == HARMONY and effort not in _HARMONY_EFFORTS:
+            raise bad_request(
+                f"this model knows the efforts {', '.join(_HARMONY_EFFORTS)}, got {effort!r}", _EFFORT, "invalid_value"
+            )
+        found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in self._read}
+        if _EFFORT in self._read:
+            found[_EFFORT] = effort
+        if not found and (effort != "none" or self.name != "none"):
+            raise bad_request(
+                "this model's chat template has no such choice: leave reasoning_effort out",
+                _EFFORT,
+                "unsupported_parameter",
+            )
+        return {**found, **(given or {})}
+
+
+_CODE = re.compile(r"\{[%{](.*?)[%}]\}", re.DOTALL)
+_STRING = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+
+
+def variables_read(template: str, names: tuple[str, ...]) -> frozenset[str]:
+    """Those of the names that the code of a template uses as variables: not in text, not in strings, not as attributes."""
+    code = "\n".join(_STRING.sub("''", block) for block in _CODE.findall(template))
+    return frozenset(name for name in names if re.search(rf"(?<![\w.]){name}(?!\w)", code))

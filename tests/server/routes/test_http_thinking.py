@@ -1,0 +1,160 @@
+"""Thinking over HTTP, against a scripted engine: told apart whole and streamed, counted by tokens, chosen by requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tokenizers
+from helpers.chat_chunks import assembled
+from helpers.live_server import TEMPLATE, Live, live_server
+from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.toy_tokenizers import byte_level
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hello"}]
+SWITCHED = (
+    "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{{ reasoning_effort }}"
+    + TEMPLATE.replace(
+        "[{{ message.role }}]", "[{{ message.role }}]{% if message.reasoning %}({{ message.reasoning }}){% endif %}"
+    )
+    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+def thinking_tokenizer() -> tokenizers.Tokenizer:
+    """The toy one with markers that are special tokens, which a reader of the answer would not see."""
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.add_special_tokens(["<think>", "</think>"])
+    return backend
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    info = model_info(vocab_size=425)
+    engine = ScriptedEngine(info=info)
+    with live_server(engine, template=SWITCHED, backend=thinking_tokenizer()) as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    shared.engine.info = model_info(vocab_size=425)
+    return shared
+
+
+def say(live: Live, text: str, **fields: Any) -> list[int]:
+    """Have the engine generate this text."""
+    ids = live.tokenizer.encode(text, add_special_tokens=False)
+    live.engine.reply, live.engine.eos_after = ids, len(ids)
+    for name, value in fields.items():
+        setattr(live.engine, name, value)
+    return ids
+
+
+def prompt_of(live: Live) -> str:
+    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    "text, thinking, content",
+    [
+        ("<think>\nlet me see\n</think>\n\nIt is 4.", "let me see", "It is 4."),
+        ("Just 4.", None, "Just 4."),
+        ("<think>\nthe answer is cut", "the answer is cut", ""),
+    ],
+)
+def test_thinking_is_told_apart(live: Live, text: str, thinking: str | None, content: str, at_once: int) -> None:
+    """Whole and streamed alike, however many tokens come at once; counted up to the closing marker."""
+    ids = say(live, text, tokens_per_output=at_once)
+    answer = live.chat(max_tokens=100)
+    message = answer["choices"][0]["message"]
+    assert message["content"] == content
+    assert message.get("reasoning_content") == message.get("reasoning") == thinking
+    close = live.tokenizer.encode("</think>", add_special_tokens=False)[0]
+    counted = 0 if thinking is None else ids.index(close) + 1 if close in ids else len(ids) + 1  # + 1: the end
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
+
+    events = live.stream(PATH, {"messages": USER, "max_tokens": 100, "stream_options": {"include_usage": True}})
+    streamed = assembled(events[:-1])["message"]
+    assert (streamed["content"] or "") == content
+    assert streamed.get("reasoning_content") == streamed.get("reasoning") == thinking
+    assert events[-2]["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
+    assert "think>" not in str(events)
+
+
+def test_continued_usage_never_counts_down(live: Live) -> None:
+    say(live, " \n\nfour")  # may open the thinking, and does not
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = live.stream(PATH, {"messages": USER, "stream_options": options})
+    counts = {event["usage"]["completion_tokens_details"]["reasoning_tokens"] for event in events[:-1]}
+    assert counts == {0}
+
+
+def test_each_choice_has_its_own_thinking(live: Live) -> None:
+    ids = say(live, "<think>a</think>b")
+    answer = live.chat(n=3)
+    assert [choice["message"]["reasoning"] for choice in answer["choices"]] == ["a"] * 3
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3 * (len(ids) - 1)
+
+
+def test_a_prompt_that_closes_the_thinking(live: Live) -> None:
+    """Told not to think, a template may close it at once: then the answer has none."""
+    say(live, "<think>x</think>")
+    message = live.chat(chat_template_kwargs={"enable_thinking": False})["choices"][0]["message"]
+    assert prompt_of(live).endswith("<think>\n\n</think>\n\n")
+    assert message["content"] == "<think>x</think>" and "reasoning" not in message
+
+
+def test_a_message_continued_inside_its_thinking(live: Live) -> None:
+    say(live, " more</think>done")
+    messages = [*USER, {"role": "assistant", "content": "<think>some"}]
+    message = live.chat(messages=messages, continue_final_message=True)["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("more", "done")
+
+
+@pytest.mark.parametrize(
+    "fields, begin",
+    [
+        ({"reasoning_effort": "low"}, "Truelow<"),
+        ({"reasoning_effort": "none"}, "Falsenone<"),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "Falsehigh<"),
+        ({"chat_template_kwargs": {"reasoning_effort": "odd"}}, "odd<"),
+        ({"reasoning_effort": None}, "<"),
+    ],
+)
+def test_the_effort_reaches_the_template(live: Live, fields: dict[str, Any], begin: str) -> None:
+    live.chat(**fields)
+    assert prompt_of(live).startswith(begin)
+
+
+def test_an_effort_that_is_none(live: Live) -> None:
+    error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "extreme"})
+    assert error["param"] == "reasoning_effort"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_earlier_thinking_reaches_the_template(live: Live, name: str) -> None:
+    live.chat(messages=[*USER, {"role": "assistant", "content": "4", name: "two and two"}, *USER])
+    assert "[assistant](two and two)4" in prompt_of(live)
+
+
+def test_a_model_without_thinking() -> None:
+    with live_server() as live:
+        say(live, "<think>a</think>b")
+        answer = live.chat()
+        assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
+        assert "completion_tokens_details" not in answer["usage"]
+        live.chat(reasoning_effort="none")  # nothing is asked for
+        error = live.refuse(PATH, {"messages": USER, "reasoning_effort": "low"})
+        assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
+
+
+def test_a_parser_that_the_operator_names() -> None:
+    with live_server(reasoning_parser="deepseek_r1") as live:
+        say(live, "a</think>b")  # text markers: the toy tokenizer has no tokens for them
+        message = live.chat()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("a", "b")

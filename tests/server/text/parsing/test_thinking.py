@@ -1,0 +1,137 @@
+"""Thinking told apart from answers: the same whatever the pieces the text comes in."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+
+from windlass.server.options.server import REASONING_PARSERS
+from windlass.server.text.parsing.events import Content, Event, PlainText, Reasoning
+from windlass.server.text.parsing.reasoning.formats import (
+    DEEPSEEK_R1,
+    FORMATS,
+    GRANITE,
+    NAMES,
+    QWEN3,
+    Place,
+    ThinkingFormat,
+    format_of_template,
+)
+from windlass.server.text.parsing.reasoning.parser import ThinkingParser
+
+# format, where the text begins, the text, the thinking in it, the answer in it
+CASES: list[tuple[ThinkingFormat, Place, str, str, str]] = [
+    (QWEN3, "before", "<think>\nab c\n</think>\n\nHi <b>", "ab c", "Hi <b>"),
+    (QWEN3, "before", " \n<think>x</think>y", "x", "y"),
+    (QWEN3, "before", "  <thin> y", "", "  <thin> y"),
+    (QWEN3, "before", "<thi", "", "<thi"),
+    (QWEN3, "before", "no <think>t</think>", "", "no <think>t</think>"),
+    (QWEN3, "before", " ", "", " "),
+    (QWEN3, "before", "", "", ""),
+    (QWEN3, "before", "<think></think>y", "", "y"),
+    (QWEN3, "before", "<think>cut <", "cut <", ""),
+    (QWEN3, "inside", "a</thin</think>b", "a</thin", "b"),
+    (QWEN3, "inside", "<think>a</think> b ", "a", "b "),
+    (QWEN3, "inside", "<thaw\n\n a", "<thaw\n\n a", ""),
+    (QWEN3, "inside", "a \n</thi", "a \n</thi", ""),
+    (QWEN3, "inside", "a \n", "a", ""),
+    (QWEN3, "inside", "a</think>b</think>", "a", "b</think>"),
+    (QWEN3, "behind", " <think>a</think>", "", " <think>a</think>"),
+    (DEEPSEEK_R1, "inside", "ok</think>\n", "ok", ""),
+    (GRANITE, "before", "Here's my thought process: t\n\nHere is my response: r", "t", "r"),
+    (GRANITE, "before", "Here is the answer", "", "Here is the answer"),
+    (GRANITE, "before", "<think>t</think>\n<response> r</response>", "t", "r"),
+    (GRANITE, "before", "<think>t</think> <respond>", "t", "<respond>"),
+    (GRANITE, "inside", "t</think><response>r</resp", "t", "r</resp"),
+]
+
+
+def read(format: ThinkingFormat, place: Place, pieces: list[str]) -> tuple[str, str, list[Event]]:
+    parser = ThinkingParser(format, place, PlainText())
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    thinking = "".join(event.text for event in events if isinstance(event, Reasoning))
+    answer = "".join(event.text for event in events if isinstance(event, Content))
+    return thinking, answer, events
+
+
+@pytest.mark.parametrize("format, place, text, thinking, answer", CASES)
+def test_any_cut_gives_the_same(format: ThinkingFormat, place: Place, text: str, thinking: str, answer: str) -> None:
+    assert read(format, place, [text])[:2] == (thinking, answer)
+    assert read(format, place, list(text))[:2] == (thinking, answer)
+    for count in (1, 2):
+        for cuts in combinations(range(len(text) + 1), count):
+            ends = (0, *cuts, len(text))
+            pieces = [text[start:end] for start, end in pairwise(ends)]
+            found = read(format, place, pieces)
+            assert found[:2] == (thinking, answer), pieces
+            assert all(event.text for event in found[2]), "an event that says nothing"
+
+
+def test_thinking_streams_as_it_comes() -> None:
+    """Nothing is held back but white space and what may be a marker."""
+    parser = ThinkingParser(QWEN3, "inside", PlainText())
+    assert parser.feed("Well, ") == [Reasoning("Well,")]
+    assert parser.feed("yes<") == [Reasoning(" yes")]
+    assert parser.feed("3") == [Reasoning("<3")]
+
+
+def test_white_space_before_a_marker_is_bounded() -> None:
+    """An answer of white space alone must not be kept, and read again, for a marker that may come."""
+    for pieces in ([" " * 70 + "<think>a"], [" "] * 70 + ["<think>a"]):
+        assert read(QWEN3, "before", pieces)[:2] == ("", " " * 70 + "<think>a")
+
+
+def test_which_text_counts_as_thinking() -> None:
+    """For the usage: everything up to the closing marker, and nothing where no marker opens it."""
+    parser = ThinkingParser(QWEN3, "before", PlainText())
+    assert (parser.thinking, parser.thought) == (True, False)
+    parser.feed("<think>")
+    assert (parser.thinking, parser.thought) == (True, True)
+    parser.feed("a</think")
+    assert parser.thinking
+    parser.feed(">")
+    assert (parser.thinking, parser.thought) == (False, True)
+    plain = ThinkingParser(QWEN3, "before", PlainText())
+    plain.feed("a")
+    assert (plain.thinking, plain.thought) == (False, False)
+
+
+def test_where_an_answer_begins() -> None:
+    assert QWEN3.place("<|im_start|>assistant\n") == "before"
+    assert QWEN3.place("<|im_start|>assistant\n<think>\n") == "inside"
+    assert QWEN3.place("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "behind"
+    assert QWEN3.place("user: what does <think> do?\nassistant: ") == "before"
+    assert DEEPSEEK_R1.place("<｜Assistant｜>") == "inside"
+    assert DEEPSEEK_R1.place("<｜Assistant｜></think>") == "behind"
+
+
+def test_where_a_message_is_continued() -> None:
+    assert QWEN3.place("assistant: <think>so", "<think>so") == "inside"
+    assert QWEN3.place("assistant: <think>so</think>The", "<think>so</think>The") == "behind"
+    assert DEEPSEEK_R1.place("assistant: The", "The") == "behind"
+
+
+TEMPLATES = {
+    "{{ messages }}": "none",
+    "{%- if enable_thinking is defined %}<think>\n\n</think>\n\n{%- endif %}": "qwen3",
+    "{{ '<｜Assistant｜><think>\\n' }}": "deepseek_r1",
+    "Write your thought process after 'Here is my thought process:'": "granite",
+    "thoughts between <think></think> and your response between <response></response>": "granite",
+    "<|start|>assistant<|channel|>analysis<|message|>": "gpt_oss",
+}
+
+
+@pytest.mark.parametrize("template, name", TEMPLATES.items())
+def test_the_format_a_template_speaks_of(template: str, name: str) -> None:
+    assert format_of_template(template) == name
+    assert format_of_template(None) == "none"
+
+
+def test_every_format_can_be_named() -> None:
+    assert NAMES == REASONING_PARSERS
+
+
+def test_special_tokens_reach_the_parser() -> None:
+    for format in FORMATS.values():
+        assert {*format.opens, *format.closes} <= format.markers
