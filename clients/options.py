@@ -107,6 +107,7 @@ class ChatOptions(GenerationOptions, total=False):
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
+    reasoning_effort: str | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
 

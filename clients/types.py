@@ -17,6 +17,13 @@ class PromptTokensDetails:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionTokensDetails:
+    """reasoning_tokens: generated tokens up to the end of the thinking."""
+
+    reasoning_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Token counts of a request."""
 
@@ -24,6 +31,7 @@ class Usage:
     completion_tokens: int = 0
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
