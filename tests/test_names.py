@@ -18,6 +18,7 @@ OF_THE_API = {
     "ChatMessage",
     "Completion",
     "CompletionChoice",
+    "CompletionTokensDetails",
     "Model",
     "PromptTokensDetails",
     "RopeScaling",
