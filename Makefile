@@ -7,6 +7,8 @@ PORT   ?= 8000
 MODEL  ?=
 # What is installed beside the server: hub, plots, or both as EXTRAS=hub,plots.
 EXTRAS ?=
+# Processes that run the tests side by side.
+TESTERS ?= 2
 BIN    := $(VENV)/bin
 
 # Tests and servers share two cores on small machines; a spinning thread pool each would slow all of them.
@@ -47,9 +49,10 @@ $(VENV)/.installed-%: $(BIN)/python $(SOURCES)
 serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
+# The tests of a file stay in one process, so that they share its servers; a thread a process, or they would fight for cores.
 test: $(VENV)/.installed-dev
 	@echo "== testing"
-	$(BIN)/pytest -m "not slow and not soak"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile -m "not slow and not soak"
 
 test-slow: $(VENV)/.installed-dev
 	@echo "== testing: the slow ones"

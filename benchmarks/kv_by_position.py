@@ -13,11 +13,15 @@ import argparse
 import datetime
 import json
 import math
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.evaluation.scoring import Scorer
@@ -87,20 +91,12 @@ def percent(nats: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="Hugging Face directory")
-    parser.add_argument("--text", type=Path, action="append", required=True, help="UTF-8 text, or a directory of *.txt")
-    parser.add_argument("--max-len", type=int, default=8192, help="tokens read of each text")
-    parser.add_argument("--stretch", type=int, default=2048, help="positions of one row of the table")
+    parser = make_parser(__doc__, max_len=8192, stretch=2048)
     parser.add_argument("--dtypes", nargs="+", default=["int8", "bfloat16"], help="caches to compare")
     parser.add_argument("--scaling", default='{"rope_type": "default"}', help="rotary scaling, as JSON")
     parser.add_argument("--keep", type=Path, help="file of finished passes, which are not repeated")
-    parser.add_argument("--out", type=Path, help="write every number as JSON")
     options = parser.parse_args()
-    report = measure(options)
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(report))
+    publish(measure(options), options.out, table)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,16 @@ import argparse
 import datetime
 import json
 import random
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import wilson
 from windlass.engine.evaluation.scoring import Scorer
@@ -151,23 +155,15 @@ def share(found: list[bool]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="Hugging Face directory")
-    parser.add_argument("--text", type=Path, action="append", required=True, help="UTF-8 text, or a directory of *.txt")
-    parser.add_argument("--max-len", type=int, default=16384, help="tokens read of each text")
-    parser.add_argument("--stretch", type=int, default=4096, help="positions of one column of the table")
+    parser = make_parser(__doc__, max_len=16384, stretch=4096)
     parser.add_argument("--every", type=int, default=256, help="tokens of text between two notes")
     parser.add_argument(
         "--scaling", action="append", default=[], help="rotary scaling, as JSON; no scaling is always read"
     )
     parser.add_argument("--pool", type=int, default=10, help="notes that wait before the first question")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="write every answer as JSON")
     options = parser.parse_args()
-    report = measure(options)
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(report))
+    publish(measure(options), options.out, table)
 
 
 if __name__ == "__main__":

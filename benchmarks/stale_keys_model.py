@@ -28,7 +28,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 from helpers.rotary_oracles import CachedInOnePass, dynamic_frequencies
+from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.evaluation.scoring import Scorer
@@ -146,19 +148,12 @@ def percent(nats: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path, help="Hugging Face directory of a model without a scaling of its own")
-    parser.add_argument("--text", type=Path, action="append", required=True, help="UTF-8 text, or a directory of *.txt")
-    parser.add_argument("--max-len", type=int, default=16384, help="tokens read of each text")
+    parser = make_parser(__doc__, max_len=16384)
     parser.add_argument("--factor", type=float, default=2.0, help="of dynamic NTK")
     parser.add_argument("--work", type=Path, required=True, help="folder in which final hidden states are kept")
-    parser.add_argument("--out", type=Path, help="write every number as JSON")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    report = measure(options)
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(table(report))
+    publish(measure(options), options.out, table)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,7 @@ def test_a_number_is_found_when_every_digit_is(model: Path, texts: Path) -> None
     assert module.ask(scorer, ids, [right, spoilt], scaling) == [True, False]
 
 
+@pytest.mark.slow  # five programs, each of which imports torch
 def test_all_of_it_for_one_model(model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step runs as a person would run it, and the page shows every table."""
     (tmp_path / "docs").mkdir()

@@ -55,11 +55,12 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("goal", "marks"), [("test", "not slow and not soak"), ("test-slow", "slow"), ("soak", "soak")]
+    ("goal", "options"),
+    [("test", '-n 2 --dist loadfile -m "not slow and not soak"'), ("test-slow", '-m "slow"'), ("soak", '-m "soak"')],
 )
-def test_each_goal_runs_its_tests(tmp_path: Path, goal: str, marks: str) -> None:
+def test_each_goal_runs_its_tests(tmp_path: Path, goal: str, options: str) -> None:
     venv = install(tmp_path / "venv", ".installed-dev")
-    assert commands(venv, goal)[-1] == f'{venv}/bin/pytest -m "{marks}"'
+    assert commands(venv, goal)[-1].removeprefix("OMP_NUM_THREADS=1 ") == f"{venv}/bin/pytest {options}"
 
 
 def test_a_build_takes_compiled_kernels_and_compiles_changed_ones(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""The engine process as its parent holds it: spawn it with a private socket, end it, say how it ended.
+"""The engine process as its parent holds it: spawn it with a private socket, tell it what to load, end it, say how it ended.
 
-Synchronous and free of asyncio, so that it can be spawned before an event loop exists.
+Synchronous and free of asyncio, so that it can be spawned before an event loop exists, and before it is known what to load:
+until then it imports what it needs, which takes most of a start.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from windlass.engine.core.wire import Load, encode
 
 
 class ChildProcess:
-    """A running `windlass.engine.core.process`, already told what to load.
+    """A running `windlass.engine.core.process`, which waits for `load`.
 
+    ahead: a module to import meanwhile. None where the engine is to be pinned to cores: OpenMP reads those once.
     Attributes: `socket` is the parent's end, `process` the Popen object.
     """
 
-    def __init__(self, config: EngineConfig, core: str, log_level: str) -> None:
+    def __init__(self, core: str, log_level: str, *, ahead: str | None = None) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
             # -P keeps the working directory off the child's import path. A session of its own keeps the terminal's
             # ctrl-C away: the parent decides when the engine ends.
             options = [f"--fd={theirs.fileno()}", f"--core={core}", f"--log-level={log_level}"]
+            options += [] if ahead is None else [f"--ahead={ahead}"]
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.engine.core.process", *options],
                 pass_fds=[theirs.fileno()],
@@ -37,6 +40,9 @@ class ChildProcess:
                 stdout=2,  # nothing it prints may mix with what a command writes to its standard output
                 start_new_session=True,
             )
+
+    def load(self, config: EngineConfig) -> None:
+        """Tell it what to load, once."""
         # It fits the socket's buffer, so this does not wait; a child that is already dead shows up as closed later.
         with contextlib.suppress(OSError):
             self.socket.sendall(encode(Load(config)))
@@ -52,6 +58,11 @@ class ChildProcess:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(5.0)
+
+    def close(self) -> None:
+        """End it and close the socket, whoever had it last."""
+        self.kill()
+        self.socket.close()
 
     def describe_end(self) -> str:
         """How it ended, for people: "killed by SIGKILL …" or "exit code 1"."""

@@ -51,7 +51,7 @@ class ProcessClient:
     long (or for SLOW_STEP_FACTOR times its slowest step, if that is longer).
     max_deaths, death_window: it is given up after this many deaths within so many seconds.
     backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
-    core: private; see `windlass.engine.core.process`.
+    core: private; see `windlass.engine.core.process`. child: one that waits for what to load; it is the client's from now on.
     """
 
     def __init__(
@@ -65,11 +65,13 @@ class ProcessClient:
         death_window: float = 60.0,
         backoff: float = 0.25,
         core: str = DEFAULT_CORE,
+        child: ChildProcess | None = None,
     ) -> None:
         self.progress = progress
         self._config = config
         self._core = core
         self._log_level = log_level
+        self._waiting_child = child
         self._hang_seconds = hang_seconds
         self._max_deaths = max_deaths
         self._death_window = death_window
@@ -156,7 +158,8 @@ class ProcessClient:
     def spawn(self) -> None:
         """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
         if self._child is None:
-            self._child = ChildProcess(self._config, self._core, self._log_level)
+            self._child, self._waiting_child = self._waiting_child or self._new_child(), None
+            self._child.load(self._config)
 
     def start_nowait(self) -> None:
         """Begin to load and supervise, in the running event loop."""
@@ -181,6 +184,9 @@ class ProcessClient:
         while self._state not in states:
             await self._state_changed.wait()
         return self._state
+
+    def _new_child(self) -> ChildProcess:
+        return ChildProcess(self._core, self._log_level)
 
     def kill(self, *, reap: bool = True) -> None:
         """End the child at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
@@ -216,7 +222,8 @@ class ProcessClient:
                 await asyncio.wait_for(self._closing.wait(), pause)
             if self._closing.is_set():
                 return
-            self._child = ChildProcess(self._config, self._core, self._log_level)
+            self._child = self._new_child()
+            self._child.load(self._config)
             self._restarts += 1
 
     async def _serve(self, child: ChildProcess) -> bool:

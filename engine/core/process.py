@@ -4,12 +4,14 @@ It reads one `Load` frame from the inherited socket, builds the core, reports, a
 thread. Two threads carry frames, so neither a silent nor a slow parent ever holds up a step. The parent alone decides
 when it ends: signals meant for the terminal's foreground group are ignored, and a closed socket ends it.
 
-`--core module:attr` (private, for tests) names the callable that builds the core from (config, progress).
+`--core module:attr` (private, for tests) names the callable that builds the core from (config, progress). `--ahead module`
+is imported before that frame is there: importing torch takes most of a start.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import logging
@@ -107,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--core", default="windlass.engine.core.loop:default_core")
     parser.add_argument("--log-level", default="warning")
+    parser.add_argument("--ahead", help="a module to import before it is known what to load")
     options = parser.parse_args(argv)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -119,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sock.set_inheritable(False)
     connection = ParentSocket(sock)
 
+    if options.ahead is not None:
+        with contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
+            importlib.import_module(options.ahead)
     first = connection.inbox.get()
     if not isinstance(first, Load):
         return 0  # closed before it began

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import EngineError, LoadError, did_you_mean
+from windlass.engine.model.spec import ModelSpec
 from windlass.server.startup.catalogue.folder import cache_folder, is_here, model_file
 from windlass.server.startup.catalogue.known import KNOWN, KnownModel
 from windlass.server.startup.catalogue.pull import check, megabytes, pull
-from windlass.server.startup.hub import bundled_model, cache_directory, cached_repositories
+from windlass.server.startup.hub import bundled_model, cache_directory, cached_ggufs, cached_repositories
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,39 +94,57 @@ def _of_catalogue(model: KnownModel) -> ListedModel:
 
 def _of_hub_cache() -> list[ListedModel]:
     """What the Hugging Face cache holds whole and the decoder can run."""
+    places: list[tuple[str, Path, list[Path], Callable[[Sequence[Path]], str]]] = [
+        *((name, snapshot, [snapshot], _describe) for name, snapshot in cached_repositories()),
+        *((name, files[0], files, _describe_gguf) for name, files in cached_ggufs()),
+    ]
     found = []
-    for repository, snapshot in cached_repositories():
+    for name, where, paths, describe in sorted(places, key=lambda place: place[0]):
         try:
-            about = _describe(snapshot)
+            about = describe(paths)
         except (EngineError, OSError, ValueError):  # another kind of model: not for this server
             continue
         found.append(
             ListedModel(
-                name=repository,
+                name=name,
                 about=about,
                 here=True,
-                size=_size(snapshot),
+                size=sum(map(_size, paths)),
                 licence=None,
                 source=f"the Hugging Face cache, {cache_directory()}",
-                where=str(snapshot),
+                where=str(where),
             )
         )
     return found
 
 
-def _describe(directory: Path) -> str:
+def _describe(directory: Sequence[Path]) -> str:
     """Architecture and context of a model that can be served; raises EngineError for one that cannot."""
     from windlass.engine.api.config import EngineConfig
     from windlass.engine.model.loading.preflight import describe_model
 
-    spec = describe_model(EngineConfig(model=str(directory))).spec
+    return _about(describe_model(EngineConfig(model=str(directory[0]))).spec)
+
+
+def _describe_gguf(parts: Sequence[Path]) -> str:
+    """The same of a GGUF file with its parts."""
+    from windlass.engine.model.families.reading import read_spec
+    from windlass.engine.model.gguf.description import describe_gguf
+
+    found = describe_gguf(parts)
+    return _about(read_spec(found.config, found.generation))
+
+
+def _about(spec: ModelSpec) -> str:
     return f"{spec.architecture}, trained for {spec.trained_len:,} tokens"
 
 
-def _size(directory: Path) -> int:
-    """Bytes of the files in a directory, links followed."""
+def _size(place: Path) -> int:
+    """Bytes of a file, or of the files in a directory, links followed."""
+    if place.is_file():
+        return place.stat().st_size
     total = 0
-    for folder, _, names in os.walk(directory):
+    for folder, _, names in os.walk(place):
         for name in names:
             try:
                 total += Path(folder, name).stat().st_size

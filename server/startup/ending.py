@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from windlass.clients.terminal.lines import say
 from windlass.engine.client.process import ProcessClient
-from windlass.server.exchange.state import ServerState
 
 if TYPE_CHECKING:
+    from windlass.server.exchange.state import ServerState
     from windlass.server.http.server import HttpServer
 
 AFTER_GRACE_SECONDS = 2.0  # the process ends so long after the grace period at the latest; of these:

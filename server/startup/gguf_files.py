@@ -50,6 +50,12 @@ def choose_file(names: Iterable[str], wanted: str | None, place: str, repo: str 
     raise LoadError(f"{place} holds several GGUF files{which} ({there}): name one, such as {example}")
 
 
+def spoken_models(names: Iterable[str]) -> dict[str, str]:
+    """The first file of each model among these, by what a person writes behind a repository's colon."""
+    models = model_files(names)
+    return dict(zip(_spoken(list(models)), models.values(), strict=True))
+
+
 def gguf_names(directory: Path) -> list[str]:
     """The GGUF files of a directory and those below it, relative to it."""
     return [file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.suffix.lower() == ".gguf"]

@@ -19,7 +19,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.formats import describe_foreign
 from windlass.server.startup.catalogue.known import KNOWN, KnownModel
 from windlass.server.startup.gguf_directory import derive_directory, is_gguf
-from windlass.server.startup.gguf_files import all_parts, choose_file, gguf_names, model_files
+from windlass.server.startup.gguf_files import all_parts, choose_file, gguf_names, model_files, spoken_models
 
 DOWNLOAD_PATTERNS = (
     "*.json",
@@ -139,10 +139,25 @@ def find_cached(repo: str, revision: str = "main") -> Path | None:
 
 def cached_repositories() -> Iterator[tuple[str, Path]]:
     """Every repository whose main revision lies whole in the local cache: its id and the snapshot."""
-    for storage in sorted(cache_directory().glob("models--*")):
-        repo = storage.name.removeprefix("models--").replace("--", "/")
+    for repo in _repositories():
         if (snapshot := find_cached(repo)) is not None:
             yield repo, snapshot
+
+
+def cached_ggufs() -> Iterator[tuple[str, list[Path]]]:
+    """Every GGUF model whose files lie whole in the local cache: what `resolve_model` takes for it, and its files."""
+    for repo in _repositories():
+        for snapshot in _snapshots(repo, "main"):
+            names = {name for name in gguf_names(snapshot) if (snapshot / name).is_file()}
+            for spoken, name in spoken_models(names).items():
+                if names.issuperset(parts := all_parts(name)):
+                    yield f"{repo}:{spoken}", [snapshot / part for part in parts]
+
+
+def _repositories() -> list[str]:
+    return [
+        path.name.removeprefix("models--").replace("--", "/") for path in sorted(cache_directory().glob("models--*"))
+    ]
 
 
 def _snapshots(repo: str, revision: str) -> Iterator[Path]:

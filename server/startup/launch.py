@@ -1,7 +1,8 @@
 """Runs a server from start to end: listener, engine process, readiness, draining, exit code.
 
-The engine process is started before anything slow is imported here, so both load side by side; torch is never
-imported in this process. Knows nothing of what the routes do, only of `app.state.windlass`.
+The engine process is started first of all, before it is known which model it shall load: importing torch takes longer than
+all else, and goes on beside what is looked up and imported here. torch is never imported in this process. Knows nothing of
+what the routes do, only of `app.state.windlass`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
+from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 # Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
+ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name: it brings torch
 
 
 def serve(
@@ -60,12 +63,24 @@ def serve(
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
     engine.to_config(Path())
+    with contextlib.closing(start_engine(engine, level)) as child:
+        return _serve_with(child, model, engine, server, connections, level)
+
+
+def _serve_with(
+    child: ChildProcess,
+    model: str | None,
+    engine: EngineOptions,
+    server: ServerOptions,
+    connections: ConnectionOptions,
+    level: str,
+) -> int:
     bounds = connections.to_settings().within(raise_limit())
     name, path = choose_model(model)
     settings = server.to_settings(name, engine)
     check_model(engine, path)
     find_tokenizer(path)
-    client = make_client(engine, path, level)
+    client = make_client(engine, path, level, child)
     if engine.pin_cores:
         pin(split_cores()[1])
     with contextlib.closing(listen(server.host, server.port)) as listener, exit_on_signal():
@@ -118,10 +133,18 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
     ]
 
 
-def make_client(engine: EngineOptions, path: Path, log_level: str) -> ProcessClient:
-    """A client for the model in `path`, not yet spawned."""
+def start_engine(engine: EngineOptions, log_level: str) -> ChildProcess:
+    """An engine process that imports what it needs and waits for a model; whoever asks for it ends it."""
     core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
-    return ProcessClient(engine.to_config(path), log_level=log_level, core=core)
+    # Pinned to cores only once it knows its configuration, before it imports torch.
+    ahead = ENGINE_MODULE if core == DEFAULT_CORE and not engine.pin_cores else None
+    return ChildProcess(core, log_level, ahead=ahead)
+
+
+def make_client(engine: EngineOptions, path: Path, log_level: str, child: ChildProcess) -> ProcessClient:
+    """A client for the model in `path`; its `spawn` tells the child what to load."""
+    core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
+    return ProcessClient(engine.to_config(path), log_level=log_level, core=core, child=child)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import mmap
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
@@ -22,6 +23,8 @@ FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), "16 lanes")
 # Where products with quantized weights and with quantized keys and values have code of their own.
 PACKED_FORMS = (*FORMS, *(("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")), "8 lanes vnni", "16 lanes vnni")
 
+_FLAGS = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
+_BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by the sources' digest, kept from run to run
 _FAMILIES = {"8": "avx2", "16": "avx512"}  # of the portable forms
 
 
@@ -31,10 +34,19 @@ def _portable(family: str) -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to build the portable kernels with")
-    target = Path(tempfile.mkdtemp()) / "portable.so"
-    sources = [str(Path(library.__file__).parent / "src" / f"isa_{name}.cpp") for name in (family, f"{family}_vnni")]
-    flags = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
-    subprocess.run([compiler, *flags, *sources, "-o", str(target)], check=True, timeout=280)
+    folder = Path(library.__file__).resolve().parent / "src"
+    sources = [str(folder / f"isa_{name}.cpp") for name in (family, f"{family}_vnni")]
+    command = [compiler, *_FLAGS, *sources]
+    read = hashlib.sha256(" ".join(command).encode())
+    for file in sorted(folder.iterdir()):
+        read.update(file.read_bytes())
+    target = _BUILT / f"portable_{family}_{read.hexdigest()[:16]}.so"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_suffix(".lock")):  # another process of tests may want the same
+        if not target.exists():
+            partial = target.with_suffix(".partial")
+            subprocess.run([*command, "-o", str(partial)], check=True, timeout=280)
+            partial.replace(target)
     return target
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REF
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
 
@@ -212,6 +214,23 @@ async def test_load_errors(monkeypatch):
     with pytest.raises(LoadError, match=r"cannot load scripted: ModuleNotFoundError: .*no_such_module"):
         await client.start()
     await client.close()
+
+
+async def test_a_child_that_waits_becomes_the_clients_and_a_later_one_is_its_own():
+    """What it cannot import ahead is told only when it is needed."""
+    with contextlib.closing(ChildProcess(CORE, "warning", ahead="helpers.no_such_module")) as child:
+        async with running(child=child) as client:
+            assert client.pid == child.process.pid and await tokens(client, request("first"))
+            os.kill(child.process.pid, signal.SIGKILL)
+            await until(lambda: client.restarts == 1 and client.state == "ready")
+            assert client.pid != child.process.pid and await tokens(client, request("second"))
+    assert child.ended and child.socket.fileno() == -1
+
+
+def test_a_child_that_waits_ends_where_nobody_loads_anything():
+    with contextlib.closing(ChildProcess(CORE, "warning", ahead="helpers.scripted_core")) as child:
+        assert not child.ended
+    assert child.ended and child.socket.fileno() == -1
 
 
 async def test_killed_or_closed_while_loading(monkeypatch):

@@ -8,11 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from helpers.gguf_conversion import byte_vocabulary, convert
+from helpers.tiny_models import make_model
 from helpers.wheel_index import CONTENT, make_wheel, toy_model
 
 from windlass.server.cli import main as cli
 from windlass.server.startup.catalogue import folder
 from windlass.server.startup.catalogue.known import KNOWN
+from windlass.server.startup.hub import resolve_model
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -89,3 +92,20 @@ def test_the_hugging_face_cache_is_listed_as_far_as_it_can_be_served(tmp_path, c
     assert set(found) == {"smollm2", "demo", "toy", "org/good"}
     assert found["org/good"]["where"] == str(good) and "LlamaForCausalLM" in found["org/good"]["about"]
     assert found["org/good"]["size"] == found["demo"]["size"]
+
+
+def test_gguf_files_in_the_hugging_face_cache_are_listed_as_they_are_served(tmp_path, capsys):
+    snapshot = tmp_path / "hub" / "models--org--tiny-GGUF" / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    source = make_model("llama", tmp_path / "hf", vocab_size=261, num_hidden_layers=1)
+    for kind in ("Q8_0", "Q4_0"):
+        convert(source, snapshot / f"tiny-{kind}.gguf", kind=kind, tokenizer=byte_vocabulary())
+    (snapshot / "mmproj-tiny.gguf").write_bytes(b"GGUF")
+    (snapshot / "other-Q5_K.gguf").write_bytes(b"GGUF, and cut off")
+    (snapshot / "split-F16-00001-of-00002.gguf").write_bytes(b"GGUF")  # the second part is not here
+    found = listed(capsys)
+    assert set(found) == {"smollm2", "demo", "toy", "org/tiny-GGUF:Q4_0", "org/tiny-GGUF:Q8_0"}
+    small = found["org/tiny-GGUF:Q4_0"]
+    assert small["where"] == str(snapshot / "tiny-Q4_0.gguf") and small["size"] == Path(small["where"]).stat().st_size
+    assert small["about"].startswith("LlamaForCausalLM, trained for ") and small["here"]
+    assert resolve_model("org/tiny-GGUF:Q4_0") == resolve_model(small["where"])
