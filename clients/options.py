@@ -11,11 +11,9 @@ from typing import Any, TypedDict
 
 import httpx
 
-from windlass.clients.chat_types import ChatMessage
-
 TokenIds = Sequence[int]
 Prompt = str | Sequence[str] | TokenIds | Sequence[TokenIds]
-Messages = Sequence[Mapping[str, Any] | ChatMessage]
+Messages = Sequence[Mapping[str, Any]]
 Timeout = float | httpx.Timeout | None
 
 

@@ -13,6 +13,19 @@ from windlass.server.options.spelling import choose, option, read_size, split
 
 _ROPE_POLICIES = ("allow", "profiles", "off")
 REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gpt_oss", "none")
+# Options know no formats: a test compares this list with them.
+TOOL_CALL_PARSERS = (
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "mistral_args",
+    "harmony",
+    "deepseek_v3",
+    "deepseek_v31",
+    "granite",
+    "plain_json",
+)
 
 _server = "Server options"
 
@@ -61,6 +74,11 @@ class ServerOptions:
         float,
         option("--grace-period", panel=_server, help="Seconds running streams may go on after SIGTERM or ctrl-C."),
     ] = 30.0
+    tool_call_parser: Annotated[
+        str,
+        option("--tool-call-parser", panel=_server, help="The format in which the model writes calls: auto (the one its chat "
+               f"template teaches), none (calls are left in the text), {', '.join(TOOL_CALL_PARSERS)}."),
+    ] = "auto"  # fmt: skip
     rope_policy: Annotated[
         str,
         option("--rope-policy", panel=_server, help="What requests may set of rotary scaling: allow (anything), profiles "
@@ -81,6 +99,7 @@ class ServerOptions:
         engine: options the two sides share, None for their defaults.
         """
         engine = engine or EngineOptions()
+        choose("--tool-call-parser", self.tool_call_parser, ("auto", "none", *TOOL_CALL_PARSERS))
         choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
         choose("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         if not 0 <= self.port <= 65535:
@@ -100,6 +119,7 @@ class ServerOptions:
             reasoning_parser=self.reasoning_parser,
             default_timeout=self.request_timeout,
             grace_seconds=self.grace_period,
+            tool_call_parser=self.tool_call_parser,
             rope_profiles=engine.profiles(),
             rope_policy=cast(RopePolicy, self.rope_policy),
             rope_update=engine.parse_rope_update(),

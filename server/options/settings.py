@@ -33,6 +33,8 @@ class ServerSettings:
     text_seconds, text_memory: bounds on tokenizing one text. max_waiting_text: characters that may wait for it.
     template_seconds, template_memory, max_concurrent_templates: bounds on rendering chat templates.
     deadline_slack: how long the engine is trusted to end a request past its deadline before the server does it.
+    tool_call_parser: the format in which the model writes calls, "auto" for the one its chat template teaches, "none" where
+    answers are not searched for calls.
     rope_profiles: scalings that requests may name. rope_policy: whether requests may bring scalings of their own
     ("allow"), name profiles ("profiles") or neither ("off"). rope_update: the engine's default, to describe requests by.
     rope_exact: whether a request may ask for recomputing at every token.
@@ -63,6 +65,7 @@ class ServerSettings:
     template_memory: int = 1024 * MIB
     max_concurrent_templates: int = 4
     deadline_slack: float = 0.5
+    tool_call_parser: str = "auto"
     rope_profiles: Mapping[str, RopeScaling] = field(default_factory=dict)
     rope_policy: RopePolicy = "allow"
     rope_update: RopeUpdate | None = None

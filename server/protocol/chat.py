@@ -8,10 +8,21 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.answers import PromptLogprobs, Rotary, Usage
-from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form
-from windlass.server.protocol.generation_request import GenerationRequest, only_empty, unsupported
+from windlass.server.protocol.base import FreeForm, StrictModel
+from windlass.server.protocol.generation_request import GenerationRequest, only_empty
+from windlass.server.protocol.tools import (
+    AnsweredCall,
+    AnsweredFunction,
+    FunctionChoice,
+    Functions,
+    MadeFunctionCall,
+    MadeToolCall,
+    ToolChoice,
+    Tools,
+)
 
 MAX_MESSAGES = 16384
+MAX_CALLS = 128  # in one message
 
 
 def _content(value: Any) -> str | None:
@@ -33,16 +44,6 @@ def _content(value: Any) -> str | None:
     return "\n".join(texts)
 
 
-def _tool_choice(value: Any) -> Any:
-    if value not in (None, "none", "auto"):
-        raise unsupported("a tool_choice other than 'none' or 'auto' is")
-    return value
-
-
-def _tool_calls(value: list[Any] | None) -> list[Any] | None:
-    return check_free_form(value) if value else None
-
-
 class ChatMessage(StrictModel):
     """One turn. Fields that clients copy from an earlier answer are accepted where they are empty.
 
@@ -52,9 +53,7 @@ class ChatMessage(StrictModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[Any, AfterValidator(_content)] = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: (
-        Annotated[list[dict[str, Any]], Field(max_length=128, fail_fast=True), AfterValidator(_tool_calls)] | None
-    ) = None
+    tool_calls: Annotated[list[MadeToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -62,11 +61,14 @@ class ChatMessage(StrictModel):
     refusal: Annotated[str | None, only_empty("refusal is")] = None
     annotations: Annotated[list[Any] | None, only_empty("annotations are")] = None
     audio: Annotated[Any, only_empty("audio is")] = None
-    function_call: Annotated[Any, only_empty("function_call is")] = None
+    function_call: MadeFunctionCall | None = None
 
 
 class ChatRequest(GenerationRequest):
-    """`messages` go through the model's chat template; `chat_template_kwargs` are further variables for it."""
+    """`messages` go through the model's chat template; `chat_template_kwargs` are further variables for it.
+
+    `functions` and `function_call` are the older names of `tools` and `tool_choice`; answers have the older form then.
+    """
 
     hints: ClassVar[dict[str, str]] = {
         "prompt": "it belongs to /v1/completions; this is /v1/chat/completions, which takes messages",
@@ -82,9 +84,11 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    parallel_tool_calls: bool | None = None  # nothing to run in parallel while tools are refused
-    tools: Annotated[list[Any] | None, only_empty("tools are")] = None
-    tool_choice: Annotated[Any, AfterValidator(_tool_choice)] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    functions: Functions | None = None
+    function_call: FunctionChoice = None
 
 
 class ChatTopLogprob(StrictModel):
@@ -115,6 +119,8 @@ class ChatAnswer(StrictModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
+    function_call: AnsweredFunction | None = None
 
 
 class ChatChoice(StrictModel):

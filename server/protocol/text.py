@@ -9,14 +9,19 @@ from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.base import FreeForm, RopeScalingField, RopeUpdateField, StrictModel
 from windlass.server.protocol.chat import MAX_MESSAGES, ChatMessage
+from windlass.server.protocol.tools import Tools
 
 
 class TokenizeRequest(StrictModel):
-    """Either `prompt` or `messages`. `return_offsets`: character spans of the tokens in the text (default true)."""
+    """Either `prompt` or `messages`, these with `tools` as in a chat.
+
+    `return_offsets`: character spans of the tokens in the text (default true).
+    """
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     return_offsets: bool | None = None

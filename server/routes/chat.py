@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from windlass.server.exchange.body import read_body
 from windlass.server.exchange.request_id import request_id, set_request_id
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.deltas import Tally
+from windlass.server.generation.tool_use import plan_tools
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
@@ -39,6 +41,11 @@ async def create_chat_completion(request: Request) -> Response:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
     info = state.admit()
+    use = plan_tools(body, state.tokenizer.chat_template, state.settings.tool_call_parser)
+    if use.must_call is not None:
+        raise bad_request(
+            f"{use.field} that asks for a call is not supported by this server", use.field, "unsupported_field"
+        )
     checked = check(
         state,
         body,
@@ -49,12 +56,13 @@ async def create_chat_completion(request: Request) -> Response:
         default_max_tokens=state.settings.default_max_tokens,
         logprobs=_logprobs(body),
         chat=True,
+        parsing=use.parsing,
     )
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        prompts, job = await _prepare(checked, body)
+        prompts, job = await _prepare(checked, body, use.tools)
 
         def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
             head = envelope("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job)
@@ -73,7 +81,9 @@ def _logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-async def _prepare(job: GenerationJob, body: ChatRequest) -> tuple[list[Prompt], GenerationJob]:
+async def _prepare(
+    job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None
+) -> tuple[list[Prompt], GenerationJob]:
     """The prompt, and the job as the rendered prompt has it: it may end inside the thinking."""
     service, info, thinking = job.state.text, job.info, job.state.thinking
     truncate = body.truncate_prompt_tokens
@@ -82,6 +92,7 @@ async def _prepare(job: GenerationJob, body: ChatRequest) -> tuple[list[Prompt],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
+        tools=tools,
         max_model_len=info.max_model_len,
         truncated=truncate is not None,
         caller=job.caller,

@@ -11,6 +11,7 @@ from windlass.server.exchange.body import read_body
 from windlass.server.exchange.slices import LargeJson
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.prompts import check_token_ids
+from windlass.server.generation.tool_use import tools_for_template
 from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, caller_of, state_of, while_connected
 
@@ -34,6 +35,7 @@ async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> b
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
+            tools=tools_for_template(body.tools),
             caller=caller,
         )
         add_special_tokens, param = bool(body.add_special_tokens), "messages"

@@ -127,6 +127,7 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
             (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
             (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
             ("--rope-exact", server.rope_exact),
+            (f"--tool-call-parser {server.tool_call_parser}", server.tool_call_parser != "auto"),
             (f"--reasoning-parser {server.reasoning_parser}", server.reasoning_parser != "auto"),
         )
         if given

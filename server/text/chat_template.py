@@ -13,6 +13,7 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
+from windlass.server.text.template_facts import TemplateFacts
 from windlass.server.text.template_sandbox import sandboxed_environment
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
@@ -48,6 +49,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._plain_reasoning = bool(_PLAIN_REASONING.search(source))
         self._max_output_chars = max_output_chars
+        self._null_content = TemplateFacts.of(source).null_content
         try:
             self._template = sandboxed_environment().from_string(source)
         except TemplateSyntaxError as error:
@@ -69,7 +71,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt text of a conversation; tokenize it with add_special_tokens=False.
 
-        messages: JSON-like mappings; keys whose value is None are dropped first, as in transformers.
+        messages: JSON-like mappings; keys whose value is None are dropped first, as in transformers, but for the content
+        of a message that calls where the template asks whether it is none.
         continue_final_message: end inside the last message so that the model goes on with it (True: its "content"; a
         string: that field). Excludes add_generation_prompt, which must then be False.
         variables: further variables of the template, under names a caller chose (`chat_template_kwargs`); they win over
@@ -87,7 +90,7 @@ class ChatTemplate:
             if name in _RESERVED:
                 raise ChatTemplateError(f"{name!r} cannot be given as a template variable")
         try:
-            chat = _prepare_messages(messages, self._plain_reasoning)
+            chat = _prepare_messages(messages, self._plain_reasoning, self._null_content)
             final = _tag_final_message(chat, continue_final_message, self.source) if continue_final_message else None
             scope = {"documents": None, **self._special_tokens, **_plain(extra)}
             scope.update(
@@ -144,7 +147,9 @@ def _plain(value: Any) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _prepare_messages(messages: Sequence[Mapping[str, Any]], plain_reasoning: bool) -> list[dict[str, Any]]:
+def _prepare_messages(
+    messages: Sequence[Mapping[str, Any]], plain_reasoning: bool, null_content: bool
+) -> list[dict[str, Any]]:
     """Fresh messages without empty keys, the thinking of earlier turns under every name that templates read it by."""
     chat: list[dict[str, Any]] = []
     for message in messages:
@@ -152,6 +157,8 @@ def _prepare_messages(messages: Sequence[Mapping[str, Any]], plain_reasoning: bo
             raise ChatTemplateError(f"each message must be an object, got {type(message).__name__}")
         # Clients send "content": null or "tool_calls": null; templates test for the key, not for None.
         plain = {key: _plain(value) for key, value in message.items() if value is not None}
+        if null_content and "tool_calls" in plain and "content" in message:
+            plain.setdefault("content", None)
         reasoning = next((plain[key] for key in _REASONING_FIELDS if plain.get(key) is not None), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}

@@ -7,7 +7,7 @@ lock. Knows the tokenizer's facts and the pool; knows nothing of endpoints or th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from windlass.engine.errors import LoadError
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
+from windlass.server.text.history import prepare_history
+from windlass.server.text.template_facts import TemplateFacts
 from windlass.server.text.workers.frames import TextSource, count_ids, last_ids, pack_ids, unpack_ids
 from windlass.server.text.workers.lanes import LaneFullError
 from windlass.server.text.workers.pool import (
@@ -52,6 +54,7 @@ class TextService:
         self._tokenizer = tokenizer
         self._settings = settings
         self._template_source = tokenizer.chat_template
+        self._template_facts = TemplateFacts.of(tokenizer.chat_template or "")
         self._pool = TextPool(
             TextSource(
                 tokenizer=tokenizer.backend.to_str(),
@@ -199,16 +202,17 @@ class TextService:
         continue_final_message: bool | None,
         variables: dict[str, Any] | None,
         caller: str,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         max_model_len: int | None = None,
         truncated: bool = False,
     ) -> str:
         """The chat as one text; raises ApiError 400 where there is no template or it refuses the messages.
 
+        tools: what the model shall be told that it may call.
         max_model_len: refuse messages before rendering them if their text alone cannot fit into so many tokens.
         truncated: their tokens will be cut to the last ones, so they may be longer than that.
         """
-        source = self._template_source
-        if source is None:
+        if self._template_source is None:
             raise bad_request(
                 "this model has no chat template: use /v1/completions, or start the server with a chat template",
                 "messages",
@@ -225,8 +229,9 @@ class TextService:
         if continuing and messages[-1].role != "assistant":
             raise bad_request("continue_final_message needs a last message of role assistant", "continue_final_message")
         # Turning thousands of messages into plain data takes a while, too.
-        many = len(messages) > 64
-        prepared = messages, source, variables
+        many = len(messages) > 64 or bool(tools)
+        facts = self._template_facts
+        prepared = messages, facts, variables, tools
         plain, size = await self.on_thread(_prepare, *prepared) if many else _prepare(*prepared)
         with _told("messages", "the chat template, on these messages,", self._template_limits, "template"):
             text: str = await self._pool.run(
@@ -235,6 +240,7 @@ class TextService:
                 (not continuing) if add_generation_prompt is None else add_generation_prompt,
                 continuing,
                 variables,
+                tools if facts.tools else None,
                 size=size,
                 limits=self._template_limits,
                 caller=caller,
@@ -302,12 +308,15 @@ def _told(param: str, subject: str, limits: Limits, kind: str = "text") -> Itera
 
 
 def _prepare(
-    messages: Sequence[ChatMessage], source: str, variables: dict[str, Any] | None
+    messages: Sequence[ChatMessage],
+    facts: TemplateFacts,
+    variables: dict[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] | None,
 ) -> tuple[list[dict[str, Any]], int]:
     """The messages as templates expect them, and the size of what goes to the template: characters and values."""
-    plain = [_plain(message, source) for message in messages]
+    plain = prepare_history(messages, tools, facts)
     size = 0
-    stack: list[Any] = [plain, variables]
+    stack: list[Any] = [plain, variables, tools]
     while stack:
         item = stack.pop()
         size += len(item) if isinstance(item, str) else 1
@@ -316,13 +325,3 @@ def _prepare(
         elif isinstance(item, list):
             stack.extend(item)
     return plain, size
-
-
-def _plain(message: ChatMessage, source: str) -> dict[str, Any]:
-    """The message as templates expect it: `developer` is OpenAI's newer name of `system`."""
-    plain = message.model_dump(exclude_none=True, exclude={"type", "refusal", "annotations", "audio", "function_call"})
-    if plain["role"] == "developer" and "developer" not in source:
-        plain["role"] = "system"
-    if "tool_calls" not in plain:
-        plain.setdefault("content", "")
-    return plain

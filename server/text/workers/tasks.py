@@ -77,6 +77,7 @@ class TextTasks:
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
     ) -> str:
         """A conversation as one text; see `ChatTemplate.render`."""
         assert self._template is not None
@@ -85,6 +86,7 @@ class TextTasks:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             variables=variables,
+            tools=tools,
         )
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:

@@ -174,7 +174,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
     monkeypatch.setenv("WINDLASS_API_KEY", "first, second")
     monkeypatch.setenv("WINDLASS_PORT", "8123")
     arguments = ["--api-key-file", str(keys), "--served-model-name", "toy", "--default-max-tokens", "77"]
-    arguments += ["--reasoning-parser", "granite"]
+    arguments += ["--reasoning-parser", "granite", "--tool-call-parser", "hermes"]
     arguments += ["--grace-period", "2.5", "--request-timeout", "60", "--host", "::1"]
     arguments += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example,https://c.example"]
     assert cli.run(["serve", *arguments]) == 0
@@ -184,7 +184,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
     assert settings.api_keys == ("first", "second", "third")
     assert settings.served_model_name == "toy" and settings.default_max_tokens == 77
     assert (settings.grace_seconds, settings.default_timeout) == (2.5, 60.0)
-    assert settings.reasoning_parser == "granite"
+    assert (settings.reasoning_parser, settings.tool_call_parser) == ("granite", "hermes")
     assert settings.cors_origins == ("https://a.example", "https://b.example", "https://c.example")
     assert (settings.rope_policy, settings.rope_exact, settings.rope_profiles) == ("allow", False, {})
 
@@ -239,6 +239,7 @@ def test_connection_options(launched, monkeypatch):
         (["--rope-profile", 'long={"rope_type": "yarn", "factor": 0}'], "--rope-profile long.factor"),
         (["--rope-update", "sometimes"], "--rope-update must be frozen, recompute or rotate, got 'sometimes'"),
         (["--rope-policy", "maybe"], "--rope-policy must be allow, profiles or off, got 'maybe'"),
+        (["--tool-call-parser", "qwen"], "--tool-call-parser must be auto, none, hermes"),
         (
             ["--reasoning-parser", "qwen"],
             "--reasoning-parser must be auto, deepseek_r1, qwen3, granite, gpt_oss or none",

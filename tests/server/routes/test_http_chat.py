@@ -139,7 +139,6 @@ def test_a_chat_that_cannot_fit_is_refused_with_both_numbers(live: Live) -> None
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),

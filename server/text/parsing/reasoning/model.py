@@ -10,6 +10,7 @@ from windlass.server.errors import bad_request
 from windlass.server.text.parsing.events import OutputParser, ParsingPlan, PlainText
 from windlass.server.text.parsing.reasoning.formats import AUTO, FORMATS, HARMONY, Place, format_of_template
 from windlass.server.text.parsing.reasoning.parser import ThinkingParser
+from windlass.server.text.parsing.tools.harmony import without_calls
 
 _SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn thinking on and off
 _EFFORT = "reasoning_effort"
@@ -34,8 +35,8 @@ class ThinkingModel:
     def parsing(self, plan: ParsingPlan | None, place: Place) -> ParsingPlan | None:
         """The plan with a stage in front that takes the thinking off."""
         format = self.format
-        if format is None:
-            return plan
+        if format is None:  # messages in channels are told apart by the parser of calls
+            return without_calls() if plan is None and self.name == HARMONY else plan
         rest = ParsingPlan(PlainText) if plan is None else plan
 
         def make() -> OutputParser:

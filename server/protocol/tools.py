@@ -1,0 +1,173 @@
+"""Tools as requests offer them, and calls as histories repeat them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError, from_json, to_json
+
+from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form
+
+MAX_TOOLS = 128
+MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
+MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
+MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema and schema.get("type", "object") != "object":
+        raise PydanticCustomError("schema", "should be the schema of an object: {'type': 'object', …}")
+    if (size := len(to_json(schema))) > MAX_SCHEMA_BYTES:
+        raise PydanticCustomError(
+            "too_large", "should have at most {most} bytes, got {size}", {"most": MAX_SCHEMA_BYTES, "size": size}
+        )
+    return schema
+
+
+def parse_arguments(value: Any) -> dict[str, Any]:
+    """Arguments as an object: from JSON text, as OpenAI writes them, or as they are. Raises ValueError."""
+    if isinstance(value, str):
+        value = from_json(value, allow_inf_nan=False) if value.strip() else {}
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value
+
+
+def _arguments(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MAX_ARGUMENTS:
+        raise PydanticCustomError("too_long", "should have at most {most} characters", {"most": MAX_ARGUMENTS})
+    try:
+        check_free_form(parse_arguments(value))
+    except ValueError:
+        raise PydanticCustomError(
+            "json", 'should be the JSON text of an object, such as \'{"city": "Rome"}\''
+        ) from None
+    return value
+
+
+class FunctionDefinition(StrictModel):
+    """A function on offer. `parameters`: a JSON schema, absent where it takes none.
+
+    `strict` has no effect: arguments are held to the schema where a call is required, and not where it is up to the model.
+    """
+
+    name: Name
+    description: str | None = None
+    parameters: Annotated[FreeForm, AfterValidator(_parameters)] | None = None
+    strict: bool | None = None
+
+
+class ToolDefinition(StrictModel):
+    """A tool on offer: a function."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+def check_functions(functions: list[FunctionDefinition]) -> None:
+    """Raise where two have one name, or where all are too large together."""
+    seen: set[str] = set()
+    size = 0
+    for function in functions:
+        if function.name in seen:
+            raise PydanticCustomError("twice", "holds two functions named '{name}'", {"name": function.name})
+        seen.add(function.name)
+        size += len(to_json(function))
+    if size > MAX_TOOLS_BYTES:
+        raise PydanticCustomError(
+            "too_large", "should have at most {most} bytes, got {size}", {"most": MAX_TOOLS_BYTES, "size": size}
+        )
+
+
+def _tools(value: list[ToolDefinition]) -> list[ToolDefinition]:
+    check_functions([tool.function for tool in value])
+    return value
+
+
+def _functions(value: list[FunctionDefinition]) -> list[FunctionDefinition]:
+    check_functions(value)
+    return value
+
+
+def _choice(value: Any) -> Any:
+    if value in (None, "none", "auto", "required"):
+        return value
+    function = value.get("function") if isinstance(value, dict) else None
+    if isinstance(value, dict) and value.get("type") == "function" and isinstance(function, dict):
+        name = function.get("name")
+        if isinstance(name, str) and set(value) == {"type", "function"} and set(function) == {"name"}:
+            return value
+    raise PydanticCustomError(
+        "type", "should be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': '…'}}"
+    )
+
+
+def _function_choice(value: Any) -> Any:
+    if value in (None, "none", "auto"):
+        return value
+    if isinstance(value, dict) and set(value) == {"name"} and isinstance(value["name"], str):
+        return value
+    raise PydanticCustomError("type", "should be 'none', 'auto' or {'name': '…'}")
+
+
+_NAMED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_tools)]
+Functions = Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_functions)]
+ToolChoice = Annotated[
+    Any,
+    AfterValidator(_choice),
+    Field(json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED]}),
+]
+FunctionChoice = Annotated[
+    Any,
+    AfterValidator(_function_choice),
+    Field(json_schema_extra={"anyOf": [{"enum": ["none", "auto", None]}, _NAMED["properties"]["function"]]}),
+]
+
+
+class MadeFunctionCall(StrictModel):
+    """The function of a call in a history. `arguments`: the JSON text of an object; an object itself is taken, too."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Annotated[
+        Any,
+        AfterValidator(_arguments),
+        Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
+    ] = None
+
+
+class MadeToolCall(StrictModel):
+    """A call that the assistant made. `index` has no effect: those who put streams together leave it there."""
+
+    id: Annotated[str, Field(min_length=1, max_length=256)]
+    type: Literal["function"] = "function"
+    function: MadeFunctionCall
+    index: int | None = None
+
+
+class AnsweredFunction(StrictModel):
+    """The function of a call in an answer; `arguments` is JSON text, in a stream a piece of it."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class AnsweredCall(StrictModel):
+    """A call in an answer. In a stream, `index` says to which call a piece belongs; only the first piece has the rest."""
+
+    index: int | None = None
+    id: str | None = None
+    type: str | None = None
+    function: AnsweredFunction

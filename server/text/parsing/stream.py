@@ -1,0 +1,303 @@
+"""Reading text that comes in pieces as if it were all there: what the parsers of calls are written in.
+
+A parser is a generator that stands still wherever it needs more text. It looks at each character once, so its work grows
+with the text and not with the number of pieces, and what it finds cannot depend on where the pieces are cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event, Reasoning
+
+MAX_CALLS = 128  # in one answer; what follows is content
+MAX_NAME = 256  # characters of a function's name as a model writes it
+MAX_SPACE = 64  # whitespace that is held back until it is known whether a call follows
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_OUTSIDE = re.compile(r"[0-9A-Za-z+\-.:, \t\r\n]*")  # what JSON has outside strings beside brackets
+_INSIDE = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
+
+Reading = Generator[None, None, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """What a parser of calls is told about the request.
+
+    schemas: the parameters of each function on offer, by name. new_id: makes the id of a call.
+    max_calls: further calls are left out of the answer.
+    """
+
+    schemas: Mapping[str, Mapping[str, Any]]
+    new_id: Callable[[], str]
+    max_calls: int = MAX_CALLS
+
+
+@dataclass(slots=True)
+class _Text:
+    data: str = ""
+    position: int = 0
+    ended: bool = False
+    raw: list[str] = field(default_factory=list)  # taken, and perhaps to be given back as content
+
+
+class StreamParser(ABC):
+    """The base of parsers: fill in `run`. Text goes to `say` or into calls; whitespace beside a call is dropped."""
+
+    def __init__(self, options: CallOptions) -> None:
+        self.options = options
+        self.calls = 0
+        self._text = _Text()
+        self._events: list[Event] = []
+        self._space = ""  # held back: it counts only if text follows
+        self._after_call = False
+        self._reading = self.run()
+        next(self._reading, None)
+
+    @abstractmethod
+    def run(self) -> Reading:
+        """Read the whole text."""
+
+    # ---- OutputParser ------------------------------------------------------------------------------------------------
+    def feed(self, text: str) -> list[Event]:
+        """See `OutputParser`."""
+        source = self._text
+        source.data = source.data[source.position :] + text
+        source.position = 0
+        next(self._reading, None)
+        return self._drain()
+
+    def finish(self) -> list[Event]:
+        """See `OutputParser`."""
+        self._text.ended = True
+        next(self._reading, None)
+        if not self._after_call and self._space:
+            self._events.append(Content(self._space))
+        return self._drain()
+
+    def _drain(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    # ---- what comes out ----------------------------------------------------------------------------------------------
+    def say(self, text: str) -> None:
+        """Text is content."""
+        if self._after_call:
+            text = text.lstrip()
+        if not text:
+            return
+        self._after_call = False
+        text = self._space + text
+        kept = text[: max(len(text.rstrip()), len(text) - MAX_SPACE)]
+        self._space = text[len(kept) :]
+        if kept:
+            self._events.append(Content(kept))
+
+    def think(self, text: str) -> None:
+        """Text is reasoning."""
+        if text:
+            self._events.append(Reasoning(text))
+
+    def begin_call(self, name: str) -> None:
+        """A call begins. What was taken so far belongs to it."""
+        self._text.raw.clear()
+        self._space, self._after_call = "", True
+        self.calls += 1
+        if self.calls <= self.options.max_calls:
+            self._events.append(CallStart(self.calls - 1, self.options.new_id(), name))
+
+    def argue(self, text: str) -> None:
+        """The next piece of the arguments of the call that began last."""
+        if text and self.calls <= self.options.max_calls:
+            self._events.append(CallArguments(self.calls - 1, text))
+
+    def give_back(self) -> None:
+        """What was taken since the last call or `forget` is content after all."""
+        raw = self._text.raw
+        if raw:
+            self.say("".join(raw))
+            raw.clear()
+
+    def forget(self) -> None:
+        """What was taken belongs to the markup of a call that was made."""
+        self._text.raw.clear()
+
+    # ---- taking text -------------------------------------------------------------------------------------------------
+    def more(self) -> Generator[None, None, bool]:
+        """Wait for text behind what is there; False where none comes any more."""
+        known = len(self._text.data) - self._text.position
+        while len(self._text.data) - self._text.position == known:
+            if self._text.ended:
+                return False
+            yield
+        return True
+
+    def peek(self) -> Generator[None, None, str]:
+        """The next character, empty at the end."""
+        if self._text.position == len(self._text.data) and not (yield from self.more()):
+            return ""
+        return self._text.data[self._text.position]
+
+    def take(self, count: int) -> str:
+        """The next characters, which must be there."""
+        source = self._text
+        taken = source.data[source.position : source.position + count]
+        source.position += count
+        source.raw.append(taken)
+        return taken
+
+    def put_back(self, count: int) -> None:
+        """Untake the last characters of what was taken last."""
+        self._text.position -= count
+        self._text.raw[-1] = self._text.raw[-1][:-count]
+
+    def space(self) -> Reading:
+        """Take whitespace."""
+        while True:
+            source = self._text
+            end = _SPACE.match(source.data, source.position).end()  # type: ignore[union-attr]
+            if end > source.position:
+                self.take(end - source.position)
+            if end < len(source.data) or not (yield from self.more()):
+                return
+
+    def literal(self, *choices: str) -> Generator[None, None, str]:
+        """Take the longest of `choices` that comes next; empty where none does."""
+        longest = max(map(len, choices))
+        while True:
+            source = self._text
+            ahead = source.data[source.position : source.position + longest]
+            open_ = any(len(ahead) < len(choice) and choice.startswith(ahead) for choice in choices)
+            if open_ and (yield from self.more()):
+                continue
+            found = max((choice for choice in choices if ahead.startswith(choice)), key=len, default="")
+            return self.take(len(found)) if found else ""
+
+    def ahead(self, pattern: re.Pattern[str]) -> str:
+        """Take what `pattern` matches of the text that is there."""
+        source = self._text
+        return self.take(pattern.match(source.data, source.position).end() - source.position)  # type: ignore[union-attr]
+
+    def run_of(self, pattern: re.Pattern[str], most: int = MAX_NAME) -> Generator[None, None, str]:
+        """Take characters while `pattern`, which matches single characters, does; at most `most` of them."""
+        taken: list[str] = []
+        count = 0
+        while count < most:
+            character = yield from self.peek()
+            if not character or not pattern.match(character):
+                break
+            taken.append(self.take(1))
+            count += 1
+        return "".join(taken)
+
+    def until(self, markers: Sequence[str], out: Callable[[str], None]) -> Generator[None, None, str]:
+        """Hand text to `out` up to the first of `markers`, which is taken and returned; empty where none comes.
+
+        Markers must differ in such a way that none begins another.
+        """
+        longest = max(map(len, markers))
+        firsts = {marker[0] for marker in markers}
+        while True:
+            source = self._text
+            data, position = source.data, source.position
+            if not firsts.isdisjoint(data[position:]):
+                places = [(at, marker) for marker in markers if (at := data.find(marker, position)) >= 0]
+                at, found = min(places, default=(len(data), ""))
+                if not found:  # the start of a marker may stand at the end
+                    start = max(position, len(data) - longest + 1)
+                    tails = (k for k in range(start, len(data)) if any(m.startswith(data[k:]) for m in markers))
+                    at = len(data) if source.ended else next(tails, len(data))
+            else:
+                at, found = len(data), ""
+            if at > position:
+                source.position = at
+                out(data[position:at])
+            if found:
+                return self.take(len(found))
+            if not (yield from self.more()):
+                if source.position < len(source.data):
+                    continue  # the rest is no marker
+                return ""
+
+    # ---- JSON --------------------------------------------------------------------------------------------------------
+    def string(self) -> Generator[None, None, str | None]:
+        """Take a JSON string and return its value; None where it is none."""
+        if (yield from self.peek()) != '"':
+            return None
+        parts = [self.take(1)]
+        while True:
+            source = self._text
+            end = _INSIDE.match(source.data, source.position).end()  # type: ignore[union-attr]
+            if end > source.position:
+                parts.append(self.take(end - source.position))
+            if end < len(source.data) and source.data[end] == '"':
+                parts.append(self.take(1))
+                break
+            if not (yield from self.more()):
+                return None
+        try:
+            value: str = json.loads("".join(parts), strict=False)
+        except ValueError:
+            return None
+        return value
+
+    def bracketed(self, out: Callable[[str], None]) -> Generator[None, None, bool]:
+        """Take a JSON object or array and hand it to `out` as it comes; False where it breaks off or is not closed.
+
+        Brackets are counted and strings are skipped; whether it is valid JSON otherwise is not looked at.
+        """
+        closing: list[str] = []
+        inside = False
+        while True:
+            source = self._text
+            data, begin = source.data, source.position
+            at, broken = begin, False
+            while at < len(data):
+                if inside:
+                    at = _INSIDE.match(data, at).end()  # type: ignore[union-attr]
+                    if at == len(data) or data[at] != '"':
+                        break  # the text ends, perhaps behind a backslash
+                    inside = False
+                    at += 1
+                    continue
+                at = _OUTSIDE.match(data, at).end()  # type: ignore[union-attr]
+                if at == len(data):
+                    break
+                character = data[at]
+                if character == '"':
+                    inside = True
+                elif character in "{[":
+                    closing.append("}" if character == "{" else "]")
+                elif character not in "}]" or character != closing[-1]:
+                    broken = True
+                    break
+                else:
+                    closing.pop()
+                at += 1
+                if not closing:
+                    break
+            if at > begin:
+                out(self.take(at - begin))
+            if broken:
+                return False
+            if not closing:
+                return True
+            if not (yield from self.more()):
+                return False
+
+    def opens_object(self) -> Generator[None, None, bool]:
+        """Whether the text goes on as a JSON object does, down to its first quote. Takes nothing."""
+        while True:
+            source = self._text
+            ahead = source.data[source.position :]
+            rest = ahead[1:].lstrip(" \t\r\n")
+            if ahead[:1] not in ("{", ""):
+                return False
+            if rest or len(ahead) > MAX_SPACE or not (yield from self.more()):
+                return rest[:1] in ('"', "}")

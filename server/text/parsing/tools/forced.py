@@ -1,0 +1,187 @@
+"""Grammars that leave a model nothing to write but calls, in the Lark of llguidance. One way of writing for each format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MOST_CALLS = 16  # that a grammar asks for; a model that does not know when to stop is stopped here
+
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FENCE = "\n```json\n"
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_COMBINED = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if")
+
+
+@dataclass(frozen=True, slots=True)
+class Forced:
+    """What a grammar is made from.
+
+    schemas: the parameters of each function that may be called. several: whether more than one call may be made.
+    token: the Lark for a marker, which may be a special token of the model or plain text.
+    """
+
+    schemas: Mapping[str, Mapping[str, Any]]
+    several: bool
+    token: Callable[[str], str]
+
+    def most(self) -> int:
+        """Calls that may follow the first."""
+        return MOST_CALLS - 1 if self.several else 0
+
+
+def quoted(text: str) -> str:
+    """A Lark string."""
+    return json.dumps(text)
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of arguments as an object that has no members but those named: what is unnamed helps no function."""
+    found = dict(schema)
+    found.setdefault("type", "object")
+    if not any(key in found for key in _COMBINED):
+        found.setdefault("properties", {})
+        found.setdefault("additionalProperties", False)
+    return {**found, "x-guidance": _SPACING}
+
+
+def _rules(forced: Forced) -> list[str]:
+    """A rule `arguments_i` for each function."""
+    return [f"arguments_{i}: %json {json.dumps(closed(schema))}" for i, schema in enumerate(forced.schemas.values())]
+
+
+def _calls(forced: Forced, begin: Callable[[str], str], end: str) -> list[str]:
+    """A rule `call` of which each choice is a function: what `begin` makes of its name, its arguments, `end`."""
+    choices = [f"{begin(name)} arguments_{i} {end}" for i, name in enumerate(forced.schemas)]
+    return [f"call: {' | '.join(choices)}", *_rules(forced)]
+
+
+def _json_head(key: str) -> Callable[[str], str]:
+    return lambda name: quoted(f'{{"name": "{name}", "{key}": ')
+
+
+def _separated(forced: Forced, before: str, between: str, after: str) -> str:
+    more = forced.most()
+    return f"start: {before} call" + (f" ({between} call){{0,{more}}}" if more else "") + f" {after}"
+
+
+def tagged(forced: Forced) -> str:
+    """Hermes: a tagged object for each call."""
+    begin, end = forced.token("<tool_call>"), forced.token("</tool_call>")
+    head = _json_head("arguments")
+    rules = _calls(forced, lambda name: f"{begin} {quoted(chr(10))} {head(name)}", f"{quoted('}' + chr(10))} {end}")
+    return "\n".join([_separated(forced, "", quoted("\n"), ""), *rules])
+
+
+def _listed(marker: str | None, key: str) -> Callable[[Forced], str]:
+    def grammar(forced: Forced) -> str:
+        before = "" if marker is None else forced.token(marker)
+        return "\n".join(
+            [
+                _separated(forced, f"{before} {quoted('[')}", quoted(", "), quoted("]")),
+                *_calls(forced, _json_head(key), quoted("}")),
+            ]
+        )
+
+    return grammar
+
+
+granite = _listed("<|tool_call|>", "arguments")
+mistral_list = _listed("[TOOL_CALLS]", "arguments")
+
+
+def plain_json(forced: Forced) -> str:
+    """An object, or if there may be several a list of them."""
+    if forced.several:
+        return _listed(None, "arguments")(forced)
+    return "\n".join(["start: call", *_calls(forced, _json_head("arguments"), quoted("}"))])
+
+
+def llama3_json(forced: Forced) -> str:
+    """Objects between semicolons."""
+    return "\n".join([_separated(forced, "", quoted("; "), ""), *_calls(forced, _json_head("parameters"), quoted("}"))])
+
+
+def mistral_args(forced: Forced) -> str:
+    """A marker, the name, a marker, the arguments."""
+    begin, middle = forced.token("[TOOL_CALLS]"), forced.token("[ARGS]")
+    rules = _calls(forced, lambda name: f"{begin} {quoted(name)} {middle}", "")
+    return "\n".join([_separated(forced, "", "", ""), *rules])
+
+
+def _deepseek(forced: Forced, begin: Callable[[str], str], fence: str) -> str:
+    token = forced.token
+    call, end = token("<｜tool▁call▁begin｜>"), token("<｜tool▁call▁end｜>")
+    rules = _calls(forced, lambda name: f"{call} {begin(name)}", f"{quoted(fence)} {end}" if fence else end)
+    between = quoted("\n") if fence else ""
+    before, after = token("<｜tool▁calls▁begin｜>"), token("<｜tool▁calls▁end｜>")
+    return "\n".join([_separated(forced, before, between, after), *rules])
+
+
+def deepseek_v3(forced: Forced) -> str:
+    """The kind, the name, fenced JSON."""
+    separator = forced.token("<｜tool▁sep｜>")
+    return _deepseek(
+        forced, lambda name: f"{quoted('function')} {separator} {quoted(name + chr(10) + '```json' + chr(10))}", "\n```"
+    )
+
+
+def deepseek_v31(forced: Forced) -> str:
+    """The name, JSON."""
+    separator = forced.token("<｜tool▁sep｜>")
+    return _deepseek(forced, lambda name: f"{quoted(name)} {separator}", "")
+
+
+def harmony(forced: Forced) -> str:
+    """Perhaps reasoning, then one message to a function: its end ends the turn."""
+    token = forced.token
+    channel, message = token("<|channel|>"), token("<|message|>")
+    json_follows = f"{token('<|constrain|>')} {quoted('json')} {message}"
+    thought = f"{channel} {quoted('analysis')} {message} THOUGHT {token('<|end|>')} {token('<|start|>')} {quoted('assistant')}"
+    rules = _calls(forced, lambda name: f"{channel} {quoted(f'commentary to=functions.{name} ')} {json_follows}", "")
+    return "\n".join([f"start: ({thought})? call", r"THOUGHT: /(.|\n)*/", *rules])
+
+
+def pythonic(forced: Forced) -> str | None:
+    """A list of calls with named arguments; None where a schema is no plain list of them."""
+    call_rules = []
+    heads = []
+    for number, (name, schema) in enumerate(forced.schemas.items()):
+        properties = schema.get("properties") or {}
+        if (
+            any(key in schema for key in _COMBINED)
+            or not isinstance(properties, Mapping)
+            or not all(map(_IDENTIFIER.fullmatch, properties))
+            or not _IDENTIFIER.fullmatch(name.replace("-", "_"))
+        ):
+            return None
+        heads.append(f"{quoted(name + '(')} first_{number}_0 {quoted(')')}")
+        call_rules += _keywords(number, schema, properties)
+    rules = [_separated(forced, quoted("["), quoted(", "), quoted("]")), f"call: {' | '.join(heads)}", *call_rules]
+    return "\n".join(rules)
+
+
+def _keywords(number: int, schema: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
+    """Rules for the arguments of one function: in the order of the schema, those that it requires and any of the others.
+
+    first_i_k and rest_i_k: what may follow from the k-th argument on, before and after one was written.
+    """
+    required = schema.get("required")
+    needed = set(required) if isinstance(required, list) else set()
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    rules = []
+    for k, (name, value) in enumerate(properties.items()):
+        member = {**value, **shared} if isinstance(value, Mapping) else value
+        if isinstance(member, dict):
+            member["x-guidance"] = _SPACING
+        rules.append(f"value_{number}_{k}: {quoted(name + '=')} json_{number}_{k}")
+        rules.append(f"json_{number}_{k}: %json {json.dumps(member)}")
+        left_out = "" if name in needed else f" | first_{number}_{k + 1}"
+        rules.append(f"first_{number}_{k}: value_{number}_{k} rest_{number}_{k + 1}{left_out}")
+        left_out = "" if name in needed else f" | rest_{number}_{k + 1}"
+        rules.append(f"rest_{number}_{k}: {quoted(', ')} value_{number}_{k} rest_{number}_{k + 1}{left_out}")
+    last = len(properties)
+    return [*rules, f'first_{number}_{last}: ""', f'rest_{number}_{last}: ""']

@@ -1,0 +1,66 @@
+"""The harmony format of gpt-oss: messages in channels. Calls are addressed to a function, reasoning is `analysis`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+from windlass.server.text.parsing.events import ParsingPlan
+from windlass.server.text.parsing.stream import CallOptions, Reading, StreamParser
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MARKERS = frozenset({START, CHANNEL, MESSAGE, "<|constrain|>", *ENDS})
+MAX_HEADER = 512
+
+_CALLED = re.compile(r"\bto=functions\.([^\s<]{1,256})")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser(StreamParser):
+    """Text outside of messages, and a header that none follows, is content; so are calls where there is nothing to call.
+
+    thinking, thought: see `TellsThinking`.
+    """
+
+    thinking = True
+    thought = False
+
+    def run(self) -> Reading:
+        while marker := (yield from self.until((START, CHANNEL), self.say)):
+            header = yield from self._header(marker)
+            if header is None:
+                self.give_back()
+                continue
+            self.forget()
+            called, channel = _CALLED.search(header), _CHANNEL.search(header)
+            self.thinking = called is None and channel is not None and channel[1] == "analysis"
+            self.thought = self.thought or self.thinking
+            if called is not None and self.options.schemas:
+                self.begin_call(called[1])
+                out = self.argue
+            else:
+                out = self.think if self.thinking else self.say
+            end = yield from self.until((*ENDS, START), out)
+            if end == START:  # the message before it was not ended
+                self.put_back(len(START))
+            self.forget()
+
+    def _header(self, begin: str) -> Generator[None, None, str | None]:
+        """The header's text, `<|message|>` included; None where it is none."""
+        parts = [begin]
+        taken = 0
+        while taken < MAX_HEADER:
+            if (yield from self.literal(MESSAGE)):
+                return "".join(parts)
+            if not (yield from self.peek()):
+                return None
+            parts.append(self.take(1))
+            taken += 1
+        return None
+
+
+def without_calls() -> ParsingPlan:
+    """How answers are parsed where there is nothing to call."""
+    options = CallOptions(schemas={}, new_id=str)
+    return ParsingPlan(lambda: HarmonyParser(options), MARKERS)

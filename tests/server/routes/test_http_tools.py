@@ -1,0 +1,250 @@
+"""Tools over HTTP, against a scripted engine and through the openai package: offered, called, answered, refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import tokenizers
+from helpers.chat_chunks import assembled
+from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.toy_tokenizers import byte_level
+
+from windlass.server.options.server import TOOL_CALL_PARSERS
+from windlass.server.text.parsing.tools.formats import FORMATS, detect
+
+PATH = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hello"}]
+TEMPLATE = (
+    "{% for tool in tools or [] %}({{ tool | tojson }}){% endfor %}{% for message in messages %}[{{ message.role }}]"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}"
+)
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "The weather.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+FIND = {"type": "function", "function": {"name": "find"}}
+ROME = '{"city": "Rome"}'
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {ROME}}}\n</tool_call>'
+VOCABULARY = 425
+
+
+def tool_tokenizer() -> tokenizers.Tokenizer:
+    """The toy one with markers that are special tokens, which a reader of the answer would not see."""
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.add_special_tokens(["<tool_call>", "</tool_call>"])
+    return backend
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    engine = ScriptedEngine(info=model_info(vocab_size=VOCABULARY, max_model_len=4096))
+    with live_server(engine, template=TEMPLATE, backend=tool_tokenizer()) as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    shared.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=4096)
+    return shared
+
+
+def say(live: Live, text: str) -> None:
+    """Have the engine generate this text."""
+    ids = live.tokenizer.encode(text, add_special_tokens=False)
+    live.engine.reply, live.engine.eos_after = ids, len(ids)
+
+
+def prompt_of(live: Live) -> str:
+    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+def ask(live: Live, **fields: Any) -> dict[str, Any]:
+    """The choice of a whole answer, which a stream put together must equal but for the ids of calls."""
+    body = {"messages": USER, "max_tokens": 400, **fields}
+    response = live.post(PATH, body)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    streamed = assembled(live.stream(PATH, body)[:-1])
+    assert anonymous(streamed["message"]) == anonymous(choice["message"])
+    assert streamed["finish_reason"] == choice["finish_reason"]
+    return choice
+
+
+def anonymous(message: dict[str, Any]) -> dict[str, Any]:
+    return message | (
+        {"tool_calls": [{**call, "id": ""} for call in calls]} if (calls := message.get("tool_calls")) else {}
+    )
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_a_call_is_read_from_the_text(live: Live, at_once: int) -> None:
+    say(live, f"Wait.\n{CALL}\n{CALL}")
+    live.engine.tokens_per_output = at_once
+    choice = ask(live, tools=[LOOK, FIND])
+    assert choice["finish_reason"] == "tool_calls"
+    first, second = choice["message"]["tool_calls"]
+    assert first["type"] == "function" and first["function"] == second["function"] == {
+        "name": "look",
+        "arguments": ROME,
+    }
+    assert first["id"] != second["id"] and first["id"].startswith("call_") and choice["message"]["content"] == "Wait."
+
+
+def test_content_is_null_where_there_is_none(live: Live) -> None:
+    say(live, CALL)
+    assert ask(live, tools=[LOOK])["message"]["content"] is None
+    say(live, "Hello.")
+    assert ask(live, tools=[LOOK])["message"] == {"role": "assistant", "content": "Hello.", "refusal": None}
+
+
+def test_the_template_shows_the_tools(live: Live) -> None:
+    ask(live, tools=[LOOK, FIND | {"function": {"name": "find", "strict": True, "description": None}}])
+    assert prompt_of(live).startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})[user]hello")
+    counted = live.post("/tokenize", {"messages": USER, "tools": [LOOK, FIND]}).json()["tokens"]
+    assert counted == live.engine.requests[-1].prompt_token_ids
+
+
+def test_tool_choice_none_shows_the_tools_and_looks_for_no_calls(live: Live) -> None:
+    say(live, CALL)
+    choice = ask(live, tools=[LOOK], tool_choice="none")
+    assert "look" in prompt_of(live)
+    assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == CALL.replace("<tool_call>", "").replace("</tool_call>", "")  # special tokens
+
+
+def test_one_call_at_most(live: Live) -> None:
+    say(live, CALL * 3)
+    assert len(ask(live, tools=[LOOK], parallel_tool_calls=False)["message"]["tool_calls"]) == 1
+
+
+def test_the_older_form(live: Live) -> None:
+    say(live, CALL)
+    choice = ask(live, functions=[LOOK["function"]], function_call="auto")
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "look", "arguments": ROME}
+    assert "tool_calls" not in choice["message"]
+
+
+def test_a_call_cut_short_ends_with_length(live: Live) -> None:
+    say(live, CALL)
+    choice = ask(live, tools=[LOOK], max_tokens=len(CALL) - 40)
+    assert choice["finish_reason"] == "length"
+
+
+def test_each_choice_has_its_own_calls(live: Live) -> None:
+    say(live, CALL)
+    body = {"messages": USER, "max_tokens": 400, "tools": [LOOK], "n": 3}
+    choices = live.post(PATH, body).json()["choices"]
+    assert [len(choice["message"]["tool_calls"]) for choice in choices] == [1, 1, 1]
+    assert len({choice["message"]["tool_calls"][0]["id"] for choice in choices}) == 3
+    chunks = live.stream(PATH, body)[:-1]
+    for index in range(3):
+        assert anonymous(assembled(chunks, index)["message"]) == anonymous(choices[0]["message"])
+
+
+def test_a_round_trip(live: Live) -> None:
+    say(live, CALL)
+    message = ask(live, tools=[LOOK])["message"]
+    result = {
+        "role": "tool",
+        "tool_call_id": message["tool_calls"][0]["id"],
+        "content": [{"type": "text", "text": "sun"}],
+    }
+    say(live, "Sunny.")
+    assert ask(live, tools=[LOOK], messages=[*USER, message, result])["message"]["content"] == "Sunny."
+    assert prompt_of(live).endswith(f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>[tool]sun')
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
+        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}]},
+         "tools[0].function.parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"title": "y" * 140_000}}}]},
+         "tools[0].function.parameters"),
+        ({"tools": [LOOK, LOOK]}, "tools"),
+        ({"tools": [LOOK] * 129}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}", "description": "y" * 90_000}} for i in range(12)]},
+         "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
+        ({"tools": [LOOK], "functions": [LOOK["function"]]}, "functions"),
+        ({"function_call": {"name": "look"}}, "function_call"),
+        ({"functions": [LOOK["function"]], "function_call": {"name": "find"}}, "function_call"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}},
+            {"id": "b", "type": "function", "function": {"name": "look", "arguments": "Rome"}}]}]},
+         "messages[1].tool_calls[1].function.arguments"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "look", "arguments": "[1]"}}]}]},
+         "messages[1].tool_calls[0].function.arguments"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "look", "arguments": "[" * 100_000}}]}]},
+         "messages[1].tool_calls[0].function.arguments"),
+        ({"messages": [*USER, {"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages[1].tool_call_id"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
+    error = live.refuse(PATH, {"messages": USER, **fields})
+    assert error["param"] == param and error["code"]
+
+
+def test_a_server_that_looks_for_no_calls() -> None:
+    with live_server(template=TEMPLATE, backend=tool_tokenizer(), tool_call_parser="none") as live:
+        live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=4096)
+        say(live, "x " + CALL)
+        assert "tool_calls" not in ask(live, tools=[LOOK])["message"]
+        assert (
+            live.refuse(PATH, {"messages": USER, "tools": [LOOK], "tool_choice": "required"})["param"] == "tool_choice"
+        )
+
+
+def test_the_openai_package_reads_calls(live: Live) -> None:
+    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+    say(live, f"Wait. {CALL}")
+    offer: dict[str, Any] = {"model": "toy", "messages": USER, "tools": [LOOK], "max_tokens": 400}
+    answer = client.chat.completions.create(**offer)
+    assert answer.choices[0].message.tool_calls[0].function.arguments == ROME
+    with client.chat.completions.stream(**offer) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    assert final.finish_reason == "tool_calls" and final.message.content == "Wait."
+    assert final.message.tool_calls[0].function.arguments == ROME
+
+
+TEMPLATES = {
+    "hermes": "<tools></tools> return a json object within <tool_call></tool_call> XML tags",
+    "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
+    "pythonic": "<|python_start|>[func_name1(params_name1=params_value1)]",
+    "mistral": "{{ '[TOOL_CALLS] [' }}",
+    "mistral_args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}",
+    "harmony": "<|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>x\n```json",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>",
+    "granite": "<|tool_call|>[…]",
+    "plain_json": "{{ messages }}",
+}
+
+
+def test_the_format_is_found_by_the_template() -> None:
+    assert {name: detect(text).name for name, text in TEMPLATES.items()} == {name: name for name in FORMATS}
+    assert set(TOOL_CALL_PARSERS) == set(FORMATS)
+    assert detect(None).name == "plain_json"
+    assert len(FORMATS["mistral"].new_id()) == 9 and FORMATS["mistral"].new_id().isalnum()

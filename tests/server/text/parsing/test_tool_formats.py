@@ -1,0 +1,219 @@
+"""Each format of calls: what is read from a text is the same however the text is cut, and no markup leaks."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event, OutputParser, Reasoning
+from windlass.server.text.parsing.stream import MAX_CALLS, CallOptions, StreamParser
+from windlass.server.text.parsing.tools.deepseek import DeepSeekParser
+from windlass.server.text.parsing.tools.harmony import HarmonyParser
+from windlass.server.text.parsing.tools.mistral import MistralParser
+from windlass.server.text.parsing.tools.plain_json import Llama3JsonParser, PlainJsonParser
+from windlass.server.text.parsing.tools.pythonic import PythonicParser
+from windlass.server.text.parsing.tools.tagged_json import TaggedJsonParser
+
+SCHEMAS: dict[str, Any] = {"look": {"type": "object", "properties": {"city": {}, "days": {}}}, "find": {}}
+ROME = '{"city": "Rome"}'
+
+Made = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, calls as name and arguments
+
+
+def make(kind: type[StreamParser], **options: Any) -> StreamParser:
+    ids = (f"call_{number}" for number in itertools.count())
+    return kind(CallOptions(schemas=SCHEMAS, new_id=lambda: next(ids), **options))
+
+
+def put_together(events: list[Event]) -> Made:
+    content, reasoning = "", ""
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, Content):
+            assert event.text
+            content += event.text
+        elif isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, CallStart):
+            assert event.index == len(calls) and event.id == f"call_{len(calls)}"
+            calls.append((event.name, ""))
+        else:
+            assert event.index == len(calls) - 1 and event.text
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+    return content, reasoning, calls
+
+
+def read(parser: OutputParser, *pieces: str) -> Made:
+    events: list[Event] = []
+    for piece in pieces:
+        events += parser.feed(piece)
+    return put_together(events + parser.finish())
+
+
+def only(*calls: tuple[str, str]) -> Made:
+    return "", "", list(calls)
+
+
+LOOK = ("look", ROME)
+FIND = ("find", "{}")
+H, L, P, M, D, G, Y = (
+    TaggedJsonParser,
+    Llama3JsonParser,
+    PlainJsonParser,
+    MistralParser,
+    DeepSeekParser,
+    HarmonyParser,
+    PythonicParser,
+)
+DS = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n" + ROME + "\n```<｜tool▁call▁end｜>"
+CASES: list[tuple[type[StreamParser], str, Made]] = [
+    # Hermes, Qwen, Granite
+    (H, "Hello.", ("Hello.", "", [])),
+    (H, "  \n ", ("  \n ", "", [])),
+    (H, f'<tool_call>\n{{"name": "look", "arguments": {ROME}}}\n</tool_call>', only(LOOK)),
+    (H, f'On it. \n<tool_call>{{"arguments": {ROME}, "name": "look"}}</tool_call>\n', ("On it.", "", [LOOK])),
+    (H, f'<tool_call>{{"name":"look","arguments":{ROME}}}</tool_call>\n<tool_call>\n{{"name": "find"}}\n</tool_call> x',
+     ("x", "", [LOOK, FIND])),
+    (H, '<tool_call>{"name": "find", "arguments": "{\\"a\\": 1}"}</tool_call>', only(("find", '{"a": 1}'))),
+    (H, '<tool_call>{"name": "look", "arguments": {"city": "<b>\\"}]</tool_call>"}}</tool_call>',
+     only(("look", '{"city": "<b>\\"}]</tool_call>"}'))),
+    (H, f'<tool_call>{{"name": "look", "arguments": {ROME}</tool_call> and so', ("and so", "", [LOOK])),
+    (H, f'<|tool_call|>[{{"name": "look", "arguments": {ROME}}}, {{"name": "find", "arguments": {{}}}}]',
+     only(LOOK, FIND)),
+    (H, "a <tool_call> b </tool_call> c <tool_cal", ("a <tool_call> b </tool_call> c <tool_cal", "", [])),
+    (H, '<tool_call>{"name": 5, "arguments": {}}</tool_call>', ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', "", [])),
+    (H, "<tool_call>{'name': 'look'}", ("<tool_call>{'name': 'look'}", "", [])),
+    (H, '<tool_call>{"name": "look", "arguments": [1]}', ('<tool_call>{"name": "look", "arguments": [1]}', "", [])),
+    (H, '<tool_call>{"name": "look", "arguments": {"city": "Ro', only(("look", '{"city": "Ro'))),
+    (H, '<tool_call>{"name": "look", "argum', ('<tool_call>{"name": "look", "argum', "", [])),
+    (H, '<tool_call>{"type": "function", "n": [{"a": "}"}], "name": "find", "arguments": null, "x": 1.5}',
+     only(FIND)),
+    # Llama 3, plain
+    (L, f'{{"name": "look", "parameters": {ROME}}}', only(LOOK)),
+    (L, f'<|python_tag|>{{"name": "look", "parameters": {ROME}}}; {{"name": "find", "parameters": {{}}}}',
+     only(LOOK, FIND)),
+    (L, '{"name": "Bob", "parameters": {"x": 1}}', ('{"name": "Bob", "parameters": {"x": 1}}', "", [])),
+    (L, f'I say\n{{"name": "look", "parameters": {ROME}}}', (f'I say\n{{"name": "look", "parameters": {ROME}}}', "", [])),
+    (P, f'I say\n{{"name": "look", "arguments": {ROME}}}\nDone', ("I sayDone", "", [LOOK])),
+    (P, f'```json\n{{"name": "look", "arguments": {ROME}}}\n```', only(LOOK)),
+    (P, f'Sure:\n```json\n[{{"name": "look", "arguments": {ROME}}}]\n```\n', ("Sure:", "", [LOOK])),
+    (P, '{"name": "Bob"}\n[1, 2]\n{"a": 3}', ('{"name": "Bob"}\n[1, 2]\n{"a": 3}', "", [])),
+    (P, '[{"name": "find", "arguments": {}}, {"nam', (', {"nam', "", [FIND])),
+    (P, "```json\n{}\n```", ("```json\n{}\n```", "", [])),
+    # Mistral
+    (M, f'[TOOL_CALLS] [{{"name": "look", "arguments": {ROME}}}, {{"name": "find", "arguments": {{}}}}]', only(LOOK, FIND)),
+    (M, f"Well [TOOL_CALLS]look[ARGS]{ROME}[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]{{}}", ("Well", "", [LOOK, FIND])),
+    (M, f"[TOOL_CALLS]look{ROME}", only(LOOK)),
+    (M, "[TOOL_CALLS]look at [TOOL", ("[TOOL_CALLS]look at [TOOL", "", [])),
+    # DeepSeek
+    (D, f"Hm.<｜tool▁calls▁begin｜>{DS}\n{DS}<｜tool▁calls▁end｜>", ("Hm.", "", [LOOK, LOOK])),
+    (D, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>" + ROME + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     only(LOOK)),
+    (D, "<｜tool▁calls▁begin｜>no<｜tool▁call▁begin｜>look at", ("<｜tool▁calls▁begin｜>no<｜tool▁call▁begin｜>look at", "", [])),
+    # harmony
+    (G, "<|channel|>analysis<|message|>Hm, a < b.<|end|><|start|>assistant<|channel|>final<|message|>Hello.",
+     ("Hello.", "Hm, a < b.", [])),
+    (G, "<|channel|>commentary<|message|>Looking.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
+     f"<|constrain|>json<|message|>{ROME}<|call|>", ("Looking.", "", [LOOK])),
+    (G, f"<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{ROME}<|start|>assistant"
+     "<|channel|>final<|message|>ok<|return|>", ("ok", "", [LOOK])),
+    (G, "no channel <|channel|> at all", ("no channel <|channel|> at all", "", [])),
+    # Python
+    (Y, "[look(city='Rome', days=3), find()]", only(("look", '{"city": "Rome", "days": 3}'), FIND)),
+    (Y, '<|python_start|>[look(city="a\\"),]=", days=[1, (2, None), {"k": True}])]<|python_end|>',
+     only(("look", '{"city": "a\\"),]=", "days": [1, [2, null], {"k": true}]}'))),
+    (Y, "[look('Rome', days = -1.5)]", only(("look", '{"city": "Rome", "days": -1.5}'))),
+    (Y, "[look(city=true, days=open('x'))]", only(("look", '{"city": true, "days": "open(\'x\')"}'))),
+    (Y, "[see(city=1)] look", ("[see(city=1)] look", "", [])),
+    (Y, "[1, 2]", ("[1, 2]", "", [])),
+    (Y, "[look(city='Rome', days=3], x", ("days=3], x", "", [("look", '{"city": "Rome"')])),
+    (Y, "[look(city='Rome', days=3", only(("look", '{"city": "Rome"'))),
+]  # fmt: skip
+IDS = [f"{case[0].__name__}-{number}" for number, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)
+def test_a_text_means_the_same_however_it_is_cut(kind: type[StreamParser], text: str, expected: Made) -> None:
+    assert read(make(kind), text) == expected
+    assert read(make(kind), *text) == expected
+    for cut in range(1, len(text)):
+        assert read(make(kind), text[:cut], text[cut:]) == expected, text[:cut]
+    places = range(1, len(text), 1 + len(text) // 40)  # of long texts every third place or so
+    for first, second in itertools.combinations(places, 2):
+        assert read(make(kind), text[:first], text[first:second], text[second:]) == expected, (first, second)
+
+
+@pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)
+def test_arguments_come_as_they_are_written(kind: type[StreamParser], text: str, expected: Made) -> None:
+    """A call is told before its arguments are complete, and what was told is never taken back."""
+    told: list[Event] = []
+    parser = make(kind)
+    for character in text:
+        told += parser.feed(character)
+        content, reasoning, calls = put_together(told)
+        assert expected[0].startswith(content) and expected[1].startswith(reasoning)
+        for (name, arguments), (whole_name, whole) in zip(calls, expected[2], strict=False):
+            assert name == whole_name and whole.startswith(arguments)
+
+
+@pytest.mark.parametrize("kind", [H, L, P, M, D, G, Y])
+def test_long_strings_are_passed_on_at_once(kind: type[StreamParser]) -> None:
+    if kind is Y:
+        pytest.skip("a value in Python is turned into JSON once it is complete")
+    opening = {
+        H: '<tool_call>{"name": "look", "arguments": ',
+        L: '{"name": "look", "parameters": ',
+        P: '{"name": "look", "arguments": ',
+        M: "[TOOL_CALLS]look[ARGS]",
+        D: "<｜tool▁call▁begin｜>look<｜tool▁sep｜>",
+        G: "<|channel|>commentary to=functions.look<|message|>",
+    }[kind]
+    parser = make(kind)
+    parser.feed(opening + '{"city": "')
+    assert parser.feed("Rome and then") == [CallArguments(0, "Rome and then")]
+
+
+def test_further_calls_than_asked_for_are_left_out() -> None:
+    call = f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>'
+    assert read(make(H, max_calls=1), call, call, " end") == ("end", "", [LOOK])
+    assert len(read(make(H), call * (MAX_CALLS + 3))[2]) == MAX_CALLS
+
+
+LONG = {
+    "content": "lorem ipsum " * 4000,
+    "spaces": " \n" * 20000,
+    "markers": "<tool_call>" * 4000,
+    "openings": '<tool_call>{"name": ' * 2500,
+    "arguments": '<tool_call>{"name": "look", "arguments": {"city": "' + "Rome " * 8000,
+    "arguments first": '<tool_call>{"arguments": {"city": "' + "Rome " * 8000,
+    "brackets": '<tool_call>{"name": "look", "arguments": {"city": ' + "[" * 40000,
+    "backslashes": '{"' + "\\" * 40000,
+    "lists": "[" * 40000,
+    "lines": "\n{" * 20000,
+    "harmony": "<|channel|>" * 4000,
+    "names": "[TOOL_CALLS]" + "a" * 40000,
+    "python": "[look(city=" + "[1, " * 10000,
+    "one string": "[look(city='" + "x" * 40000,
+}
+
+
+@pytest.mark.parametrize("kind", [H, L, P, M, D, G, Y])
+def test_the_work_grows_with_the_text_only(kind: type[StreamParser]) -> None:
+    """Counted, not timed: what is looked at again with each piece must not grow."""
+    for name, text in LONG.items():
+        counts = [steps(kind, text[: len(text) // part]) for part in (4, 1)]
+        assert counts[1] < 6 * counts[0] + 1000, name
+
+
+def steps(kind: type[StreamParser], text: str) -> int:
+    """Characters that the parser looks at while it reads `text` in pieces of 4."""
+    parser = make(kind)
+    seen = 0
+    for at in range(0, len(text), 4):
+        source = parser._text
+        seen += len(source.data) - source.position + 4
+        parser.feed(text[at : at + 4])
+    parser.finish()
+    return seen

@@ -1,0 +1,135 @@
+"""Histories with calls: their order, the forms in which templates want them, and templates that know no calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from windlass.server.errors import ApiError
+from windlass.server.protocol.chat import ChatMessage
+from windlass.server.text.chat_template import ChatTemplate
+from windlass.server.text.history import prepare_history
+from windlass.server.text.template_facts import TemplateFacts
+
+OBJECTS = "{{ tools }}{% for call in message.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+TEXTS = "{{ tools }}{% for call in message['tool_calls'] %}{{ '<' + call['function']['arguments'] + '>' }}{% endfor %}"
+EITHER = TEXTS.replace("{{ '<'", "{% if call.function.arguments is string %}{{ '<'")
+NO_CALLS = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def call(call_id: str = "call_1", name: str = "look", arguments: Any = '{"city": "Rome"}') -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": list(calls), **fields}
+
+
+def result(call_id: str | None = "call_1", content: Any = "sunny") -> dict[str, Any]:
+    return {"role": "tool", "content": content} | ({} if call_id is None else {"tool_call_id": call_id})
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+def prepare(source: str, *messages: dict[str, Any], tools: Any = None) -> list[dict[str, Any]]:
+    return prepare_history([ChatMessage(**message) for message in messages], tools, TemplateFacts.of(source))
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_calls_reach_the_template_with_arguments_as_objects(content: dict[str, Any]) -> None:
+    assert prepare(OBJECTS, USER, calling(call(), **content), result()) == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call(arguments={"city": "Rome"})]},
+        {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "expected"),
+    [
+        (TEXTS, '{"a":  1}', '{"a":  1}'),
+        (TEXTS, {"a": "é"}, '{"a": "é"}'),
+        (TEXTS, "", "{}"),
+        (EITHER, '{"a":  1}', {"a": 1}),
+        (OBJECTS, "", {}),
+        (OBJECTS, None, {}),
+        (OBJECTS, {"a": 1}, {"a": 1}),
+        ("{{ tool_call.arguments | items }} tool_calls", '{"a": 1}', {"a": 1}),
+        ("{% for k in call.function.arguments.items() %} tool_calls", '{"a": 1}', {"a": 1}),
+        ("{{ tool_call.arguments }} tool_calls", '{"a": 1}', '{"a": 1}'),
+    ],
+)
+def test_arguments_have_the_form_that_the_template_reads(source: str, arguments: Any, expected: Any) -> None:
+    message = prepare(source, calling(call(arguments=arguments)), result())[0]
+    assert message["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_content_stays_null_where_the_template_asks_for_that() -> None:
+    source = (
+        "{% for message in messages %}{% if message['content'] is none %}{{ message['tool_calls'] | length }} calls"
+        "{% else %}{{ message['content'] }}{% endif %};{% endfor %}"
+    )
+    messages = prepare(source, USER, calling(call()), result(), calling(content="said"))
+    assert messages[1]["content"] is None
+    assert ChatTemplate(source).render(messages) == "hi;1 calls;sunny;said;"
+
+
+def test_ids_are_shortened_for_templates_that_take_no_others() -> None:
+    source = "{% if call.id|length != 9 %}{{ raise_exception('x') }}{% endif %} tool_calls"
+    made, answered = prepare(
+        source, calling(call("call_abc"), call("aB3456789")), result("call_abc"), result("aB3456789")
+    )[:2]
+    assert made["tool_calls"][0]["id"] == answered["tool_call_id"] and len(answered["tool_call_id"]) == 9
+    assert made["tool_calls"][1]["id"] == "aB3456789"
+
+
+def test_the_older_form_becomes_calls() -> None:
+    older = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}}
+    made, answered = prepare(OBJECTS, older, {"role": "function", "name": "look", "content": "sunny"})
+    assert made["tool_calls"] == [call("call_look", arguments={})]
+    assert answered == {"role": "tool", "content": "sunny", "tool_call_id": "call_look", "name": "look"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([USER, calling(call())], "messages[1].tool_calls"),
+        ([USER, calling(call()), USER], "messages[1].tool_calls"),
+        ([calling(call(), call("call_2")), result()], "messages[0].tool_calls"),
+        ([calling(call(), call()), result()], "messages[0].tool_calls"),
+        ([USER, result()], "messages[1].tool_call_id"),
+        ([calling(call()), result("call_2")], "messages[1].tool_call_id"),
+        ([calling(call()), result(), result()], "messages[2].tool_call_id"),
+        ([calling(call()), result(None)], "messages[1].tool_call_id"),
+    ],
+)
+def test_calls_and_results_belong_together(messages: list[dict[str, Any]], param: str) -> None:
+    for source in (OBJECTS, NO_CALLS):
+        with pytest.raises(ApiError) as caught:
+            prepare(source, *messages)
+        assert caught.value.status == 400 and caught.value.param == param and param in caught.value.message
+    assert prepare(OBJECTS, calling(call(), call("call_2")), result("call_2"), result(), USER)
+
+
+def test_templates_without_calls_are_told_in_words() -> None:
+    history = [
+        {"role": "system", "content": "Be kind."},
+        USER,
+        calling(call(), call("call_2", "find", "{}"), content="Looking."),
+        result(),
+        result("call_2", "two"),
+        {"role": "assistant", "content": "Done."},
+    ]
+    messages = prepare(NO_CALLS, *history, tools=TOOLS)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[0]["content"].startswith("Be kind.\n\n") and '{"name": "look"' in messages[0]["content"]
+    assert messages[2]["content"] == (
+        'Looking.\n[{"name": "look", "arguments": {"city": "Rome"}}, {"name": "find", "arguments": {}}]'
+    )
+    assert messages[3]["content"] == "Result of look:\nsunny\n\nResult of find:\ntwo"
+    assert prepare(NO_CALLS, USER, tools=TOOLS)[0]["role"] == "system"
+    assert prepare(OBJECTS, USER, tools=TOOLS) == [USER]
+    assert all("tool_calls" not in message for message in messages)
