@@ -6,17 +6,17 @@ Knows what each part of a chunk adds to; knows nothing of bytes or events.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from windlass.clients.chat_types import ChatMessage, FunctionCall, ToolCall, ToolCallDelta
 from windlass.clients.types import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatLogprobs,
-    ChatMessage,
     Completion,
     CompletionChoice,
     CompletionChunk,
@@ -31,13 +31,33 @@ A = TypeVar("A")
 
 
 @dataclass(slots=True)
+class _CallPieces:
+    """What has arrived of one call so far."""
+
+    id: str = ""
+    type: str = "function"
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    def add(self, function: FunctionCall | None) -> None:
+        if function is not None:
+            self.name = function.name or self.name
+            self.arguments.append(function.arguments)
+
+    def function(self) -> FunctionCall:
+        return FunctionCall(name=self.name, arguments=_text(self.arguments))
+
+
+@dataclass(slots=True)
 class _Choice:
     """What has arrived of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     role: str | None = None
-    tool_calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    refusal: str | None = None
+    tool_calls: dict[int, _CallPieces] = field(default_factory=dict)
+    function_call: _CallPieces | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     completion_logprobs: list[Logprobs] = field(default_factory=list)
@@ -63,14 +83,22 @@ class Accumulator(ABC, Generic[Chunk, A]):
     @property
     def text(self) -> str:
         """Text of the first choice."""
-        if 0 not in self._choices:
-            return ""
-        first = self._choices[0]
-        if len(first.texts) > 1:
-            first.texts = [
-                "".join(first.texts)
-            ]  # callers ask after every chunk: the text is not joined from the start each time
-        return first.texts[0] if first.texts else ""
+        return _text(self._choices[0].texts) if 0 in self._choices else ""
+
+    @property
+    def reasoning(self) -> str:
+        """Thinking of the first choice."""
+        return _text(self._choices[0].reasoning) if 0 in self._choices else ""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Calls of the first choice, the last one possibly in part."""
+        return _calls(self._choices[0]) if 0 in self._choices else ()
+
+    @property
+    def parsed(self) -> Any:
+        """The first choice as what was asked for, once it has ended."""
+        return None
 
     @property
     def finish_reasons(self) -> dict[int, str]:
@@ -162,8 +190,10 @@ class CompletionAccumulator(Accumulator[CompletionChunk, Completion]):
 class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
     """Chunks of /v1/chat/completions. What concerns the prompt stands at the top level."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[str], Any] | None = None) -> None:
+        """read: from the text of an answer to what the caller wants it to be."""
         super().__init__()
+        self._read = read
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._prompt_logprobs: tuple[dict[str, Any] | None, ...] | None = None
 
@@ -181,22 +211,36 @@ class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
             choice.texts.append(delta.content)
         if delta.reasoning_content is not None:
             choice.reasoning.append(delta.reasoning_content)
+        choice.refusal = delta.refusal or choice.refusal
         for call in delta.tool_calls or ():
-            _merge(choice.tool_calls.setdefault(call.get("index", 0), {}), call)
+            _merge(choice.tool_calls.setdefault(call.index, _CallPieces()), call)
+        if delta.function_call is not None:
+            choice.function_call = choice.function_call or _CallPieces()
+            choice.function_call.add(delta.function_call)
         if part.logprobs is not None:
             choice.chat_logprobs = choice.chat_logprobs or []
             choice.chat_logprobs.extend(part.logprobs.content or ())
+
+    @property
+    def parsed(self) -> Any:
+        return self._message(self._choices[0]).parsed if 0 in self.finish_reasons else None
+
+    def _message(self, choice: _Choice) -> ChatMessage:
+        return ChatMessage(
+            role=choice.role or "assistant",
+            content="".join(choice.texts) if choice.texts else None,
+            reasoning_content="".join(choice.reasoning) if choice.reasoning else None,
+            tool_calls=_calls(choice) or None,
+            function_call=None if choice.function_call is None else choice.function_call.function(),
+            refusal=choice.refusal,
+            _read=self._read,
+        )
 
     def answer(self, request_id: str | None) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=index,
-                message=ChatMessage(
-                    role=choice.role or "assistant",
-                    content="".join(choice.texts) if choice.texts else None,
-                    reasoning_content="".join(choice.reasoning) if choice.reasoning else None,
-                    tool_calls=tuple(call for _, call in sorted(choice.tool_calls.items())) or None,
-                ),
+                message=self._message(choice),
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
                 logprobs=None if choice.chat_logprobs is None else ChatLogprobs(content=tuple(choice.chat_logprobs)),
@@ -211,6 +255,13 @@ class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
             prompt_logprobs=self._prompt_logprobs,
             **self._envelope(request_id),
         )
+
+
+def _text(parts: list[str]) -> str:
+    """The parts as one, kept so: callers ask after every chunk, and the text is not joined from the start each time."""
+    if len(parts) > 1:
+        parts[:] = ["".join(parts)]
+    return parts[0] if parts else ""
 
 
 def _tuple(items: Iterable[int] | None) -> tuple[int, ...] | None:
@@ -231,14 +282,13 @@ def _joined(parts: list[Logprobs]) -> Logprobs | None:
     )
 
 
-def _merge(call: dict[str, Any], delta: dict[str, Any]) -> None:
+def _merge(call: _CallPieces, delta: ToolCallDelta) -> None:
     """Add a piece of a tool call: arguments come in parts, everything else once."""
-    for key, value in delta.items():
-        if key == "function" and isinstance(value, dict):
-            function = call.setdefault("function", {})
-            arguments = function.get("arguments") or ""
-            function.update({name: part for name, part in value.items() if part is not None})
-            if value.get("arguments") is not None:
-                function["arguments"] = arguments + value["arguments"]
-        elif key != "index" and value is not None:
-            call[key] = value
+    call.id, call.type = delta.id or call.id, delta.type or call.type
+    call.add(delta.function)
+
+
+def _calls(choice: _Choice) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(id=call.id, type=call.type, function=call.function()) for _, call in sorted(choice.tool_calls.items())
+    )

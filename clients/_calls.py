@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
 import httpx
 
 from windlass.clients._accumulate import Accumulator, ChatAccumulator, CompletionAccumulator
+from windlass.clients._answer_type import AnswerType, reader, response_format
 from windlass.clients._failures import request_id_of
 from windlass.clients._parse import parse
+from windlass.clients.chat_types import ChatMessage
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import Timeout
 from windlass.clients.rope import RopeScaling
@@ -81,21 +83,43 @@ def completion_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[Comp
     )
 
 
-def chat(body: dict[str, Any], timeout: Timeout) -> Call[ChatCompletion]:
+def chat(body: dict[str, Any], timeout: Timeout, answer_type: AnswerType | None = None) -> Call[ChatCompletion]:
+    """answer_type: what the answers shall be; the body then asks for it (see `asking_for`)."""
+    read = None if answer_type is None else reader(answer_type)
+
+    def answer(response: httpx.Response) -> ChatCompletion:
+        whole = _generated(ChatCompletion)(response)
+        if read is None:
+            return whole
+        choices = (replace(choice, message=replace(choice.message, _read=read)) for choice in whole.choices)
+        return replace(whole, choices=tuple(choices))
+
     return Call(
-        method="POST", path="/v1/chat/completions", body=body, answer=_generated(ChatCompletion), timeout=timeout
+        method="POST", path="/v1/chat/completions", body=asking_for(body, answer_type), answer=answer, timeout=timeout
     )
 
 
-def chat_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[ChatCompletionChunk, ChatCompletion]:
+def chat_stream(
+    body: dict[str, Any], timeout: Timeout, answer_type: AnswerType | None = None
+) -> StreamCall[ChatCompletionChunk, ChatCompletion]:
+    read = None if answer_type is None else reader(answer_type)
     return StreamCall(
         path="/v1/chat/completions",
-        body=_streamed(body),
+        body=_streamed(asking_for(body, answer_type)),
         chunk=ChatCompletionChunk,
-        accumulator=ChatAccumulator,
+        accumulator=lambda: ChatAccumulator(read),
         expected=_samples(body),
         timeout=timeout,
     )
+
+
+def asking_for(body: dict[str, Any], answer_type: AnswerType | None) -> dict[str, Any]:
+    """The body with the `response_format` of an answer type. Raises TypeError for what is none, ValueError for both."""
+    if answer_type is None:
+        return body
+    if "response_format" in body:
+        raise ValueError("give answer_type or response_format, not both")
+    return {**body, "response_format": response_format(answer_type)}
 
 
 def tokenize(body: dict[str, Any]) -> Call[Tokenization]:
@@ -190,7 +214,9 @@ def build_body(fixed: Mapping[str, Any], options: Mapping[str, Any], extra: Mapp
 
 
 def _jsonable(value: Any) -> Any:
-    """Sequences such as tuples, ranges and arrays as lists; everything else as it is."""
+    """Sequences such as tuples, ranges and arrays as lists, messages as objects; everything else as it is."""
+    if isinstance(value, ChatMessage):
+        return value.to_dict()
     if hasattr(value, "tolist"):  # numpy's arrays and scalars
         return value.tolist()
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from windlass.clients.async_client import AsyncClient
+from windlass.clients.chat_types import ChatDelta, ChatMessage, FunctionCall, ToolCall, ToolCallDelta
 from windlass.clients.client import Client
 from windlass.clients.errors import (
     APIConnectionError,
@@ -26,9 +27,7 @@ from windlass.clients.types import (
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     Completion,
     CompletionChoice,
     CompletionChunk,
@@ -74,6 +73,7 @@ __all__ = [
     "CompletionTokensDetails",
     "Detokenization",
     "DetokenizeOptions",
+    "FunctionCall",
     "Health",
     "Logprobs",
     "MetricSample",
@@ -96,6 +96,8 @@ __all__ = [
     "TokenLogprob",
     "Tokenization",
     "TokenizeOptions",
+    "ToolCall",
+    "ToolCallDelta",
     "TopLogprob",
     "Usage",
 ]

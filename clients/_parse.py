@@ -7,7 +7,7 @@ import functools
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
 
@@ -29,7 +29,11 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
         return _object(typing.cast(type, hint))
     if origin is tuple:
         return _tuple(get_args(hint))
-    if origin is dict and dataclasses.is_dataclass(get_args(hint)[1]):
+    if origin is list:
+        return _list(_reader(get_args(hint)[0]))
+    if origin is Literal:
+        return _literal(get_args(hint))
+    if origin is dict and get_args(hint)[1] is not Any:
         return _named(_reader(get_args(hint)[1]))
     plain: Any = (int, float) if hint is float else (dict if origin is dict else hint)
 
@@ -72,6 +76,25 @@ def _tuple(items: tuple[Any, ...]) -> Callable[[Any, str], Any]:
     return read
 
 
+def _list(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} should be a list")
+        return [reader(item, where) for item in value]
+
+    return read
+
+
+def _literal(choices: tuple[Any, ...]) -> Callable[[Any, str], Any]:
+    def read(value: Any, where: str) -> Any:
+        for choice in choices:
+            if value == choice and type(value) is type(choice):
+                return value
+        raise ValueError(f"{where} should be one of {', '.join(map(repr, choices))}")
+
+    return read
+
+
 def _named(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
@@ -87,6 +110,7 @@ def _object(cls: type) -> Callable[[Any, str], Any]:
     fields = [
         (field.name, _reader(hints[field.name]), field.default is absent and field.default_factory is absent)
         for field in dataclasses.fields(cls)
+        if field.init and not field.name.startswith("_")
     ]
 
     def read(value: Any, where: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import httpx
 
 from windlass.clients import _calls as calls
+from windlass.clients._answer_type import AnswerType
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run_async
 from windlass.clients._rules import CallRules
@@ -131,6 +132,7 @@ class AsyncClient:
         self,
         messages: Messages,
         *,
+        answer_type: AnswerType | None = None,
         model: str | None = None,
         stream: Literal[False] = False,
         deadline: float | None = None,
@@ -144,6 +146,7 @@ class AsyncClient:
         self,
         messages: Messages,
         *,
+        answer_type: AnswerType | None = None,
         model: str | None = None,
         stream: Literal[True],
         deadline: float | None = None,
@@ -156,6 +159,7 @@ class AsyncClient:
         self,
         messages: Messages,
         *,
+        answer_type: AnswerType | None = None,
         model: str | None = None,
         stream: bool = False,
         deadline: float | None = None,
@@ -166,8 +170,8 @@ class AsyncClient:
         """See `Client.chat`."""
         body = calls.build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return await self._open(calls.chat_stream(body, timeout))
-        return await self._run(calls.chat(body, timeout))
+            return await self._open(calls.chat_stream(body, timeout, answer_type))
+        return await self._run(calls.chat(body, timeout, answer_type))
 
     async def tokenize(
         self,

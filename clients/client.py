@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 import httpx
 
 from windlass.clients import _calls as calls
+from windlass.clients._answer_type import AnswerType
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run
 from windlass.clients._rules import CallRules
@@ -143,6 +144,7 @@ class Client:
         self,
         messages: Messages,
         *,
+        answer_type: AnswerType | None = None,
         model: str | None = None,
         stream: Literal[False] = False,
         deadline: float | None = None,
@@ -156,6 +158,7 @@ class Client:
         self,
         messages: Messages,
         *,
+        answer_type: AnswerType | None = None,
         model: str | None = None,
         stream: Literal[True],
         deadline: float | None = None,
@@ -168,6 +171,7 @@ class Client:
         self,
         messages: Messages,
         *,
+        answer_type: AnswerType | None = None,
         model: str | None = None,
         stream: bool = False,
         deadline: float | None = None,
@@ -175,11 +179,15 @@ class Client:
         extra_body: Mapping[str, Any] | None = None,
         **options: Unpack[ChatOptions],
     ) -> ChatCompletion | Stream[ChatCompletionChunk, ChatCompletion]:
-        """Answer a conversation, `[{"role": …, "content": …}, …]`. The other arguments are those of `completions`."""
+        """Answer a conversation, `[{"role": …, "content": …}, …]`; a message of an earlier answer may stand in it.
+
+        answer_type: what the answer shall be: a JSON Schema, a pydantic model or a dataclass. Its text then holds it, and
+        `parsed` has it. The other arguments are those of `completions`.
+        """
         body = calls.build_body({"messages": messages, "model": model, "timeout": deadline}, options, extra_body)
         if stream:
-            return self._open(calls.chat_stream(body, timeout))
-        return self._run(calls.chat(body, timeout))
+            return self._open(calls.chat_stream(body, timeout, answer_type))
+        return self._run(calls.chat(body, timeout, answer_type))
 
     def tokenize(
         self,

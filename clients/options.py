@@ -11,9 +11,11 @@ from typing import Any, TypedDict
 
 import httpx
 
+from windlass.clients.chat_types import ChatMessage
+
 TokenIds = Sequence[int]
 Prompt = str | Sequence[str] | TokenIds | Sequence[TokenIds]
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, Any] | ChatMessage]
 Timeout = float | httpx.Timeout | None
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
 from windlass.clients._failures import broken_answer
 from windlass.clients._stream import ChunkReader
+from windlass.clients.chat_types import ToolCall
 from windlass.clients.types import Rotary, Usage
 
 T = TypeVar("T")
@@ -33,6 +34,24 @@ class _Generated(Generic[T, A]):
     def text(self) -> str:
         """Text of the first choice, as far as it was read."""
         return self._reader.whole.text
+
+    @property
+    def reasoning(self) -> str:
+        """What the first choice of a chat thought, as far as it was read."""
+        return self._reader.whole.reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the first choice of a chat, as far as they were read: the last one may lack arguments."""
+        return self._reader.whole.tool_calls
+
+    @property
+    def parsed(self) -> Any:
+        """The first choice of a chat as the `answer_type` that was asked for; None until it has ended.
+
+        See `ChatMessage.parsed`, also for what it raises.
+        """
+        return self._reader.whole.parsed
 
     @property
     def finish_reasons(self) -> dict[int, str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.clients.chat_types import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTokensDetails:
@@ -155,26 +157,6 @@ class CompletionChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatMessage:
-    """What the assistant said."""
-
-    role: str = "assistant"
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: tuple[dict[str, Any], ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDelta:
-    """What a chunk adds to the message; the first one bears the role."""
-
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: tuple[dict[str, Any], ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatChoice:
     """One answer. stop_reason: the stop string or token id that ended it. rotary: where the choices differ in it."""
 
@@ -218,6 +200,21 @@ class ChatCompletion:
         """Content of the first choice."""
         return (self.choices[0].message.content or "") if self.choices else ""
 
+    @property
+    def reasoning(self) -> str:
+        """What the first choice thought before it answered."""
+        return (self.choices[0].message.reasoning_content or "") if self.choices else ""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that the first choice asks for."""
+        return (self.choices[0].message.tool_calls or ()) if self.choices else ()
+
+    @property
+    def parsed(self) -> Any:
+        """The first choice as the `answer_type` that was asked for; see `ChatMessage.parsed`."""
+        return self.choices[0].message.parsed if self.choices else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCompletionChunk:
@@ -239,6 +236,16 @@ class ChatCompletionChunk:
     def text(self) -> str:
         """New content of the first choice in this chunk."""
         return (self.choices[0].delta.content or "") if self.choices else ""
+
+    @property
+    def reasoning(self) -> str:
+        """New thinking of the first choice in this chunk."""
+        return (self.choices[0].delta.reasoning_content or "") if self.choices else ""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        """What this chunk adds to the calls of the first choice."""
+        return (self.choices[0].delta.tool_calls or ()) if self.choices else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

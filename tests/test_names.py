@@ -27,7 +27,7 @@ OF_THE_API = {
     "TokenLogprob",
     "Usage",
 }
-CLIENT_TYPES = {"clients/types.py", "clients/rope.py"}
+CLIENT_TYPES = {"clients/chat_types.py", "clients/types.py", "clients/rope.py"}
 
 
 def places() -> dict[str, list[str]]:

@@ -189,8 +189,8 @@ async def test_pieces_of_reasoning_and_of_tool_calls_are_joined(kind: str) -> No
             final = await (await client.chat([], stream=True)).get_final()
     message = final.choices[0].message
     assert (message.role, message.content, message.reasoning_content) == ("assistant", None, "Let me see.")
-    assert message.tool_calls == (
+    assert message.to_dict()["tool_calls"] == [
         {"id": "c0", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}},
         {"id": "c1", "type": "function", "function": {"name": "wait", "arguments": "{}"}},
-    )
+    ]
     assert final.choices[0].finish_reason == "tool_calls" and final.usage.total_tokens == 5

@@ -1,0 +1,171 @@
+"""What an assistant's turn holds in the SDK: thinking, calls and answers of a wanted type, whole and streamed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pydantic
+import pytest
+from helpers.any_client import any_client
+from helpers.scripted_http import answer, events, scripted_server
+from jsonschema import Draft202012Validator
+
+from windlass.clients import ChatCompletion, ChatMessage, FunctionCall, ToolCall
+
+pytestmark = pytest.mark.anyio
+ENVELOPE = {"id": "c-1", "created": 5, "model": "m"}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"at": [1]}'}}
+
+
+@dataclass
+class Place:
+    name: str
+    kind: Literal["city", "sea"] = "city"
+
+
+@dataclass
+class Trip:
+    days: int
+    places: list[Place]
+    notes: dict[str, str] = field(default_factory=dict)
+    cost: float | None = None
+
+
+class Model(pydantic.BaseModel):
+    days: int
+    places: list[str] = []
+
+
+def whole(message: dict[str, Any], reason: str = "stop") -> dict[str, Any]:
+    return {**ENVELOPE, "choices": [{"index": 0, "message": {"role": "assistant", **message}, "finish_reason": reason}]}
+
+
+def streamed(*deltas: dict[str, Any], reason: str = "stop") -> list[Any]:
+    chunks = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    chunks.append({"index": 0, "delta": {}, "finish_reason": reason})
+    return [*({**ENVELOPE, "choices": [chunk]} for chunk in chunks), "[DONE]"]
+
+
+async def test_a_turn_that_calls(kind: str) -> None:
+    message = {"content": None, "reasoning_content": "hm", "reasoning": "hm", "tool_calls": [CALL]}
+    with scripted_server(answer(whole(message, "tool_calls")), answer(whole({"content": "done"}))) as server:
+        async with any_client(kind, server.url) as client:
+            first = await client.chat([{"role": "user", "content": "go"}], tools=[{"type": "function"}])
+            (call,) = first.tool_calls
+            assert (call.name, call.function.values, first.reasoning, first.text) == ("look", {"at": [1]}, "hm", "")
+            second = await client.chat(
+                [{"role": "user", "content": "go"}, first.choices[0].message, call.reply("seen")]
+            )
+        assert second.text == "done" and second.tool_calls == () and second.parsed is None
+    sent = server.requests[1].json["messages"]
+    assert sent[1] == {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]}
+    assert sent[2] == {"role": "tool", "tool_call_id": "call_1", "content": "seen"}
+
+
+async def test_a_stream_tells_what_has_come(kind: str) -> None:
+    head, *pieces = (
+        {
+            "tool_calls": [
+                {"index": 0, "id": "call_1", "type": "function", "function": {"name": "look", "arguments": ""}}
+            ]
+        },
+        *({"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in ('{"at"', ": [1]}")),
+    )
+    script = streamed(
+        {"role": "assistant", "content": None}, {"reasoning_content": "h"}, {"reasoning": "m", "reasoning_content": "m"},
+        {"content": "Let"}, head, *pieces, reason="tool_calls",
+    )  # fmt: skip
+    seen = []
+    with scripted_server(events(*script)) as server:
+        async with any_client(kind, server.url) as client, await client.chat([], stream=True) as stream:
+            async for chunk in stream:
+                arguments = [call.function.arguments for call in stream.tool_calls]
+                seen.append((chunk.reasoning, stream.reasoning, stream.text, arguments, len(chunk.tool_calls)))
+            final = await stream.get_final()
+    assert seen == [
+        ("", "", "", [], 0),
+        ("h", "h", "", [], 0),
+        ("m", "hm", "", [], 0),
+        ("", "hm", "Let", [], 0),
+        ("", "hm", "Let", [""], 1),
+        ("", "hm", "Let", ['{"at"'], 1),
+        ("", "hm", "Let", ['{"at": [1]}'], 1),
+        ("", "hm", "Let", ['{"at": [1]}'], 0),
+    ]
+    call = ToolCall(id="call_1", function=FunctionCall(name="look", arguments='{"at": [1]}'))
+    assert final.choices[0].message == ChatMessage(content="Let", reasoning_content="hm", tool_calls=(call,))
+
+
+async def test_the_older_form_of_calls(kind: str) -> None:
+    call = {"name": "look", "arguments": "{}"}
+    script = streamed({"function_call": {"name": "look", "arguments": ""}}, {"function_call": {"arguments": "{}"}})
+    with scripted_server(answer(whole({"content": None, "function_call": call})), events(*script)) as server:
+        async with any_client(kind, server.url) as client:
+            first = await client.chat([])
+            final = await (await client.chat([], stream=True)).get_final()
+    for result in (first, final):
+        assert result.choices[0].message.to_dict() == {"role": "assistant", "content": None, "function_call": call}
+
+
+TEXT = '{"days": 2, "places": [{"name": "Oslo"}], "notes": {"a": "b"}, "cost": null}'
+WANTED: list[tuple[Any, str, Any]] = [
+    (Trip, TEXT, Trip(2, [Place("Oslo")], {"a": "b"})),
+    (Model, '{"days": 3, "places": ["a"]}', Model(days=3, places=["a"])),
+    ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", [1, 2]),
+]
+
+
+@pytest.mark.parametrize("wanted, text, value", WANTED, ids=["dataclass", "pydantic", "schema"])
+async def test_an_answer_of_a_wanted_type(kind: str, wanted: Any, text: str, value: Any) -> None:
+    script = streamed({"role": "assistant", "content": ""}, {"content": text[:9]}, {"content": text[9:]})
+    with scripted_server(answer(whole({"content": text})), events(*script)) as server:
+        async with any_client(kind, server.url) as client:
+            assert (await client.chat([], answer_type=wanted)).parsed == value
+            async with await client.chat([], answer_type=wanted, stream=True) as stream:
+                early = [(stream.parsed, chunk.text) async for chunk in stream][:-1]
+                assert stream.parsed == value and {parsed for parsed, _ in early} == {None}
+                final = await stream.get_final()
+    assert isinstance(final, ChatCompletion) and final.parsed == value
+    for request in server.requests:
+        asked = request.json["response_format"]
+        assert asked["type"] == "json_schema" and asked["json_schema"]["strict"] is True
+        Draft202012Validator.check_schema(asked["json_schema"]["schema"])
+        Draft202012Validator(asked["json_schema"]["schema"]).validate(json.loads(text))
+
+
+async def test_an_answer_that_does_not_hold(kind: str) -> None:
+    """Cut short, say: nothing is guessed."""
+    with scripted_server(answer(whole({"content": '{"days": 2'}, "length"))) as server:
+        async with any_client(kind, server.url) as client:
+            for wanted in (Trip, Model, {"type": "object"}):
+                cut = await client.chat([], answer_type=wanted)
+                with pytest.raises(ValueError):
+                    _ = cut.parsed
+    with scripted_server(answer(whole({"content": '{"days": "two", "places": []}'}))) as server:
+        async with any_client(kind, server.url) as client:
+            with pytest.raises(ValueError, match="days"):
+                _ = (await client.chat([], answer_type=Trip)).parsed
+
+
+async def test_what_cannot_be_asked_for(kind: str) -> None:
+    @dataclass
+    class Odd:
+        when: complex
+
+    async with any_client(kind, "http://127.0.0.1:9") as client:
+        with pytest.raises(TypeError, match="complex has no JSON Schema here"):
+            await client.chat([], answer_type=Odd)
+        with pytest.raises(TypeError, match="should be a JSON Schema, a pydantic model or a dataclass"):
+            await client.chat([], answer_type=int)
+        with pytest.raises(ValueError, match="not both"):
+            await client.chat([], answer_type=Trip, response_format={"type": "text"})
+
+
+def test_an_answer_is_plain_data() -> None:
+    """The reader inside a message is no part of what it says."""
+    assert ChatMessage(content="1", _read=int) == ChatMessage(content="1")
+    assert "_read" not in repr(ChatMessage(content="1", _read=int))
+    assert dataclasses.replace(ChatMessage(content="1", _read=int), content="2").parsed == 2
