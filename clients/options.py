@@ -110,6 +110,7 @@ class ChatOptions(GenerationOptions, total=False):
     parallel_tool_calls: bool | None
     chat_template_kwargs: Mapping[str, Any] | None
     reasoning_effort: str | None
+    thinking_budget: int | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
 

@@ -16,6 +16,19 @@ FinishReason = Literal["stop", "length", "abort", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """After so many tokens of thinking comes the token that closes it, unless it has come.
+
+    open: ids that begin the thinking, at the beginning of the output or after at most two further tokens; where they do not
+    stand there, nothing is thought. Empty: the output begins inside the thinking.
+    """
+
+    tokens: int
+    close: int
+    open: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are drawn. Token ids are validated against the vocabulary by `windlass.engine.api.validation`.
 
@@ -45,6 +58,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     ignore_eos: bool = False
+    thinking: ThinkingBudget | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1

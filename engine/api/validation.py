@@ -42,6 +42,10 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
             raise RequestError(f"{name} must lie between {low:g} and {high:g}, got {value!r}", name)
     _check_ids("stop_token_ids", s.stop_token_ids, vocab_size)
     _check_ids("logit_bias", s.logit_bias or (), vocab_size)
+    if s.thinking is not None:
+        if s.thinking.tokens < 0:
+            raise RequestError("thinking_budget must not be negative", "thinking_budget")
+        _check_ids("thinking_budget", (s.thinking.close, *s.thinking.open), vocab_size)
     for word in s.bad_words:
         _check_ids("bad_words", word, vocab_size)
     if s.allowed_token_ids is not None:

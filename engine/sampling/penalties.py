@@ -13,13 +13,18 @@ from torch import Tensor
 
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.sampling.thinking import forced_token
 from windlass.kernels import LogitsChanges, Penalties
 
 
 def changes_logits(sampling: SamplingParams) -> bool:
     """Whether a row needs a LogitsProcessor at all (min_tokens aside, which ends by itself)."""
     return bool(
-        sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.bad_words or penalises(sampling)
+        sampling.logit_bias
+        or sampling.allowed_token_ids is not None
+        or sampling.bad_words
+        or sampling.thinking is not None
+        or penalises(sampling)
     )
 
 
@@ -54,7 +59,12 @@ class LogitsProcessor:
         if self._counts is not None:
             self._counts.update(slot.token_ids, slot.num_prompt_tokens)
             counted, in_output = self._counts.tensors()
-        return LogitsChanges(self._allowed, self._forbidden(slot), self._bias_ids, self._bias, counted, in_output)
+        allowed, forbidden = self._allowed, self._forbidden(slot)
+        if (budget := self._sampling.thinking) is not None:
+            forced = forced_token(budget, slot.token_ids, slot.num_prompt_tokens)
+            if forced is not None:
+                allowed, forbidden = self._ids((forced,)), self._nothing
+        return LogitsChanges(allowed, forbidden, self._bias_ids, self._bias, counted, in_output)
 
     def _forbidden(self, slot: SampleSlot) -> Tensor:
         """Ids masked now: single bad words, the last token of every word whose beginning stands at the end of the text

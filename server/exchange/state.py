@@ -42,7 +42,7 @@ class ServerState:
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
-        self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer.chat_template)
+        self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()
 

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.answers import PromptLogprobs, Rotary, Usage
-from windlass.server.protocol.base import FreeForm, StrictModel
+from windlass.server.protocol.base import INT32_MAX, FreeForm, StrictModel
 from windlass.server.protocol.generation_request import GenerationRequest, only_empty
 from windlass.server.protocol.tools import (
     AnsweredCall,
@@ -82,6 +82,7 @@ class ChatRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: FreeForm | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Tools | None = None

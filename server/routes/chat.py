@@ -106,4 +106,5 @@ async def _prepare(
         caller=job.caller,
     )
     place = thinking.place(text, (body.messages[-1].content or "") if body.continue_final_message else None)
-    return prompts, replace(job, parsing=thinking.parsing(job.parsing, place))
+    sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, place))
+    return prompts, replace(job, sampling=sampling, parsing=thinking.parsing(job.parsing, place))

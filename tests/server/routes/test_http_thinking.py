@@ -12,6 +12,8 @@ from helpers.live_server import TEMPLATE, Live, live_server
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
+from windlass.engine.api.request import ThinkingBudget
+
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
 SWITCHED = (
@@ -158,3 +160,33 @@ def test_a_parser_that_the_operator_names() -> None:
         say(live, "a</think>b")  # text markers: the toy tokenizer has no tokens for them
         message = live.chat()["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "fields, opening",
+    [
+        ({}, "<think>"),
+        ({"messages": [*USER, {"role": "assistant", "content": "<think>a"}], "continue_final_message": True}, ""),
+    ],
+)
+def test_a_budget_reaches_the_engine(live: Live, fields: dict[str, Any], opening: str) -> None:
+    live.chat(thinking_budget=7, **fields)
+    (close,) = live.tokenizer.encode("</think>", add_special_tokens=False)
+    expected = ThinkingBudget(7, close, tuple(live.tokenizer.encode(opening, add_special_tokens=False)))
+    assert live.engine.requests[-1].sampling.thinking == expected
+
+
+def test_a_budget_where_nothing_is_thought(live: Live) -> None:
+    live.chat(thinking_budget=7, chat_template_kwargs={"enable_thinking": False})
+    assert live.engine.requests[-1].sampling.thinking is None
+    live.chat()
+    assert live.engine.requests[-1].sampling.thinking is None
+    assert live.refuse(PATH, {"messages": USER, "thinking_budget": -1})["param"] == "thinking_budget"
+
+
+@pytest.mark.parametrize("parser, reason", [("none", "no thinking"), ("qwen3", "is several tokens")])
+def test_a_budget_that_cannot_be_kept(parser: str, reason: str) -> None:
+    with live_server(reasoning_parser=parser) as live:
+        error = live.refuse(PATH, {"messages": USER, "thinking_budget": 5})
+        assert (error["param"], error["code"]) == ("thinking_budget", "unsupported_parameter")
+        assert reason in error["message"]

@@ -63,6 +63,8 @@ GRANITE = ThinkingFormat(
 FORMATS = {each.name: each for each in (DEEPSEEK_R1, QWEN3, GRANITE)}
 
 HARMONY = "gpt_oss"
+HARMONY_OPENS = ("<|channel|>analysis<|message|>",)
+HARMONY_CLOSES = ("<|end|>",)
 AUTO = "auto"
 NONE = "none"
 NAMES = (AUTO, *FORMATS, HARMONY, NONE)

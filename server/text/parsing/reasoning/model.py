@@ -4,33 +4,50 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from windlass.engine.api.request import ThinkingBudget
 from windlass.server.errors import bad_request
 from windlass.server.text.parsing.events import OutputParser, ParsingPlan, PlainText
-from windlass.server.text.parsing.reasoning.formats import AUTO, FORMATS, HARMONY, Place, format_of_template
+from windlass.server.text.parsing.reasoning.formats import (
+    AUTO,
+    FORMATS,
+    HARMONY,
+    HARMONY_CLOSES,
+    HARMONY_OPENS,
+    Place,
+    format_of_template,
+)
 from windlass.server.text.parsing.reasoning.parser import ThinkingParser
 from windlass.server.text.parsing.tools.harmony import without_calls
 
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
 _SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn thinking on and off
 _EFFORT = "reasoning_effort"
+_BUDGET = "thinking_budget"
 _HARMONY_EFFORTS = ("low", "medium", "high")
 
 
 class ThinkingModel:
     """One per app. name: of the format, `none` where the model's thinking is not told apart.
 
-    template: the source of the chat template, None where there is none. parser: what the operator chose.
+    parser: what the operator chose.
     """
 
-    def __init__(self, parser: str, template: str | None) -> None:
+    def __init__(self, parser: str, tokenizer: Tokenizer) -> None:
+        template = tokenizer.chat_template
         self.name = format_of_template(template) if parser == AUTO else parser
         self.format = FORMATS.get(self.name)
+        self._tokenizer = tokenizer
         self._read = variables_read(template or "", (*_SWITCHES, _EFFORT))
 
     def place(self, prompt: str, continued: str | None) -> Place:
         """Where an answer to the rendered prompt begins; see `ThinkingFormat.place`."""
-        return "behind" if self.format is None else self.format.place(prompt, continued)
+        if self.format is None:
+            return "before" if self.name == HARMONY else "behind"
+        return self.format.place(prompt, continued)
 
     def parsing(self, plan: ParsingPlan | None, place: Place) -> ParsingPlan | None:
         """The plan with a stage in front that takes the thinking off."""
@@ -43,6 +60,35 @@ class ThinkingModel:
             return ThinkingParser(format, place, rest.make())
 
         return replace(rest, make=make, markers=rest.markers | format.markers)
+
+    def budget(self, tokens: int | None, place: Place) -> ThinkingBudget | None:
+        """What ends the thinking of an answer that begins at `place` after so many tokens; None: nothing needs to.
+
+        Raises ApiError where the model's thinking cannot be ended so.
+        """
+        if tokens is None:
+            return None
+        if self.format is not None:
+            opens, closes = self.format.opens, self.format.closes
+        elif self.name == HARMONY:
+            opens, closes = HARMONY_OPENS, HARMONY_CLOSES
+        else:
+            raise bad_request(
+                "this server tells no thinking apart (--reasoning-parser)", _BUDGET, "unsupported_parameter"
+            )
+        close = next((ids[0] for ids in map(self._ids, closes) if len(ids) == 1), None)
+        if close is None:
+            raise bad_request(
+                f"the token that ends thinking cannot be forced: {closes[0]!r} is several tokens of this model",
+                _BUDGET,
+                "unsupported_parameter",
+            )
+        if place == "behind":
+            return None
+        return ThinkingBudget(tokens, close, () if place == "inside" else tuple(self._ids(opens[0])))
+
+    def _ids(self, marker: str) -> list[int]:
+        return self._tokenizer.encode(marker, add_special_tokens=False)
 
     def variables(self, effort: str | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
         """The template's variables for a request: `chat_template_kwargs`, which win, and what `effort` comes to.
