@@ -108,6 +108,8 @@ class ChatOptions(GenerationOptions, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
+    functions: Sequence[Mapping[str, Any]] | None
+    function_call: str | Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     reasoning_effort: str | None
     thinking_budget: int | None
