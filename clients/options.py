@@ -125,6 +125,7 @@ class TokenizeOptions(TypedDict, total=False):
     return_offsets: bool | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
+    tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
