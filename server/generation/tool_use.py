@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from windlass.server.errors import bad_request
 from windlass.server.protocol.chat import ChatRequest
@@ -15,6 +17,9 @@ from windlass.server.text.parsing.tools.forced import Forced
 from windlass.server.text.parsing.tools.formats import FORMATS, PLAIN_JSON, ToolFormat, detect
 from windlass.server.text.template_facts import TemplateFacts
 
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
+
 INVALID = "invalid_value"
 
 
@@ -23,14 +28,12 @@ class ToolUse:
     """What the tools of a request come to.
 
     tools: for the template. parsing: None where the answer is not searched for calls.
-    must_call: functions of which at least one has to be called, None where it is up to the model; field: who says so.
+    grammar: the Lark of an answer that is nothing but calls, None where calling is up to the model; field: who asks for it.
     """
 
     tools: list[dict[str, Any]] | None = None
     parsing: ParsingPlan | None = None
-    format: ToolFormat = PLAIN_JSON
-    must_call: Mapping[str, Mapping[str, Any]] | None = None
-    several: bool = True
+    grammar: str | None = None
     field: str = "tool_choice"
 
 
@@ -39,7 +42,7 @@ def tools_for_template(tools: Sequence[ToolDefinition] | None) -> list[dict[str,
     return [_told(tool.function) for tool in tools] if tools else None
 
 
-def plan_tools(body: ChatRequest, template: str | None, parser: str) -> ToolUse:
+def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str) -> ToolUse:
     """See `ToolUse`; raises ApiError naming the field. parser: a format's name, "auto" or "none"."""
     functions, choice, field = _functions(body)
     if not functions:
@@ -68,19 +71,27 @@ def plan_tools(body: ChatRequest, template: str | None, parser: str) -> ToolUse:
         return ToolUse(tools)
     older = body.functions is not None
     several = body.parallel_tool_calls is not False and not older and not isinstance(choice, dict)
-    known = detect(template) if parser == "auto" else FORMATS[parser]
-    if parser == "auto" and not TemplateFacts.of(template or "").tools:
-        known = PLAIN_JSON  # it is told what to write by our own words
+    known = _format(tokenizer.chat_template or "") if parser == "auto" else FORMATS[parser]
+    grammar = None
+    if must_call is not None:
+        forced = Forced(must_call, several, partial(_token, tokenizer))
+        grammar = known.grammar(forced)
+        if grammar is None:  # these functions have no such form
+            known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)
     options = CallOptions(schemas=schemas, new_id=known.new_id, max_calls=MAX_CALLS if several else 1)
     parsing = ParsingPlan(lambda: known.parser(options), known.markers, older)
-    return ToolUse(tools, parsing, known, must_call, several, field)
+    return ToolUse(tools, parsing, grammar, field)
 
 
-def forced_calls(use: ToolUse, token: Callable[[str], str]) -> str | None:
-    """The Lark of an answer that is nothing but calls; None where it is up to the model. token: see `Forced`."""
-    if use.must_call is None:
-        return None
-    return use.format.grammar(Forced(use.must_call, use.several, token))
+def _format(template: str) -> ToolFormat:
+    # A template that shows no tools teaches no form: the model is told of one in words.
+    return detect(template) if TemplateFacts.of(template).tools else PLAIN_JSON
+
+
+def _token(tokenizer: Tokenizer, marker: str) -> str:
+    """The Lark for a marker: the token that it is, or its text where it is none of its own."""
+    token_id = tokenizer.backend.token_to_id(marker)
+    return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
 
 
 def _functions(body: ChatRequest) -> tuple[list[FunctionDefinition], Any, str]:

@@ -16,6 +16,7 @@ REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gpt_oss", "none
 # Options know no formats: a test compares this list with them.
 TOOL_CALL_PARSERS = (
     "hermes",
+    "qwen3_coder",
     "llama3_json",
     "pythonic",
     "mistral",

@@ -41,8 +41,8 @@ async def create_chat_completion(request: Request) -> Response:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
     info = state.admit()
-    use = plan_tools(body, state.tokenizer.chat_template, state.settings.tool_call_parser)
-    if use.must_call is not None:
+    use = plan_tools(body, state.tokenizer, state.settings.tool_call_parser)
+    if use.grammar is not None:
         raise bad_request(
             f"{use.field} that asks for a call is not supported by this server", use.field, "unsupported_field"
         )

@@ -231,6 +231,7 @@ def test_the_openai_package_reads_calls(live: Live) -> None:
 
 TEMPLATES = {
     "hermes": "<tools></tools> return a json object within <tool_call></tool_call> XML tags",
+    "qwen3_coder": "<tool_call>\n<function=x>\n<parameter=y>",
     "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
     "pythonic": "<|python_start|>[func_name1(params_name1=params_value1)]",
     "mistral": "{{ '[TOOL_CALLS] [' }}",

@@ -15,6 +15,7 @@ from windlass.server.text.parsing.tools.mistral import MistralParser
 from windlass.server.text.parsing.tools.plain_json import Llama3JsonParser, PlainJsonParser
 from windlass.server.text.parsing.tools.pythonic import PythonicParser
 from windlass.server.text.parsing.tools.tagged_json import TaggedJsonParser
+from windlass.server.text.parsing.tools.xml_parameters import XmlParametersParser, no_grammar
 
 _LETTERS = string.ascii_letters + string.digits
 _TAGS = frozenset({*TaggedJsonParser.openers, *TaggedJsonParser.closers})
@@ -57,6 +58,7 @@ FORMATS = {
         ToolFormat("mistral_args", MistralParser, forced.mistral_args, (("[TOOL_CALLS]", "[ARGS]"),), _MISTRAL, True),
         ToolFormat("mistral", MistralParser, forced.mistral_list, (("[TOOL_CALLS]",),), _MISTRAL, True),
         ToolFormat("granite", TaggedJsonParser, forced.granite, (("<|tool_call|>",),), _TAGS),
+        ToolFormat("qwen3_coder", XmlParametersParser, no_grammar, (("<function=",),), _TAGS),
         ToolFormat("hermes", TaggedJsonParser, forced.tagged, (("<tool_call>",),), _TAGS),
         ToolFormat("pythonic", PythonicParser, forced.pythonic, (("<|python_start|>",), ("[func_name1(",)), _PYTHON),
         ToolFormat(

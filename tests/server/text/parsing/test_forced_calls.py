@@ -1,0 +1,126 @@
+"""Grammars that force calls: whatever is drawn under them is read back as calls whose arguments hold to the schemas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import tokenizers
+from helpers.toy_tokenizers import byte_level
+
+from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event
+from windlass.server.text.parsing.stream import CallOptions
+from windlass.server.text.parsing.tools.forced import MOST_CALLS, Forced
+from windlass.server.text.parsing.tools.formats import FORMATS, ToolFormat
+
+llguidance = pytest.importorskip("llguidance")
+LLMatcher, LLTokenizer = llguidance.LLMatcher, llguidance.LLTokenizer
+
+EOS = "<|the end|>"
+SCHEMAS: dict[str, Any] = {
+    "look": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "days": {"type": "integer", "minimum": 0, "maximum": 99},
+            "unit": {"enum": ["C", "F", None, True]},
+            "at": {"$ref": "#/$defs/place"},
+        },
+        "required": ["days"],
+        "$defs": {"place": {"type": "array", "items": {"type": "number", "multipleOf": 1}, "maxItems": 2}},
+    },
+    "find-it": {},
+    "all": {"type": "object", "properties": {"x": {"type": "object", "properties": {"a b": {"const": '"]}'}}}}},
+}
+
+
+@pytest.fixture(scope="module")
+def backend() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    made.add_special_tokens([EOS, *sorted({marker for each in FORMATS.values() for marker in each.markers})])
+    return made
+
+
+@pytest.fixture(scope="module")
+def vocabulary(backend: tokenizers.Tokenizer) -> Any:
+    return LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
+
+
+def draw(grammar: str, backend: tokenizers.Tokenizer, vocabulary: Any, seed: int) -> str:
+    """A text at random, as the grammar allows it."""
+    chance = random.Random(seed)
+    matcher = LLMatcher(vocabulary, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    eos = backend.token_to_id(EOS)
+    ids: list[int] = []
+    while len(ids) < 4000:
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+        special = [token_id for token_id in allowed if token_id >= eos]
+        token_id = chance.choice(special if special and chance.random() < 0.3 else allowed)
+        if token_id == eos:
+            break
+        ids.append(token_id)
+        assert matcher.consume_token(token_id)
+    else:
+        raise AssertionError("it has no end")
+    return backend.decode(ids, skip_special_tokens=False)
+
+
+def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
+    ids = itertools.count()
+    parser = form.parser(CallOptions(schemas=SCHEMAS, new_id=lambda: str(next(ids))))
+    events: list[Event] = []
+    for character in text:
+        events += parser.feed(character)
+    events += parser.finish()
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        assert not isinstance(event, Content), (text, event)
+        if isinstance(event, CallStart):
+            calls.append((event.name, ""))
+        elif isinstance(event, CallArguments):
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])  # it has no grammar
+def test_whatever_is_drawn_is_a_call(name: str, several: bool, backend: tokenizers.Tokenizer, vocabulary: Any) -> None:
+    form = FORMATS[name]
+    schemas = {key: SCHEMAS[key] for key in SCHEMAS if name != "pythonic" or key != "all" or several}
+    grammar = form.grammar(Forced(schemas, several, lambda marker: f"<[{backend.token_to_id(marker)}]>"))
+    assert grammar is not None
+    counts = set()
+    for seed in range(12):
+        calls = calls_in(draw(grammar, backend, vocabulary, seed), form)
+        counts.add(len(calls))
+        for called, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[called] | {"type": "object"})
+            assert set(arguments) <= set(SCHEMAS[called].get("properties", ()))
+    if several and name != "harmony":
+        assert max(counts) > 1 and max(counts) <= MOST_CALLS
+    else:
+        assert counts == {1}
+
+
+def test_markers_that_are_plain_text() -> None:
+    grammar = FORMATS["hermes"].grammar(Forced({"look": {}}, False, json.dumps))
+    assert grammar is not None and '"<tool_call>" "\\n"' in grammar
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "object"}]},
+        {"type": "object", "properties": {"two words": {}}},
+        {"type": "object", "properties": {"x": {}}, "patternProperties": {"y": {}}},
+    ],
+)
+def test_schemas_that_are_no_list_of_arguments_have_no_python(schema: dict[str, Any]) -> None:
+    assert FORMATS["pythonic"].grammar(Forced({"look": schema}, False, json.dumps)) is None
