@@ -76,7 +76,7 @@ class ThinkingModel:
             raise bad_request(
                 "this server tells no thinking apart (--reasoning-parser)", _BUDGET, "unsupported_parameter"
             )
-        close = next((ids[0] for ids in map(self._ids, closes) if len(ids) == 1), None)
+        close = next((ids[0] for ids in map(self.ids, closes) if len(ids) == 1), None)
         if close is None:
             raise bad_request(
                 f"the token that ends thinking cannot be forced: {closes[0]!r} is several tokens of this model",
@@ -85,9 +85,10 @@ class ThinkingModel:
             )
         if place == "behind":
             return None
-        return ThinkingBudget(tokens, close, () if place == "inside" else tuple(self._ids(opens[0])))
+        return ThinkingBudget(tokens, close, () if place == "inside" else tuple(self.ids(opens[0])))
 
-    def _ids(self, marker: str) -> list[int]:
+    def ids(self, marker: str) -> list[int]:
+        """Token ids of a marker: one, mostly."""
         return self._tokenizer.encode(marker, add_special_tokens=False)
 
     def variables(self, effort: str | None, given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,0 +1,47 @@
+"""Thinking over a real server: a budget ends it at its token, whole and streamed, with proposed tokens too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.real_server import serve
+from helpers.thinking_model import thinking_model
+
+from windlass.clients import Client
+
+MESSAGES = [{"role": "user", "content": "What does horse mean?"}]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    model = thinking_model(tmp_path_factory.mktemp("model"))
+    with (
+        serve("--kv-cache-memory", "64MiB", "--speculative-ngram", "4", model=model) as server,
+        Client(server.url) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("budget", [0, 1, 9])
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 3, "n": 2}], ids=str)
+def test_a_budget_ends_the_thinking(client: Client, budget: int, sampling: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "thinking_budget": budget, **sampling}
+    answer = client.chat(MESSAGES, return_token_ids=True, **options)
+    (close,) = client.tokenize("</think>", add_special_tokens=False).tokens
+    for choice in answer.choices:
+        assert choice.token_ids is not None and choice.token_ids.index(close) == budget
+        assert bool(choice.message.reasoning_content) == (budget > 0)
+        assert choice.message.content and "think" not in choice.message.content
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.reasoning_tokens == (budget + 1) * len(answer.choices)
+    with client.chat(MESSAGES, stream=True, **options) as stream:
+        final = stream.get_final()
+        assert (stream.reasoning, stream.text) == (answer.reasoning, answer.text)
+    assert [choice.message for choice in final.choices] == [choice.message for choice in answer.choices]
+
+
+def test_without_a_budget_it_thinks_on(client: Client) -> None:
+    answer = client.chat(MESSAGES, max_tokens=12, ignore_eos=True, temperature=0)
+    assert answer.reasoning and not answer.text and answer.choices[0].finish_reason == "length"
