@@ -15,6 +15,10 @@ INVALID = "invalid_request_error"
 SERVER = "server_error"
 
 
+# What an error is called where nobody has a closer word.
+_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 431: "headers_too_large"}
+
+
 class ApiError(Exception):
     """An answer other than success: HTTP status plus OpenAI's error object. `retry_after` is whole seconds."""
 
@@ -33,7 +37,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or _CODES.get(status, "internal")
         self.type = type or (INVALID if status < 500 else SERVER)
         self.headers = dict(headers or {})
         if retry_after is not None:

@@ -184,6 +184,7 @@ def _validation_error(error: ValidationError) -> ApiError:
     kind = first["type"]
     if kind == "unknown_field":
         location.append(str(context["name"]))
+    absent = kind == "missing" or (first["input"] is None and isinstance(location[-1] if location else None, str))
     while len(location) > 1 and isinstance(location[-1], int):
         location.pop()  # an item of a flat list: name the list
     path = ""
@@ -193,7 +194,7 @@ def _validation_error(error: ValidationError) -> ApiError:
     message = str(first["msg"])
     if kind == "unknown_field":
         return bad_request(f"unknown field {path!r}: {context['hint']}", path, "unknown_field")
-    if kind == "missing":
+    if absent:
         return bad_request(f"the field {path!r} is missing", path, "missing_field")
     code = kind if kind == "unsupported_field" else "invalid_value"
     if kind == "literal_error":

@@ -59,7 +59,7 @@ class ErrorDetail(StrictModel):
     message: str
     type: str
     param: str | None
-    code: str | None
+    code: str
 
 
 class ErrorAnswer(StrictModel):

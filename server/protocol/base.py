@@ -18,11 +18,12 @@ MAX_NAME = 64  # characters of an unknown field's name that an error repeats
 
 
 class StrictModel(BaseModel):
-    """A JSON object whose unknown fields are refused by name and whose types are not coerced."""
+    """A JSON object whose unknown fields are refused by name and whose types are not coerced. Null counts as absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     hints: ClassVar[dict[str, str]] = {}  # unknown field -> what to do instead
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields accepted without effect, whatever they hold
 
     @model_validator(mode="before")
     @classmethod
@@ -30,8 +31,14 @@ class StrictModel(BaseModel):
         # One error and not one per field: a body may hold a million of them.
         if isinstance(data, dict):
             known = cls.model_fields
-            for name in data:
-                if name not in known:
+            dropped = set()
+            for name, value in data.items():
+                if name in cls.ignored:
+                    dropped.add(name)
+                elif value is None:
+                    if name not in known or not known[name].is_required():
+                        dropped.add(name)
+                elif name not in known:
                     hint = cls.hints.get(name)
                     if hint is None:
                         meant = nearest(name, known)
@@ -39,7 +46,14 @@ class StrictModel(BaseModel):
                     raise PydanticCustomError(
                         "unknown_field", "unknown field: {hint}", {"name": name[:MAX_NAME], "hint": hint}
                     )
+            if dropped:
+                return {name: value for name, value in data.items() if name not in dropped}
         return data
+
+
+def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """An object that is checked by hand, less what is null: that counts as absent."""
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def _as_list(value: Any) -> Any:
@@ -55,7 +69,7 @@ def _token_bias(value: Any) -> Any:
             "too_many", "logit_bias holds at most 1024 entries, got {count}", {"count": len(value)}
         )
     result: dict[int, Any] = {}
-    for key, bias in value.items():
+    for key, bias in without_nulls(value).items():
         if not re.fullmatch(r"[0-9]{1,10}", key):
             raise PydanticCustomError(
                 "token_id", "keys are token ids written in decimal, got '{key}'", {"key": key[:MAX_NAME]}
@@ -92,6 +106,9 @@ def _rope_scaling(value: Any) -> Any:
         raise PydanticCustomError(
             "type", 'should be an object such as {"rope_type": "yarn", "factor": 4}, or the name of a profile'
         )
+    if isinstance(value, dict):
+        groups = {name: without_nulls(part) if isinstance(part, dict) else part for name, part in value.items()}
+        value = without_nulls(groups)
     return check_free_form(value, numbers=False)  # whoever reads the object names the very field
 
 

@@ -24,6 +24,10 @@ from windlass.server.protocol.tools import (
 MAX_MESSAGES = 16384
 MAX_CALLS = 128  # in one message
 
+# What clients keep in histories for themselves, and caches of other servers.
+_BOOKKEEPING = frozenset({"cache_control", "id", "timestamp", "weight"})
+_PART_BOOKKEEPING = _BOOKKEEPING | {"name"}
+
 
 def _content(value: Any) -> str | None:
     """Text of a message: a string, or OpenAI's list of text parts (joined by line breaks)."""
@@ -33,8 +37,8 @@ def _content(value: Any) -> str | None:
         raise PydanticCustomError("type", "should be a string or a list of text parts")
     texts = []
     for number, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str) or len(part) != 2:
+        known = {name for name, item in part.items() if item is not None} if isinstance(part, dict) else set()
+        if known - _PART_BOOKKEEPING != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
             raise PydanticCustomError(
                 "type",
                 "part {number} should be {'type': 'text', 'text': '…'}: only text is supported",
@@ -47,8 +51,11 @@ def _content(value: Any) -> str | None:
 class ChatMessage(StrictModel):
     """One turn. Fields that clients copy from an earlier answer are accepted where they are empty.
 
-    `type` may say "text" or "message", as some clients send it; it has no effect.
+    `type` may say "text" or "message", as some clients send it; it has no effect. Neither have `cache_control`, `id`,
+    `timestamp` and `weight`, which clients keep in histories.
     """
+
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[Any, AfterValidator(_content)] = None

@@ -17,6 +17,7 @@ from windlass.server.protocol.base import (
     StopStrings,
     StrictModel,
     TokenId,
+    without_nulls,
 )
 
 
@@ -65,16 +66,20 @@ def _response_format(value: Any) -> Any:
     kind = value.get("type")
     if kind in ("json_object", "json_schema", "regex", "grammar", "structural_tag"):
         raise unsupported(f"response_format {kind!r} is")
-    if value != {"type": "text"}:
+    if without_nulls(value) != {"type": "text"}:
         raise PydanticCustomError("type", "should be {'type': 'text'}")
     return value
 
 
 class StreamOptions(StrictModel):
-    """`include_usage`: a last chunk with usage. `continuous_usage_stats`: running usage on every chunk."""
+    """`include_usage`: a last chunk with usage. `continuous_usage_stats`: with it, running usage on every chunk.
+
+    `include_obfuscation` has no effect: chunks are never padded.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class GenerationRequest(StrictModel):

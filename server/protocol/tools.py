@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form
+from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form, without_nulls
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
@@ -63,7 +63,9 @@ class FunctionDefinition(StrictModel):
 
 
 class ToolDefinition(StrictModel):
-    """A tool on offer: a function."""
+    """A tool on offer: a function. `cache_control` has no effect."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -97,6 +99,8 @@ def _functions(value: list[FunctionDefinition]) -> list[FunctionDefinition]:
 def _choice(value: Any) -> Any:
     if value in (None, "none", "auto", "required"):
         return value
+    if isinstance(value, dict):
+        value = without_nulls(value)
     function = value.get("function") if isinstance(value, dict) else None
     if isinstance(value, dict) and value.get("type") == "function" and isinstance(function, dict):
         name = function.get("name")
@@ -110,7 +114,7 @@ def _choice(value: Any) -> Any:
 def _function_choice(value: Any) -> Any:
     if value in (None, "none", "auto"):
         return value
-    if isinstance(value, dict) and set(value) == {"name"} and isinstance(value["name"], str):
+    if isinstance(value, dict) and set(value := without_nulls(value)) == {"name"} and isinstance(value["name"], str):
         return value
     raise PydanticCustomError("type", "should be 'none', 'auto' or {'name': '…'}")
 

@@ -104,7 +104,7 @@ def check(
             return_token_ids=bool(body.return_token_ids),
             skip_special_tokens=body.skip_special_tokens is not False,
             usage_at_end=usage is not None and bool(usage.include_usage),
-            usage_always=usage is not None and bool(usage.continuous_usage_stats),
+            usage_always=usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),
             max_bytes=state.settings.max_response_bytes,
         ),
         chat=chat,

@@ -147,6 +147,49 @@ def test_cors_never_allows_credentials(origins: tuple[str, ...]) -> None:
         assert other.headers.get("access-control-allow-origin") == ("*" if origins == ("*",) else None)
 
 
+# What openai's JavaScript client sends, and other clients beside it.
+CLIENT_HEADERS = """authorization content-type x-api-key x-request-id x-stainless-arch x-stainless-lang x-stainless-os
+    x-stainless-package-version x-stainless-retry-count x-stainless-runtime x-stainless-runtime-version
+    x-stainless-timeout openai-organization anthropic-version""".split()
+
+
+def test_a_preflight_allows_the_headers_of_clients() -> None:
+    with live_server(cors_origins=("http://page.example",), api_keys=("k",)) as live:
+        asked = {
+            "origin": "http://page.example",
+            "access-control-request-method": "POST",
+            "access-control-request-headers": ",".join(CLIENT_HEADERS),
+        }
+        answer = live.http.options("/v1/chat/completions", headers=asked)
+        assert answer.status_code == 200
+        allowed = {name.strip().lower() for name in answer.headers["access-control-allow-headers"].split(",")}
+        assert set(CLIENT_HEADERS) <= allowed
+        other = live.http.options("/v1/chat/completions", headers={**asked, "origin": "http://other.example"})
+        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+
+
+def test_a_page_in_a_browser_calls_the_api_of_another_origin() -> None:
+    from helpers.browser import chromium
+
+    call = """async ([url, headers]) => {
+        const answer = await fetch(url, {method: "POST", headers, body: JSON.stringify({prompt: "a", max_tokens: 2})});
+        return [answer.status, answer.headers.get("x-request-id"), (await answer.json()).choices[0].text];
+    }"""
+    sent = dict.fromkeys(CLIENT_HEADERS, "1") | {"authorization": "Bearer k", "content-type": "application/json"}
+    with (
+        chromium() as browser,
+        live_server() as page_server,
+        live_server(cors_origins=(page_server.url,), api_keys=("k",)) as api,
+        live_server(api_keys=("k",)) as closed,
+    ):
+        page = browser.new_page()
+        page.goto(f"{page_server.url}/health")
+        status, request_id, text = page.evaluate(call, [f"{api.url}/v1/completions", sent])
+        assert (status, request_id) == (200, "1") and len(text) == 2
+        with pytest.raises(Exception, match="Failed to fetch"):
+            page.evaluate(call, [f"{closed.url}/v1/completions", sent])
+
+
 def test_unknown_paths_and_methods(live: Live) -> None:
     assert live.http.get("/v1/nothing").status_code == 404
     response = live.http.get("/v1/completions")

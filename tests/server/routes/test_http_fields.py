@@ -147,7 +147,7 @@ def test_bookkeeping_fields_have_no_effect(live: Live) -> None:
         ("rope_scaling", "a-profile"),
         ("rope_scaling", 4),
         ("tools", [{}]),
-        ("no_such_field", None),
+        ("no_such_field", 0),
         ("N", 1),
     ],
 )

@@ -1,0 +1,148 @@
+"""What clients send along: nulls, and keys that they keep in histories, change nothing; errors always have a code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.live_server import Live, live_server
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live_server() as running:
+        yield running
+
+
+@pytest.fixture
+def live(server: Live) -> Live:
+    server.engine.reset()
+    return server
+
+
+def prompt_of(live: Live, path: str, body: dict[str, Any]) -> Any:
+    """What reaches the engine."""
+    live.engine.requests.clear()
+    response = live.post(path, body)
+    assert response.status_code == 200, response.text
+    (request,) = live.engine.requests
+    return request.prompt_token_ids, request.sampling, request.rope_scaling
+
+
+PLAIN: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    ],
+    "tools": [TOOL],
+    "tool_choice": "auto",
+    "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
+    "logit_bias": {"5": 1.0},
+    "response_format": {"type": "text"},
+    "seed": 1,
+    "max_tokens": 1,
+    "truncate_prompt_tokens": 250,  # the toy model's context is short
+}
+
+
+def objects_in(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+        for item in list(value.values()):
+            yield from objects_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from objects_in(item)
+
+
+def copy_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: copy_of(item) for key, item in value.items()}
+    return [copy_of(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("place", range(len(list(objects_in(PLAIN)))))
+def test_null_counts_as_absent_in_every_object(live: Live, place: int) -> None:
+    body = copy_of(PLAIN)
+    where = list(objects_in(body))[place]
+    if set(where) == {"type"} and where["type"] == "object":
+        return  # a tool's schema goes to the template as it is
+    where["no_such_field"] = None
+    if "role" in where:
+        where.update(name=None, tool_calls=where.get("tool_calls"), refusal=None, annotations=None, cache_control=None)
+    assert prompt_of(live, CHAT, body) == prompt_of(live, CHAT, PLAIN)
+
+
+def test_every_field_of_a_request_may_be_null(live: Live) -> None:
+    from windlass.server.protocol.chat import ChatRequest
+    from windlass.server.protocol.completions import CompletionRequest
+
+    for path, model, kept in ((CHAT, ChatRequest, {"messages"}), (COMPLETIONS, CompletionRequest, {"prompt"})):
+        body = {"messages": PLAIN["messages"][:1]} if path == CHAT else {"prompt": "a"}
+        nulls = dict.fromkeys(set(model.model_fields) - kept)
+        assert prompt_of(live, path, {**nulls, **body})[0] == prompt_of(live, path, body)[0]
+    for path, name in ((CHAT, "messages"), (COMPLETIONS, "prompt")):
+        error = live.refuse(path, {name: None})
+        assert (error["param"], error["code"]) == (name, "missing_field")
+
+
+def test_bookkeeping_in_messages_and_parts_has_no_effect(live: Live) -> None:
+    body = copy_of(PLAIN)
+    marks = {"cache_control": {"type": "ephemeral"}, "id": "m1", "timestamp": 17.5, "weight": 0}
+    for message in body["messages"]:
+        message.update(marks)
+    body["messages"][0]["content"][0].update(marks, name="n")
+    body["tools"][0]["cache_control"] = {"type": "ephemeral"}
+    assert prompt_of(live, CHAT, body) == prompt_of(live, CHAT, PLAIN)
+
+
+def test_what_would_change_the_answer_is_still_refused(live: Live) -> None:
+    for message, param in (
+        ({"role": "user", "content": "a", "prefix": True}, "messages[0].prefix"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "detail": "high"}]}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content"),
+        ({"role": None, "content": "a"}, "messages[0].role"),
+    ):
+        error = live.refuse(CHAT, {"messages": [message]})
+        assert error["param"] == param and error["code"]
+
+
+def test_running_usage_comes_only_with_usage(live: Live) -> None:
+    def usages(**options: bool) -> list[bool]:
+        events = live.stream(COMPLETIONS, {"prompt": "a", "max_tokens": 3, "stream_options": options})
+        return [event.get("usage") is not None for event in events[:-1]]
+
+    assert usages(continuous_usage_stats=True, include_obfuscation=True) == [False] * 3
+    assert usages(include_obfuscation=False, include_usage=True) == [False, False, False, True]
+    assert usages(continuous_usage_stats=True, include_usage=True) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}),
+        (COMPLETIONS, {"prompt": [[]]}),
+        (COMPLETIONS, {"prompt": "a", "best_of": 1, "n": 2}),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}),
+        (COMPLETIONS, {"prompt": "a", "rope_scaling": {"rope_type": "nonsense"}}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/detokenize", {"tokens": [-1]}),
+    ],
+)
+def test_every_refusal_has_a_code(live: Live, path: str, body: dict[str, Any]) -> None:
+    assert live.refuse(path, body)["code"]
+
+
+def test_wrong_paths_and_methods_have_a_code(live: Live) -> None:
+    assert live.http.get("/v2").json()["error"]["code"] == "not_found"
+    assert live.http.get(COMPLETIONS).json()["error"]["code"] == "method_not_allowed"
