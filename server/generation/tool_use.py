@@ -14,7 +14,7 @@ from windlass.server.protocol.tools import FunctionDefinition, ToolDefinition
 from windlass.server.text.parsing.events import ParsingPlan
 from windlass.server.text.parsing.stream import MAX_CALLS, CallOptions
 from windlass.server.text.parsing.tools.forced import Forced
-from windlass.server.text.parsing.tools.formats import FORMATS, PLAIN_JSON, ToolFormat, detect
+from windlass.server.text.parsing.tools.formats import PLAIN_JSON, format_of
 from windlass.server.text.template_facts import TemplateFacts
 
 if TYPE_CHECKING:
@@ -70,8 +70,11 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str) -> ToolUse:
             )
         return ToolUse(tools)
     older = body.functions is not None
-    several = body.parallel_tool_calls is not False and not older and not isinstance(choice, dict)
-    known = _format(tokenizer.chat_template or "") if parser == "auto" else FORMATS[parser]
+    template = tokenizer.chat_template or ""
+    facts = TemplateFacts.of(template)
+    once = older or isinstance(choice, dict) or facts.single_call  # more could not be sent back
+    several = body.parallel_tool_calls is not False and not once
+    known = format_of(parser, template)
     grammar = None
     if must_call is not None:
         forced = Forced(must_call, several, partial(_token, tokenizer))
@@ -81,11 +84,6 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str) -> ToolUse:
     options = CallOptions(schemas=schemas, new_id=known.new_id, max_calls=MAX_CALLS if several else 1)
     parsing = ParsingPlan(lambda: known.parser(options), known.markers, older)
     return ToolUse(tools, parsing, grammar, field)
-
-
-def _format(template: str) -> ToolFormat:
-    # A template that shows no tools teaches no form: the model is told of one in words.
-    return detect(template) if TemplateFacts.of(template).tools else PLAIN_JSON
 
 
 def _token(tokenizer: Tokenizer, marker: str) -> str:

@@ -22,18 +22,19 @@ _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 def prepare_history(
-    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, facts: TemplateFacts
+    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None, facts: TemplateFacts, form: str
 ) -> list[dict[str, Any]]:
     """The messages for the template; raises ApiError naming the message at fault.
 
-    tools: what the template shall show to the model; where it cannot, the text of a system message does.
+    tools: what the template shall show to the model; where it cannot, the text of a system message does. form: an example of
+    a call, for that text.
     """
     _check_calls(messages)
     plain = [_plain(message, facts) for message in messages]
     if not facts.calls:
         plain = _without_calls(plain)
     if tools and not facts.tools:
-        plain = _with_instructions(plain, tools)
+        plain = _with_instructions(plain, tools, form)
     return plain
 
 
@@ -125,14 +126,16 @@ _INSTRUCTIONS = """You may call these functions:
 
 {functions}
 
-To call functions, answer with nothing but a JSON list of calls in this form:
-[{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}]
+To call functions, answer with nothing but calls in this form:
+{form}
 Otherwise answer in plain text. The results of calls come in the next message."""
 
 
-def _with_instructions(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _with_instructions(
+    messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], form: str
+) -> list[dict[str, Any]]:
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-    text = _INSTRUCTIONS.format(functions=functions)
+    text = _INSTRUCTIONS.format(functions=functions, form=form)
     first, rest = (messages[0], messages[1:]) if messages[0]["role"] == "system" else (None, messages)
     if first is not None and first["content"]:
         text = f"{first['content']}\n\n{text}"

@@ -18,6 +18,7 @@ from windlass.server.errors import ApiError, bad_request, context_length_exceede
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
 from windlass.server.text.history import prepare_history
+from windlass.server.text.parsing.tools.formats import format_of
 from windlass.server.text.template_facts import TemplateFacts
 from windlass.server.text.workers.frames import TextSource, count_ids, last_ids, pack_ids, unpack_ids
 from windlass.server.text.workers.lanes import LaneFullError
@@ -55,6 +56,7 @@ class TextService:
         self._settings = settings
         self._template_source = tokenizer.chat_template
         self._template_facts = TemplateFacts.of(tokenizer.chat_template or "")
+        self._call_form = format_of(settings.tool_call_parser, tokenizer.chat_template).form
         self._pool = TextPool(
             TextSource(
                 tokenizer=tokenizer.backend.to_str(),
@@ -231,7 +233,7 @@ class TextService:
         # Turning thousands of messages into plain data takes a while, too.
         many = len(messages) > 64 or bool(tools)
         facts = self._template_facts
-        prepared = messages, facts, variables, tools
+        prepared = messages, facts, variables, tools, self._call_form
         plain, size = await self.on_thread(_prepare, *prepared) if many else _prepare(*prepared)
         with _told("messages", "the chat template, on these messages,", self._template_limits, "template"):
             text: str = await self._pool.run(
@@ -312,9 +314,10 @@ def _prepare(
     facts: TemplateFacts,
     variables: dict[str, Any] | None,
     tools: Sequence[Mapping[str, Any]] | None,
+    form: str,
 ) -> tuple[list[dict[str, Any]], int]:
     """The messages as templates expect them, and the size of what goes to the template: characters and values."""
-    plain = prepare_history(messages, tools, facts)
+    plain = prepare_history(messages, tools, facts, form)
     size = 0
     stack: list[Any] = [plain, variables, tools]
     while stack:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 _USE = re.compile(r"""\barguments['"]?\s*\]?\)?\s*(\|\s*\w+|is\s+\w+|\.\s*\w+|[+~]|-?[%}]})?""")
-_STRING_IDS = re.compile(r"length\s*!=\s*9\b")
-_IS_NONE = re.compile(r"""content['"]?\s*\]?\s+is\s+none""")
+_SHORT_IDS = re.compile(r"length\s*(!=|<)\s*9\b")
+_IS_NONE = re.compile(r"""content['"]?\s*\]?\s+is\s+(not\s+)?none""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,8 @@ class TemplateFacts:
     """What a template can be told, by its text.
 
     tools: it shows them to the model. calls: it renders calls and their results. text_arguments: it wants the arguments of
-    a call as JSON text, not as an object. null_content: it tells calls by content that is null. short_ids: it takes no ids
-    of calls but those of nine characters. developer: it knows that role.
+    a call as JSON text, not as an object. null_content: it asks whether content is null. short_ids: it takes no ids of
+    calls but those of nine characters. single_call: a message of its has one call at most. developer: it knows that role.
     """
 
     tools: bool
@@ -24,6 +24,7 @@ class TemplateFacts:
     text_arguments: bool
     null_content: bool
     short_ids: bool
+    single_call: bool
     developer: bool
 
     @classmethod
@@ -36,6 +37,7 @@ class TemplateFacts:
             calls="tool_calls" in source,
             text_arguments=not as_object and any(use[:1] in ("+", "~", "-", "}") for use in uses),
             null_content=_IS_NONE.search(source) is not None,
-            short_ids=_STRING_IDS.search(source) is not None,
+            short_ids=_SHORT_IDS.search(source) is not None,
+            single_call="single tool-call" in source,
             developer="developer" in source,
         )

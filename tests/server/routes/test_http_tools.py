@@ -229,6 +229,17 @@ def test_the_openai_package_reads_calls(live: Live) -> None:
     assert final.message.tool_calls[0].function.arguments == ROME
 
 
+def test_a_template_of_single_calls_gets_one() -> None:
+    template = (
+        TEMPLATE
+        + "{% if false %}{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    )
+    with live_server(template=template, backend=tool_tokenizer()) as live:
+        live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=4096)
+        say(live, CALL * 2)
+        assert len(ask(live, tools=[LOOK])["message"]["tool_calls"]) == 1
+
+
 TEMPLATES = {
     "hermes": "<tools></tools> return a json object within <tool_call></tool_call> XML tags",
     "qwen3_coder": "<tool_call>\n<function=x>\n<parameter=y>",

@@ -35,7 +35,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def prepare(source: str, *messages: dict[str, Any], tools: Any = None) -> list[dict[str, Any]]:
-    return prepare_history([ChatMessage(**message) for message in messages], tools, TemplateFacts.of(source))
+    return prepare_history([ChatMessage(**message) for message in messages], tools, TemplateFacts.of(source), "<form>")
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
@@ -68,6 +68,10 @@ def test_arguments_have_the_form_that_the_template_reads(source: str, arguments:
 
 
 def test_content_stays_null_where_the_template_asks_for_that() -> None:
+    asked = "{% for message in messages %}{% if message.content is not none %}{{ '<' + message.content }}{% endif %}{% endfor %}"
+    assert (
+        ChatTemplate(asked).render(prepare(asked + "{# tool_calls #}", USER, calling(call()), result())) == "<hi<sunny"
+    )
     source = (
         "{% for message in messages %}{% if message['content'] is none %}{{ message['tool_calls'] | length }} calls"
         "{% else %}{{ message['content'] }}{% endif %};{% endfor %}"
@@ -77,8 +81,9 @@ def test_content_stays_null_where_the_template_asks_for_that() -> None:
     assert ChatTemplate(source).render(messages) == "hi;1 calls;sunny;said;"
 
 
-def test_ids_are_shortened_for_templates_that_take_no_others() -> None:
-    source = "{% if call.id|length != 9 %}{{ raise_exception('x') }}{% endif %} tool_calls"
+@pytest.mark.parametrize("test", ["!= 9", "< 9"])
+def test_ids_are_shortened_for_templates_that_take_no_others(test: str) -> None:
+    source = f"{{% if call.id|length {test} %}}{{{{ raise_exception('x') }}}}{{% endif %}} tool_calls"
     made, answered = prepare(
         source, calling(call("call_abc"), call("aB3456789")), result("call_abc"), result("aB3456789")
     )[:2]
@@ -126,6 +131,7 @@ def test_templates_without_calls_are_told_in_words() -> None:
     messages = prepare(NO_CALLS, *history, tools=TOOLS)
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert messages[0]["content"].startswith("Be kind.\n\n") and '{"name": "look"' in messages[0]["content"]
+    assert "\n<form>\n" in messages[0]["content"]
     assert messages[2]["content"] == (
         'Looking.\n[{"name": "look", "arguments": {"city": "Rome"}}, {"name": "find", "arguments": {}}]'
     )

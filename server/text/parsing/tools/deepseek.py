@@ -10,6 +10,7 @@ from windlass.server.text.parsing.stream import MAX_NAME, Reading, StreamParser
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
+MARKERS = frozenset({CALLS, CALLS_END, CALL, CALL_END, SEPARATOR})
 
 _NAME = re.compile(r"[^\s<{]")
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from windlass.server.text.parsing.stream import StreamParser
-from windlass.server.text.parsing.tools import forced
-from windlass.server.text.parsing.tools.deepseek import DeepSeekParser
-from windlass.server.text.parsing.tools.harmony import MARKERS, HarmonyParser
+from windlass.server.text.parsing.tools import deepseek, forced, harmony
+from windlass.server.text.parsing.tools.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, DeepSeekParser
 from windlass.server.text.parsing.tools.mistral import MistralParser
 from windlass.server.text.parsing.tools.plain_json import Llama3JsonParser, PlainJsonParser
 from windlass.server.text.parsing.tools.pythonic import PythonicParser
@@ -19,7 +18,12 @@ from windlass.server.text.parsing.tools.xml_parameters import XmlParametersParse
 
 _LETTERS = string.ascii_letters + string.digits
 _TAGS = frozenset({*TaggedJsonParser.openers, *TaggedJsonParser.closers})
-_DEEPSEEK = frozenset(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+_MISTRAL = frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"})
+_PYTHON = frozenset({"<|python_start|>", "<|python_end|>"})
+
+_NAME, _ARGUMENTS = "the function's name", '{"an argument\'s name": "its value"}'
+_JSON_CALL = f'{{"name": "{_NAME}", "arguments": {_ARGUMENTS}}}'
+_JSON_LIST = f"[{_JSON_CALL}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +31,7 @@ class ToolFormat:
     """A way to write calls.
 
     parser: reads it. grammar: the Lark that forces it, None where the schemas have no such form.
+    form: an example, for models that are told of it in words.
     needles: a template that has all strings of one of these lists teaches it; the first format found counts.
     markers: its special tokens, which a parser has to see. short_ids: whether ids of calls have nine characters.
     """
@@ -34,6 +39,7 @@ class ToolFormat:
     name: str
     parser: type[StreamParser]
     grammar: Callable[[forced.Forced], str | None]
+    form: str
     needles: tuple[tuple[str, ...], ...] = ()
     markers: frozenset[str] = frozenset()
     short_ids: bool = False
@@ -44,33 +50,91 @@ class ToolFormat:
         return letters if self.short_ids else f"call_{letters}"
 
 
-_MISTRAL = frozenset({"[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"})
-_PYTHON = frozenset({"<|python_start|>", "<|python_end|>"})
-_CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+PLAIN_JSON = ToolFormat("plain_json", PlainJsonParser, forced.plain_json, _JSON_LIST)
+_ALL = (
+    ToolFormat(
+        "harmony",
+        harmony.HarmonyParser,
+        forced.harmony,
+        f"<|channel|>commentary to=functions.{_NAME} <|constrain|>json<|message|>{_ARGUMENTS}<|call|>",
+        (("<|channel|>", "<|message|>"),),
+        harmony.MARKERS,
+    ),
+    ToolFormat(
+        "deepseek_v3",
+        DeepSeekParser,
+        forced.deepseek_v3,
+        f"{CALLS}{CALL}function{SEPARATOR}{_NAME}\n```json\n{_ARGUMENTS}\n```{CALL_END}{CALLS_END}",
+        ((CALLS, "```json"),),
+        deepseek.MARKERS,
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        DeepSeekParser,
+        forced.deepseek_v31,
+        f"{CALLS}{CALL}{_NAME}{SEPARATOR}{_ARGUMENTS}{CALL_END}{CALLS_END}",
+        ((CALLS,),),
+        deepseek.MARKERS,
+    ),
+    ToolFormat(
+        "mistral_args",
+        MistralParser,
+        forced.mistral_args,
+        f"[TOOL_CALLS]{_NAME}[ARGS]{_ARGUMENTS}",
+        (("[TOOL_CALLS]", "[ARGS]"),),
+        _MISTRAL,
+        short_ids=True,
+    ),
+    ToolFormat(
+        "mistral",
+        MistralParser,
+        forced.mistral_list,
+        f"[TOOL_CALLS]{_JSON_LIST}",
+        (("[TOOL_CALLS]",),),
+        _MISTRAL,
+        short_ids=True,
+    ),
+    ToolFormat("granite", TaggedJsonParser, forced.granite, f"<|tool_call|>{_JSON_LIST}", (("<|tool_call|>",),), _TAGS),
+    ToolFormat(
+        "qwen3_coder",
+        XmlParametersParser,
+        no_grammar,
+        f"<tool_call>\n<function={_NAME}>\n<parameter=an argument's name>\nits value\n</parameter>\n</function>\n</tool_call>",
+        (("<function=",),),
+        _TAGS,
+    ),
+    ToolFormat(
+        "hermes",
+        TaggedJsonParser,
+        forced.tagged,
+        f"<tool_call>\n{_JSON_CALL}\n</tool_call>",
+        (("<tool_call>",),),
+        _TAGS,
+    ),
+    ToolFormat(
+        "pythonic",
+        PythonicParser,
+        forced.pythonic,
+        f"[{_NAME}(an argument's name=its value)]",
+        (("<|python_start|>",), ("[func_name1(",)),
+        _PYTHON,
+    ),
+    ToolFormat(
+        "llama3_json",
+        Llama3JsonParser,
+        forced.llama3_json,
+        _JSON_CALL.replace("arguments", "parameters"),
+        (("<|python_tag|>",), ("dictionary of argument name and its value",)),
+        frozenset({"<|python_tag|>"}),
+    ),
+    PLAIN_JSON,
+)
+FORMATS = {each.name: each for each in _ALL}
 
-PLAIN_JSON = ToolFormat("plain_json", PlainJsonParser, forced.plain_json)
-FORMATS = {
-    each.name: each
-    for each in (
-        ToolFormat("harmony", HarmonyParser, forced.harmony, (("<|channel|>", "<|message|>"),), MARKERS),
-        ToolFormat("deepseek_v3", DeepSeekParser, forced.deepseek_v3, ((_CALLS_BEGIN, "```json"),), _DEEPSEEK),
-        ToolFormat("deepseek_v31", DeepSeekParser, forced.deepseek_v31, ((_CALLS_BEGIN,),), _DEEPSEEK),
-        ToolFormat("mistral_args", MistralParser, forced.mistral_args, (("[TOOL_CALLS]", "[ARGS]"),), _MISTRAL, True),
-        ToolFormat("mistral", MistralParser, forced.mistral_list, (("[TOOL_CALLS]",),), _MISTRAL, True),
-        ToolFormat("granite", TaggedJsonParser, forced.granite, (("<|tool_call|>",),), _TAGS),
-        ToolFormat("qwen3_coder", XmlParametersParser, no_grammar, (("<function=",),), _TAGS),
-        ToolFormat("hermes", TaggedJsonParser, forced.tagged, (("<tool_call>",),), _TAGS),
-        ToolFormat("pythonic", PythonicParser, forced.pythonic, (("<|python_start|>",), ("[func_name1(",)), _PYTHON),
-        ToolFormat(
-            "llama3_json",
-            Llama3JsonParser,
-            forced.llama3_json,
-            (("<|python_tag|>",), ("dictionary of argument name and its value",)),
-            frozenset({"<|python_tag|>"}),
-        ),
-        PLAIN_JSON,
-    )
-}
+
+def format_of(parser: str, template: str | None) -> ToolFormat:
+    """The format that an operator chose by its name; for "auto" the one that the chat template teaches."""
+    return detect(template) if parser == "auto" else FORMATS.get(parser, PLAIN_JSON)
 
 
 def detect(template: str | None) -> ToolFormat:

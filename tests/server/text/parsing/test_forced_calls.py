@@ -109,6 +109,13 @@ def test_whatever_is_drawn_is_a_call(name: str, several: bool, backend: tokenize
         assert counts == {1}
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_example_of_a_form_is_a_call(name: str) -> None:
+    text = FORMATS[name].form.replace("the function's name", "look").replace("an argument's name", "city")
+    ((called, arguments),) = calls_in(text.replace("=its value", "='its value'"), FORMATS[name])
+    assert (called, arguments) == ("look", {"city": "its value"})
+
+
 def test_markers_that_are_plain_text() -> None:
     grammar = FORMATS["hermes"].grammar(Forced({"look": {}}, False, json.dumps))
     assert grammar is not None and '"<tool_call>" "\\n"' in grammar
