@@ -157,8 +157,13 @@ class ChatLoop:
                 )
                 with stream:
                     for chunk in stream:
-                        if chunk.text:
+                        if chunk.reasoning or chunk.text:
                             timing.tick()
+                        if chunk.reasoning:
+                            self._console.think(chunk.reasoning)
+                        if chunk.text:
+                            if stream.reasoning and stream.text == chunk.text:
+                                self._console.think("\n\n")
                             self._console.write(chunk.text)
         except KeyboardInterrupt:
             stopped = True
@@ -171,8 +176,8 @@ class ChatLoop:
             if stream is not None:
                 stream.close()
         self._console.write("\n")
-        if stream is None or (stopped and not timing.pieces):
-            self._console.note("[stopped before the first token]")
+        if stream is None or (stopped and not stream.text):
+            self._console.note(f"[stopped before the {'answer' if timing.pieces else 'first token'}]")
             return False
         self._dialogue.exchanges.append((question, stream.text))
         self._commands.last = stream.rotary or self._commands.last

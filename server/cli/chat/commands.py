@@ -27,7 +27,8 @@ ctrl-C             stop an answer; what is there of it stays
 \"\"\"                begins and ends a message of several lines"""
 
 # What a chat decides itself, or where an answer would not be one text.
-_OURS = {"n", "best_of", "logprobs", "top_logprobs", "stream_options", "rope_scaling", "tools", "tool_choice"}
+_OURS = {"n", "best_of", "logprobs", "top_logprobs", "stream_options", "rope_scaling"}
+_OURS |= {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
 _FIELDS = sorted(set(ChatOptions.__annotations__) - _OURS)
 
 

@@ -61,6 +61,12 @@ class ChatConsole:
         sys.stdout.write(_CONTROLS.sub("", text) if self._screen else text)
         sys.stdout.flush()
 
+    def think(self, text: str) -> None:
+        """A piece of what the model thinks before it answers, at once; like notes no part of the answer."""
+        text = _CONTROLS.sub("", text)
+        sys.stderr.write(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text)
+        sys.stderr.flush()
+
     def note(self, *lines: str) -> None:
         """Lines that are no part of an answer; they go to standard error, as errors do."""
         for line in lines:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,3 +47,18 @@ def test_a_budget_ends_the_thinking(client: Client, budget: int, sampling: dict[
 def test_without_a_budget_it_thinks_on(client: Client) -> None:
     answer = client.chat(MESSAGES, max_tokens=12, ignore_eos=True, temperature=0)
     assert answer.reasoning and not answer.text and answer.choices[0].finish_reason == "length"
+
+
+def test_a_chat_in_the_terminal_shows_both(client: Client) -> None:
+    """The answer on standard output, the thinking beside it; only the answer is sent along."""
+    settings = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "thinking_budget": 9}
+    first = client.chat(MESSAGES, **settings)
+    messages = [*MESSAGES, {"role": "assistant", "content": first.text}, *MESSAGES]
+    second = client.chat(messages, **settings)
+    lines = ["/params temperature=0 max_tokens=24 ignore_eos=true thinking_budget=9", *[MESSAGES[0]["content"]] * 2]
+    command = [sys.executable, "-m", "windlass.server.cli.main", "chat", "--url", client.base_url]
+    ran = subprocess.run(
+        command, input="\n".join(lines) + "\n", capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ran.stdout == f"{first.text}\n{second.text}\n"
+    assert first.reasoning + "\n\n" in ran.stderr and second.reasoning + "\n\n" in ran.stderr
