@@ -53,6 +53,13 @@ class GenerationOptions(TypedDict, total=False):
     top_k: int | None
     min_p: float | None
     typical_p: float | None
+    xtc_probability: float | None
+    xtc_threshold: float | None
+    dry_multiplier: float | None
+    dry_base: float | None
+    dry_allowed_length: int | None
+    dry_penalty_last_n: int | None
+    dry_sequence_breakers: Sequence[str] | str | None
     n: int | None
     best_of: int | None
     stop: str | Sequence[str] | None

@@ -1,7 +1,7 @@
 """What drawing tokens from logits is told, and what it answers, on any backend.
 
-Responsible for the values only; the order of a draw is: what is allowed and forbidden, biases, penalties, temperature, the
-filters, and the first token in the order of their ids at which the kept weight exceeds the uniform number's share.
+Responsible for the values only; the order of a draw is: what is allowed and forbidden, biases, penalties, decreases,
+temperature, the filters (min-p, top-k, top-p, typical-p, the exclusion of top choices), and the first token in the order of their ids at which the kept weight exceeds the uniform number's share.
 """
 
 from __future__ import annotations
@@ -22,17 +22,23 @@ MIN_TEMPERATURE = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """How one row is narrowed before the draw; the defaults keep everything. A temperature of 0 takes the largest logit."""
+    """How one row is narrowed before the draw; the defaults keep everything. A temperature of 0 takes the largest logit.
+
+    exclude_from: tokens that hold this share of what the other filters keep are top choices, of which only the least likely
+    stays (XTC). It changes from draw to draw: see `Draw`.
+    """
 
     temperature: float = 1.0
     min_p: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     typical_p: float = 1.0
+    exclude_from: float = 1.0
 
     @property
     def keep_all(self) -> bool:
-        return self.min_p <= 0 and self.top_k <= 0 and self.top_p >= 1 and self.typical_p >= 1
+        narrows = self.min_p > 0 or self.top_k > 0 or self.top_p < 1 or self.typical_p < 1
+        return not narrows and self.exclude_from >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,8 @@ class LogitsChanges:
     """What is done to a row's logits, by lists of distinct ids, int64, on the device of the logits.
 
     allowed: the only ids that stay, None for all. A bias is added to each of `biased`; `counted` are the tokens that
-    penalties meet, and in_output how often the output holds each. A forbidden token stays at -inf throughout.
+    penalties meet, and in_output how often the output holds each. After the penalties each of `decreased` loses its
+    decrease. A forbidden token stays at -inf throughout.
     """
 
     allowed: Tensor | None
@@ -59,6 +66,8 @@ class LogitsChanges:
     bias: Tensor  # float32
     counted: Tensor
     in_output: Tensor  # float32
+    decreased: Tensor
+    decrease: Tensor  # float32
 
 
 class DrawStatus(IntEnum):
@@ -69,13 +78,14 @@ class DrawStatus(IntEnum):
 
 
 class Draw(Protocol):
-    """A draw from one row, kept from step to step. Settable: row of the logits; uniform, in [0, 1).
+    """A draw from one row, kept from step to step. Settable: row of the logits; uniform, in [0, 1); exclude_from, 1 for off.
 
     token: the drawn id where the status is OK, else -1.
     """
 
     row: int
     uniform: float
+    exclude_from: float
     token: int
     status: int
 

@@ -15,6 +15,25 @@ from windlass.engine.rotary.scaling import RopeScaling
 FinishReason = Literal["stop", "length", "abort", "timeout"]
 
 
+MAX_REPEAT_WINDOW = 32_768  # tokens in which repeats are looked for
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatPenalty:
+    """The penalty on tokens that would go on with a sequence said before (DRY); see `windlass.engine.sampling.repeats`.
+
+    last_n: tokens looked back at, 1 to MAX_REPEAT_WINDOW. breaker_ids, breaker_sequences (of two ids and more): no sequence
+    goes past them, and breaker_ids lose nothing themselves.
+    """
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    last_n: int = MAX_REPEAT_WINDOW
+    breaker_ids: frozenset[int] = frozenset()
+    breaker_sequences: frozenset[tuple[int, ...]] = frozenset()
+
+
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
     """After so many tokens of thinking comes the token that closes it, unless it has come.
@@ -34,6 +53,8 @@ class SamplingParams:
 
     temperature: 0 means greedy (argmax).
     top_k: 0 means off. top_p, typical_p: 1.0 means off. min_p: 0.0 means off.
+    xtc_probability, xtc_threshold: the chance that a draw leaves out the top choices, which hold that share each, but for the
+    least likely of them; 0.0 means off.
     seed: the draw of output token i of sample s depends on (seed, s, i) alone; None picks a fresh seed.
     stop_token_ids: end generation (kept out of the text by the server); eos ids of the model end it too unless `ignore_eos`.
     logprobs: None for none, else the number of most likely alternatives reported beside the drawn token (0 is allowed).
@@ -48,9 +69,12 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repeats: RepeatPenalty | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()

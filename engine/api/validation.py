@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
 
 MAX_SAMPLES = 64
@@ -29,6 +29,8 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
         ("top_p", s.top_p, 0, 1),
         ("min_p", s.min_p, 0, 1),
         ("typical_p", s.typical_p, 0, 1),
+        ("xtc_probability", s.xtc_probability, 0, 1),
+        ("xtc_threshold", s.xtc_threshold, 0, 1),
         ("repetition_penalty", s.repetition_penalty, 1e-6, 1e6),
         ("presence_penalty", s.presence_penalty, -2, 2),
         ("frequency_penalty", s.frequency_penalty, -2, 2),
@@ -37,6 +39,13 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
         ("logprobs", s.logprobs or 0, 0, vocab_size),
         ("prompt_logprobs", s.prompt_logprobs or 0, 0, vocab_size),
     )
+    if s.repeats is not None:
+        ranges += (
+            ("dry_multiplier", s.repeats.multiplier, 0, 1e6),
+            ("dry_base", s.repeats.base, 1, 1e6),
+            ("dry_allowed_length", s.repeats.allowed_length, 0, float("inf")),
+            ("dry_penalty_last_n", s.repeats.last_n, 1, MAX_REPEAT_WINDOW),
+        )
     for name, value, low, high in ranges:
         if not low <= value <= high:  # also false for NaN
             raise RequestError(f"{name} must lie between {low:g} and {high:g}, got {value!r}", name)

@@ -1,7 +1,7 @@
 """What one sequence's sampling parameters do to its row of logits, with the token counts kept from step to step.
 
 Responsible for what is forbidden, biased and penalised in a single sequence. Per step it looks only at the tokens that are
-new, so its Python work does not grow with the context. It changes no logits and draws nothing: a backend does.
+new, so its Python work does not grow with the context (repeats aside, which cost a few passes over a bounded window). It changes no logits and draws nothing: a backend does.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.request import SamplingParams
+from windlass.engine.sampling.repeats import Repeats
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.thinking import forced_token
 from windlass.kernels import LogitsChanges, Penalties
@@ -29,7 +30,11 @@ def changes_logits(sampling: SamplingParams) -> bool:
 
 
 def penalises(sampling: SamplingParams) -> bool:
-    """Whether a row depends on counts of the tokens before it, which are kept from row to row."""
+    """Whether a row depends on what is kept of the tokens before it from row to row."""
+    return _counts(sampling) or sampling.repeats is not None
+
+
+def _counts(sampling: SamplingParams) -> bool:
     return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
@@ -51,7 +56,8 @@ class LogitsProcessor:
         self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
         self._bad_tokens = tuple(word[0] for word in sampling.bad_words if len(word) == 1)
         self._bad_phrases = [list(word) for word in sampling.bad_words if len(word) > 1]
-        self._counts = TokenCounts(device) if penalises(sampling) else None
+        self._counts = TokenCounts(device) if _counts(sampling) else None
+        self._repeats = None if sampling.repeats is None else Repeats(sampling.repeats)
 
     def changes(self, slot: SampleSlot) -> LogitsChanges:
         """What is to be done to the slot's row of logits now. The tensors are those of the next call too."""
@@ -59,12 +65,18 @@ class LogitsProcessor:
         if self._counts is not None:
             self._counts.update(slot.token_ids, slot.num_prompt_tokens)
             counted, in_output = self._counts.tensors()
+        decreased, decrease = self._nothing, self._no_numbers
+        if self._repeats is not None:
+            self._repeats.update(slot.token_ids)
+            ids, amounts = self._repeats.decreases()
+            decreased, decrease = torch.from_numpy(ids).to(self._device), torch.from_numpy(amounts).to(self._device)
         allowed, forbidden = self._allowed, self._forbidden(slot)
         if (budget := self._sampling.thinking) is not None:
             forced = forced_token(budget, slot.token_ids, slot.num_prompt_tokens)
             if forced is not None:
                 allowed, forbidden = self._ids((forced,)), self._nothing
-        return LogitsChanges(allowed, forbidden, self._bias_ids, self._bias, counted, in_output)
+        bias_ids, bias = self._bias_ids, self._bias
+        return LogitsChanges(allowed, forbidden, bias_ids, bias, counted, in_output, decreased, decrease)
 
     def _forbidden(self, slot: SampleSlot) -> Tensor:
         """Ids masked now: single bad words, the last token of every word whose beginning stands at the end of the text

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windlass.engine.sampling.penalties import LogitsProcessor, changes_logits, penalties_of
 from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.sampling.uniform import uniform
+from windlass.engine.sampling.uniform import exclusion_chance, uniform
 from windlass.kernels import Backend, Draw, Filters
 
 
@@ -54,6 +54,9 @@ class PreparedDraws:
             drawn = len(slot.token_ids) - slot.num_prompt_tokens
             if slot.sampling.temperature > 0:
                 one.uniform = uniform(slot.seed, slot.index, drawn)
+                if slot.sampling.xtc_probability > 0:
+                    excludes = exclusion_chance(slot.seed, slot.index, drawn) < slot.sampling.xtc_probability
+                    one.exclude_from = slot.sampling.xtc_threshold if excludes else 1.0
             if kept.processor is None and drawn < slot.sampling.min_tokens:
                 kept.processor = LogitsProcessor(slot, self._device)
             if kept.processor is not None:

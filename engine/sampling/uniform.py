@@ -5,10 +5,23 @@ from __future__ import annotations
 import hashlib
 
 
+_EXCLUSION = b"exclusion"
+
+
+def exclusion_chance(seed: int, index: int, position: int) -> float:
+    """The number that decides whether top choices are excluded: another one than the draw's at the same place."""
+    return _number(seed, index, position, _EXCLUSION)
+
+
 def uniform(seed: int, index: int, position: int) -> float:
     """A number in [0, 1) that is a function of its arguments alone: 53 bits of BLAKE2b over them.
 
     position counts the tokens already drawn; so neither preemption nor batching can change a draw.
     """
-    digest = hashlib.blake2b(b"%d:%d:%d" % (seed, index, position), digest_size=8).digest()
+    return _number(seed, index, position, b"")
+
+
+def _number(seed: int, index: int, position: int, purpose: bytes) -> float:
+    place = b"%d:%d:%d" % (seed, index, position)
+    digest = hashlib.blake2b(place, digest_size=8, person=purpose).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

@@ -29,9 +29,9 @@ _LONG, _FLOAT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_doub
 class CompiledDraw(ctypes.Structure):
     """One row to draw from: what is done to its logits, how it is narrowed, and what came of it.
 
-    row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output): addresses of int64 ids (of
-    float32 numbers) and how many there are; whoever sets one keeps the memory, as `change` does. An allowed of None allows all.
-    temperature: 0 is greedy. floor: log(min_p), LOWEST for off. top_k: 0 is off. top_p, typical_p: 1 is off. uniform: [0, 1).
+    row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output), decreased
+    (with decrease): addresses of int64 ids (of float32 numbers) and how many there are; whoever sets one keeps the memory, as `change` does. An allowed of None allows all.
+    temperature: 0 is greedy. floor: log(min_p), LOWEST for off. top_k: 0 is off. top_p, typical_p, exclude_from: 1 is off. uniform: [0, 1).
     token: the drawn id where status is OK, else -1.
     """
 
@@ -47,6 +47,9 @@ class CompiledDraw(ctypes.Structure):
         ("counted", _POINTER),
         ("in_output", _POINTER),
         ("num_counted", _LONG),
+        ("decreased", _POINTER),
+        ("decrease", _POINTER),
+        ("num_decreased", _LONG),
         ("repetition", _FLOAT),
         ("frequency", _FLOAT),
         ("presence", _FLOAT),
@@ -56,6 +59,7 @@ class CompiledDraw(ctypes.Structure):
         ("top_k", _LONG),
         ("top_p", _DOUBLE),
         ("typical_p", _DOUBLE),
+        ("exclude_from", _DOUBLE),
         ("uniform", _DOUBLE),
         ("token", _LONG),
     )
@@ -63,6 +67,7 @@ class CompiledDraw(ctypes.Structure):
     if TYPE_CHECKING:
         row: int
         uniform: float
+        exclude_from: float
         temperature: float
         token: int
         status: int
@@ -78,6 +83,9 @@ class CompiledDraw(ctypes.Structure):
         self.forbidden, self.num_forbidden = forbidden.data_ptr(), len(forbidden)
         self.biased, self.bias, self.num_biased = biased.data_ptr(), changes.bias.data_ptr(), len(biased)
         self.counted, self.in_output, self.num_counted = counted.data_ptr(), changes.in_output.data_ptr(), len(counted)
+        decreased = changes.decreased
+        self.decreased, self.decrease = decreased.data_ptr(), changes.decrease.data_ptr()
+        self.num_decreased = len(decreased)
 
 
 def drawing_memory(vocab: int, threads: int) -> Tensor:
@@ -142,6 +150,7 @@ class CompiledDrawer(draws.Drawer):
             top_k=filters.top_k if filters.top_k < self._vocab else 0,
             top_p=filters.top_p,
             typical_p=filters.typical_p,
+            exclude_from=filters.exclude_from,
         )
 
     def draw(self, logits: Tensor, draws: Sequence[draws.Draw]) -> None:

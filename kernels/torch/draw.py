@@ -1,4 +1,5 @@
-"""Draws one token per row of processed logits: temperature, min-p, top-k, top-p, typical-p, inverse CDF.
+"""Draws one token per row of processed logits: temperature, min-p, top-k, top-p, typical-p, the
+exclusion of top choices, inverse CDF.
 
 Responsible for probabilities only; it knows no requests and keeps no state. What a row yields depends on that row and
 its own settings, never on the rows beside it: every kept set is defined by a threshold on values (equal logits stand or
@@ -189,12 +190,14 @@ def _compact(marked: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filter(found: Candidates, filters: Sequence[Filters], mass: Tensor | None) -> Candidates:
-    """Top-p and typical-p. mass: [S, 1] what a row weighs where that is more than its candidates do, NaN elsewhere."""
+    """Top-p, typical-p and the exclusion of top choices. mass: [S, 1] what a row weighs where that is more than its candidates do, NaN elsewhere."""
     weights = found.weights
     if any(f.top_p < 1 for f in filters):
         weights = _top_p(found.logits, weights, [f.top_p for f in filters], mass)
     if any(f.typical_p < 1 for f in filters):
         weights = _typical(found.logits, weights, [f.typical_p for f in filters])
+    if any(f.exclude_from < 1 for f in filters):
+        weights = _exclude_top(found.logits, weights, [f.exclude_from for f in filters])
     return Candidates(found.token_ids, found.logits, weights)
 
 
@@ -216,6 +219,16 @@ def _typical(logits: Tensor, weights: Tensor, typical_p: Sequence[float]) -> Ten
     moments = (weights * logits.masked_fill(weights == 0, 0.0)).add_(shift).sub_(shift)
     keys = (logits - moments.sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)).abs_()
     return weights.masked_fill(keys > _reach_mass(keys, weights, typical_p), 0.0)
+
+
+def _exclude_top(logits: Tensor, weights: Tensor, shares: Sequence[float]) -> Tensor:
+    """Of the tokens that hold a share of the weight each, keep the least likely alone, beside all that do not hold it.
+
+    "Exclude top choices" (oobabooga/text-generation-webui pull request 6335). A share of 1 keeps everything.
+    """
+    least = torch.tensor(shares, dtype=torch.float64, device=logits.device).unsqueeze(1) * weights.sum(-1, keepdim=True)
+    top = (weights >= least) & (weights > 0)
+    return weights.masked_fill(logits > logits.masked_fill(~top, math.inf).amin(-1, keepdim=True), 0.0)
 
 
 def _reach_mass(keys: Tensor, weights: Tensor, shares: Sequence[float], mass: Tensor | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -29,6 +30,15 @@ class TorchDraw:
         self._changes = changes
 
     @property
+    def exclude_from(self) -> float:
+        return self.filters.exclude_from
+
+    @exclude_from.setter
+    def exclude_from(self, share: float) -> None:
+        if share != self.filters.exclude_from:
+            self.filters = replace(self.filters, exclude_from=share)
+
+    @property
     def takes_largest(self) -> bool:
         """Whether the token is that of the row's largest logit, unchanged."""
         return self.filters.temperature <= 0 and self._changes is None
@@ -37,7 +47,7 @@ class TorchDraw:
         self.token, self.status = token, int(status)
 
     def apply(self, row: Tensor) -> None:
-        """Change a row [V] float32 in place: ids, bias, repetition, frequency and presence penalties."""
+        """Change a row [V] float32 in place: ids, bias, repetition, frequency and presence penalties, decreases."""
         changes = self._changes
         if changes is None:
             return
@@ -52,6 +62,8 @@ class TorchDraw:
             row.index_add_(0, changes.biased, changes.bias)
         if len(changes.counted):
             self._penalise(row, changes.counted, changes.in_output)
+        if len(changes.decreased):
+            row.index_add_(0, changes.decreased, changes.decrease, alpha=-1)
 
     def _penalise(self, row: Tensor, ids: Tensor, in_output: Tensor) -> None:
         penalties, scores = self._penalties, row[ids]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from windlass.engine.api.request import ModelInfo, SamplingParams
+from windlass.engine.api.request import MAX_REPEAT_WINDOW, ModelInfo, RepeatPenalty, SamplingParams
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.protocol.generation_request import GenerationRequest
 
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 GREEDY_BELOW = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite
 
 
@@ -66,9 +67,12 @@ def build_sampling(
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         typical_p=1.0 if body.typical_p is None else body.typical_p,
+        xtc_probability=body.xtc_probability or 0.0,
+        xtc_threshold=0.1 if body.xtc_threshold is None else body.xtc_threshold,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
+        repeats=_repeats(body),
         logit_bias=logit_bias,
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
         bad_words=bad_words,
@@ -80,6 +84,25 @@ def build_sampling(
         prompt_logprobs=prompt_logprobs,
         n=samples,
     )
+
+
+def _repeats(body: GenerationRequest) -> RepeatPenalty | None:
+    """The penalty on repeats without its breakers, whose tokens are not known yet; None where it is off."""
+    given = body.dry_penalty_last_n
+    last_n = MAX_REPEAT_WINDOW if given is None or given < 0 else given
+    if not body.dry_multiplier or not last_n:
+        return None
+    return RepeatPenalty(
+        multiplier=body.dry_multiplier,
+        base=1.75 if body.dry_base is None else body.dry_base,
+        allowed_length=2 if body.dry_allowed_length is None else body.dry_allowed_length,
+        last_n=last_n,
+    )
+
+
+def sequence_breakers(body: GenerationRequest) -> list[str]:
+    """The texts that no sequence goes past."""
+    return list(DEFAULT_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers)
 
 
 def fit_to_context(max_tokens: int, prompt_tokens: int, info: ModelInfo, *, param: str) -> int:

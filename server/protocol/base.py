@@ -6,7 +6,7 @@ import re
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from windlass.engine.errors import did_you_mean, nearest
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
@@ -128,6 +128,26 @@ def _rope_update(value: Any) -> Any:
     return {"policy": value}
 
 
+def _breaker_list(value: Any) -> Any:
+    """A list, or JSON strings with commas between them, as oobabooga writes it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        if len(value) > MAX_BREAKERS * 6 * MAX_BREAKER_CHARS:
+            raise ValueError
+        return from_json(value if value.lstrip().startswith("[") else f"[{value}]")
+    except ValueError:
+        raise PydanticCustomError(
+            "type", 'should be a list of strings, or JSON strings with commas between them such as "\\n", ":"'
+        ) from None
+
+
+MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
+SequenceBreakers = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]],
+    Field(max_length=MAX_BREAKERS, fail_fast=True),
+    BeforeValidator(_breaker_list),
+]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
 StopStrings = Annotated[

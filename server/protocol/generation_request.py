@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
+from windlass.engine.api.request import MAX_REPEAT_WINDOW
 from windlass.server.protocol.base import (
     INT32_MAX,
     INT64_MAX,
@@ -14,6 +15,7 @@ from windlass.server.protocol.base import (
     RequestId,
     RopeScalingField,
     RopeUpdateField,
+    SequenceBreakers,
     StopStrings,
     StrictModel,
     TokenId,
@@ -107,6 +109,13 @@ class GenerationRequest(StrictModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_REPEAT_WINDOW)] | None = None
+    dry_sequence_breakers: SequenceBreakers | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024, fail_fast=True)] | None = None

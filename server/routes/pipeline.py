@@ -24,6 +24,7 @@ from windlass.server.generation.sampling_params import (
     fit_to_context,
     resolve_max_tokens,
     samples_per_prompt,
+    sequence_breakers,
 )
 from windlass.server.protocol.generation_request import GenerationRequest
 from windlass.server.text.parsing.events import ParsingPlan
@@ -150,6 +151,10 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
     if body.bad_words:
         words = await state.text.encode_words(body.bad_words, param="bad_words", caller=job.caller)
         sampling = replace(sampling, bad_words=words)
+    if sampling.repeats is not None and (breakers := sequence_breakers(body)):
+        ids, sequences = await state.text.breaker_tokens(breakers, param="dry_sequence_breakers", caller=job.caller)
+        repeats = replace(sampling.repeats, breaker_ids=ids, breaker_sequences=sequences)
+        sampling = replace(sampling, repeats=repeats)
     rotation = job.rotation
     requests = []
     for prompt in prompts:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MAX_BREAKERS_KEPT = 1 << 16  # ids and sequences, of all lists together
 BATCH = 32  # short prompts tokenized in one job: between jobs others have their turn
 
 
@@ -70,6 +71,7 @@ class TextService:
         )
         self._text_limits = Limits(settings.text_seconds, settings.text_memory)
         self._template_limits = Limits(settings.template_seconds, settings.template_memory)
+        self._breakers: dict[tuple[str, ...], tuple[frozenset[int], frozenset[tuple[int, ...]]]] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="windlass-answers")
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -137,6 +139,26 @@ class TextService:
             found: tuple[tuple[int, ...], ...] = await self._pool.run(
                 "encode_words", words, size=size, limits=self._text_limits, caller=caller
             )
+        return found
+
+    async def breaker_tokens(
+        self, breakers: Sequence[str], *, param: str, caller: str
+    ) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
+        """(ids of tokens that hold a breaker, sequences of ids that do); those of the last few lists are kept."""
+        key = tuple(breakers)
+        found = self._breakers.pop(key, None)
+        if found is None:
+            with _told(param, "looking for sequence breakers in the vocabulary", self._text_limits):
+                found = await self._pool.run(
+                    "breaker_tokens",
+                    key,
+                    size=self._tokenizer.vocab_size,
+                    limits=self._text_limits,
+                    caller=caller,
+                )
+        self._breakers[key] = found  # behind the others: the first is the one not asked for the longest
+        while len(self._breakers) > 1 and sum(map(_count, self._breakers.values())) > MAX_BREAKERS_KEPT:
+            del self._breakers[next(iter(self._breakers))]
         return found
 
     async def decode(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool, caller: str) -> list[str]:
@@ -264,6 +286,10 @@ class TextService:
                 param,
                 "string_too_long",
             )
+
+
+def _count(found: tuple[frozenset[int], frozenset[tuple[int, ...]]]) -> int:
+    return len(found[0]) + len(found[1])
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -1,4 +1,5 @@
-// Drawing a token per row of logits: changes of a request, temperature, min-p, top-k, top-p, typical-p, inverse CDF.
+// Drawing a token per row of logits: changes of a request, temperature, min-p, top-k, top-p, typical-p, the exclusion of
+// top choices, inverse CDF.
 //
 // Nothing is sorted, and every number that decides is exact: weights are multiples of 2^-34, so that their sums in float64
 // are right to the last bit in any order. Which token a row yields therefore follows from its own numbers alone, whatever
@@ -23,18 +24,20 @@ struct Draw {
     const int64_t *forbidden; int64_t num_forbidden;
     const int64_t *biased; const float *bias; int64_t num_biased;
     const int64_t *counted; const float *in_output; int64_t num_counted;  // tokens of the text, and their number in its output
+    const int64_t *decreased; const float *decrease; int64_t num_decreased;
     float repetition, frequency, presence;
     float temperature;                                 // 0 or less: the first of the largest
     float floor;                                       // log(min_p), or below everything
     int32_t status;                                    // set: 0 drawn, 1 bad logits, 2 nothing left, 3 an id is no token
     int64_t top_k;                                     // 0: off
     double top_p, typical_p;                           // 1: off
+    double exclude_from;                               // 1: off
     double uniform;                                    // [0, 1)
     int64_t token;                                     // set
 };
-static_assert(sizeof(void *) != 8 || sizeof(Draw) == 152, "no padding but what ctypes expects");
+static_assert(sizeof(void *) != 8 || sizeof(Draw) == 184, "no padding but what ctypes expects");
 
-// Applies masks, biases and penalties in this order (see kernels/draws.py); false where an id is no token.
+// Applies masks, biases, penalties and decreases in this order (see kernels/draws.py); false where an id is no token.
 INLINE bool change(const Draw &d, const float *source, float *row, long vocab) {
     auto each = [&](const int64_t *ids, int64_t count, auto f) {
         for (int64_t i = 0; i < count; i++) {
@@ -57,7 +60,8 @@ INLINE bool change(const Draw &d, const float *source, float *row, long vocab) {
                x -= rounded(d.frequency * d.in_output[i]);
                x -= d.in_output[i] > 0 ? d.presence : 0.0f;
                row[id] = x;
-           });
+           }) &&
+           each(d.decreased, d.num_decreased, [&](int64_t id, int64_t i) { row[id] -= d.decrease[i]; });
 }
 
 INLINE long draw_from_all(const Draw &d, const ScaledRow &row, DrawMemory &scratch) {
@@ -157,6 +161,13 @@ INLINE long draw_narrowed(const Draw &d, const ScaledRow &row, DrawMemory &scrat
         const double last = reached(distance, d.typical_p * total);
         total = found.narrow_to([&](long i) { return distance(i) <= last; });
     }
+    if (d.exclude_from < 1) {  // of the top choices the least likely stays
+        const double share = d.exclude_from * total;
+        float least = __builtin_inff();
+        for (long i = 0; i < found.count; i++)
+            if (double(found.weights[i]) >= share && found.scaled[i] < least) least = found.scaled[i];
+        total = found.narrow_to([&](long i) { return found.scaled[i] <= least; });
+    }
     const double target = target_of(d.uniform, total);
     double before = 0;
     long at = 0;
@@ -171,7 +182,7 @@ INLINE void draw_row(Draw &d, const float *logits, long vocab, char *block) {
     float top = row_largest(logits, vocab, scratch.spans, &first);
     d.status = finite(top) ? 0 : 1;
     if (d.status) return;
-    if (d.allowed || d.num_forbidden || d.num_biased || d.num_counted) {
+    if (d.allowed || d.num_forbidden || d.num_biased || d.num_counted || d.num_decreased) {
         if (!change(d, logits, scratch.changed, vocab)) {
             d.status = 3;
             return;
@@ -182,7 +193,8 @@ INLINE void draw_row(Draw &d, const float *logits, long vocab, char *block) {
         if (d.status) return;
     }
     const ScaledRow row{logits, vocab, top, d.temperature};
-    const bool everything = d.floor <= -__FLT_MAX__ && d.top_k <= 0 && d.top_p >= 1 && d.typical_p >= 1;
+    const bool everything = d.floor <= -__FLT_MAX__ && d.top_k <= 0 && d.top_p >= 1 && d.typical_p >= 1 &&
+                            d.exclude_from >= 1;
     d.token = d.temperature <= 0 ? first : everything ? draw_from_all(d, row, scratch) : draw_narrowed(d, row, scratch);
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
+from windlass.server.text.breakers import breaker_tokens
 from windlass.server.text.chat_template import ChatTemplate
 from windlass.server.text.offsets import TextOffsets
 from windlass.server.text.tokenizer import Tokenizer
@@ -38,6 +39,10 @@ class TextTasks:
                 if ids:
                     found[ids] = None
         return tuple(found)
+
+    def breaker_tokens(self, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
+        """(ids of tokens that hold one of these texts, sequences of ids that do)."""
+        return breaker_tokens(self._tokenizer, breakers)
 
     def tokenize(
         self,

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import windlass
-from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.api.request import EngineRequest, RepeatPenalty, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
 from windlass.engine.evaluation.bench import run_engine_benchmark
@@ -56,6 +56,8 @@ def traffic(vocab: int = 128) -> list[EngineRequest]:
         {"logprobs": 3},
         {"repetition_penalty": 1.2, "logprobs": 0},
         {"presence_penalty": 0.4, "frequency_penalty": 0.3},
+        {"repeats": RepeatPenalty(1.0, 1.3, 2), "logprobs": 0},
+        {"temperature": 0.7, "seed": 5, "xtc_probability": 0.4, "xtc_threshold": 0.05},
         {"logit_bias": {5: 2.0, 9: -3.0}},
         {"allowed_token_ids": tuple(range(20, 40))},
         {"bad_words": ((30,), (31, 32))},

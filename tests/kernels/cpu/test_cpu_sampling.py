@@ -32,6 +32,10 @@ FILTERS = (
     Filters(typical_p=0.8),
     Filters(top_k=50, top_p=0.9, min_p=0.001, typical_p=0.9, temperature=1.3),
     Filters(top_k=2300, top_p=0.5),
+    Filters(exclude_from=0.0),
+    Filters(exclude_from=0.02),
+    Filters(exclude_from=0.3, temperature=0.5),
+    Filters(top_k=50, top_p=0.9, min_p=0.001, typical_p=0.9, temperature=1.3, exclude_from=0.04),
 )
 
 
@@ -44,6 +48,7 @@ def described(filters: Filters, row: int, uniform: float, vocab: int) -> cpu.Com
         top_k=filters.top_k if filters.top_k < vocab else 0,
         top_p=filters.top_p,
         typical_p=filters.typical_p,
+        exclude_from=filters.exclude_from,
         uniform=uniform,
     )
 
@@ -90,7 +95,7 @@ def test_the_reference_draws_the_same(form: Library, kind: str, vocab: int) -> N
     draws = [described(f, row, u, vocab) for f, row, u in cases]
     got = compiled(form, logits, draws)
     filters = [
-        Filters(f.temperature, f.min_p, d.top_k, f.top_p, f.typical_p)
+        Filters(f.temperature, f.min_p, d.top_k, f.top_p, f.typical_p, f.exclude_from)
         for (f, _, _), d in zip(cases, draws, strict=True)
     ]
     want = draw(logits[[row for _, row, _ in cases]], filters, [u for _, _, u in cases])
@@ -134,12 +139,12 @@ def ids(*values: int) -> torch.Tensor:
 
 def changed(**fields: Any) -> tuple[cpu.CompiledDraw, list[torch.Tensor]]:
     """A draw with lists of ids given as tensors, and what must be kept alive for it."""
-    lengths = {"allowed": "num_allowed", "forbidden": "num_forbidden", "biased": "num_biased", "counted": "num_counted"}
-    values: dict[str, Any] = {"repetition": 1.0, "floor": LOWEST, "top_p": 1.0, "typical_p": 1.0}
+    names = ("allowed", "forbidden", "biased", "counted", "decreased")
+    values: dict[str, Any] = {"repetition": 1.0, "floor": LOWEST, "top_p": 1.0, "typical_p": 1.0, "exclude_from": 1.0}
     for name, value in fields.items():
         values[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
-        if name in lengths:
-            values[lengths[name]] = len(value)
+        if name in names:
+            values[f"num_{name}"] = len(value)
     return cpu.CompiledDraw(**values), [v for v in fields.values() if isinstance(v, torch.Tensor)]
 
 
@@ -161,6 +166,10 @@ def test_changes_come_in_order(form: Library) -> None:
     assert best(counted=ids(1), in_output=torch.tensor([3.0]), frequency=0.5) == 5  # 8 - 1.5 < 7
     assert best(counted=ids(1), in_output=torch.tensor([3.0]), presence=1.5) == 5
     assert best(counted=ids(1), in_output=torch.tensor([0.0]), presence=1.5, frequency=2.0) == 1  # not in the output
+    assert best(decreased=ids(1, 5), decrease=torch.tensor([3.0, 0.5])) == 5
+    late: dict[str, Any] = {"decreased": ids(1), "decrease": torch.tensor([2.0])}
+    assert best(counted=ids(1), in_output=torch.tensor([0.0]), repetition=1.2, biased=ids(5), bias=-ids(1) * 2.0, **late) == 2
+    assert best(forbidden=ids(5), counted=ids(1, 2), in_output=torch.zeros(2), repetition=1.25, **late) == 3
 
 
 def test_rows_fail_alone(form: Library) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from helpers.live_server import Live, live_server
 
-from windlass.engine.api.request import SamplingParams
+from windlass.engine.api.request import RepeatPenalty, SamplingParams
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.text.breakers import breaker_tokens
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 
@@ -52,6 +53,18 @@ def test_defaults_reach_the_engine(live: Live) -> None:
         ({"top_k": 10**6}, "top_k", 0),
         ({"min_p": 0.1}, "min_p", 0.1),
         ({"typical_p": 0.9}, "typical_p", 0.9),
+        ({"xtc_probability": 0.5, "xtc_threshold": 0}, "xtc_probability", 0.5),
+        ({"xtc_probability": 1}, "xtc_threshold", 0.1),
+        ({"xtc_threshold": 0.2}, "xtc_threshold", 0.2),
+        ({"dry_multiplier": 0, "dry_base": 3}, "repeats", None),
+        ({"dry_multiplier": 1, "dry_penalty_last_n": 0}, "repeats", None),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": []}, "repeats", RepeatPenalty(1.0, 1.75, 2, 32768)),
+        (
+            {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 0, "dry_penalty_last_n": 9}
+            | {"dry_sequence_breakers": []},
+            "repeats",
+            RepeatPenalty(0.8, 2.0, 0, 9),
+        ),
         ({"repetition_penalty": 1.2}, "repetition_penalty", 1.2),
         ({"presence_penalty": -1.5}, "presence_penalty", -1.5),
         ({"frequency_penalty": 2}, "frequency_penalty", 2.0),
@@ -110,6 +123,24 @@ def test_bad_words_are_tokenized_with_and_without_a_space(live: Live) -> None:
     assert set(live.engine.requests[0].sampling.bad_words) == expected
 
 
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        ({}, ["\n", ":", '"', "*"]),
+        ({"dry_sequence_breakers": ["fox jumps", "."]}, ["fox jumps", "."]),
+        ({"dry_sequence_breakers": r'"fox", "\n", "\""'}, ["fox", "\n", '"']),
+        ({"dry_sequence_breakers": '["fox"]'}, ["fox"]),
+    ],
+)
+def test_sequence_breakers_become_tokens(live: Live, given: dict[str, Any], texts: list[str]) -> None:
+    for _ in range(2):  # the second time from what was kept
+        live.complete("a", dry_multiplier=1, **given)
+    ids, sequences = breaker_tokens(live.tokenizer, texts)
+    assert ids or sequences
+    for request in live.engine.requests:
+        assert request.sampling.repeats == RepeatPenalty(1.0, 1.75, 2, 32768, ids, sequences)
+
+
 def test_bookkeeping_fields_have_no_effect(live: Live) -> None:
     live.complete(
         "a",
@@ -160,6 +191,7 @@ def test_unsupported_and_unknown_fields_are_named(live: Live, field: str, value:
 def test_the_bodies_hold_every_field_of_the_reference() -> None:
     common = """model max_tokens max_completion_tokens temperature top_p n stream stream_options stop seed
         presence_penalty frequency_penalty logit_bias logprobs best_of response_format top_k min_p typical_p
+        xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         repetition_penalty min_tokens ignore_eos stop_token_ids include_stop_str_in_output bad_words allowed_token_ids
         skip_special_tokens add_special_tokens prompt_logprobs return_token_ids structured truncate_prompt_tokens
         rope_scaling rope_update context_overflow keep_tokens cache_reuse cache_salt priority timeout request_id
@@ -191,6 +223,16 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("top_k", [-2, 2**31, 1.5]),
     ("min_p", [-0.1, 1.1]),
     ("typical_p", [0, 1.1]),
+    ("xtc_probability", [-0.1, 1.1, "x"]),
+    ("xtc_threshold", [-0.1, 1.1, []]),
+    ("dry_multiplier", [-0.1, 101, "1", True]),
+    ("dry_base", [0.9, 101, []]),
+    ("dry_allowed_length", [-1, 1.5, 2**31]),
+    ("dry_penalty_last_n", [-2, 32769, "x"]),
+    (
+        "dry_sequence_breakers",
+        ["\n", '"a', '"a", 5', '["a"', "[" * 9999, [""], [5], ["a"] * 33, ["x" * 41], 5, {}, '"' * 10**6],
+    ),
     ("repetition_penalty", [0, -1, 101]),
     ("min_tokens", [-1, 17, 10**20]),
     ("ignore_eos", ["no", 0]),

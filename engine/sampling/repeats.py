@@ -1,0 +1,138 @@
+"""Finds what a sample is about to say again, and how much each token that would go on loses (DRY).
+
+Responsible for the repeats of one sequence: a token that would lengthen a sequence which ends the text and stands earlier
+in it loses multiplier * base ** (length - allowed_length), where length counts the sequence without the token and the longest
+one counts (p-e-w, oobabooga/text-generation-webui pull request 5677). A sequence holds no breaker and lies in the last
+`last_n` tokens. What is found depends on the tokens alone, never on the steps in which they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windlass.engine.api.request import RepeatPenalty
+
+# More is taken off no logit, so that none becomes infinite by it.
+MOST = 1e38
+
+
+class Repeats:
+    """Keeps, for every distance back, how long the text before that place equals the text's end.
+
+    A new token lengthens the runs of the distances at which it stands, and ends the others: a step costs a few passes over at
+    most `last_n` numbers. The text lies backwards, so that the token at distance d is `_text[_start + d - 1]`.
+    """
+
+    def __init__(self, settings: RepeatPenalty) -> None:
+        self._settings = settings
+        self._breaking = frozenset(tuple(reversed(sequence)) for sequence in settings.breaker_sequences)
+        self._lengths = sorted({len(sequence) for sequence in self._breaking})
+        self._last_ids = frozenset(sequence[0] for sequence in self._breaking)
+        self._window = settings.last_n + max(self._lengths, default=0)  # a breaker may begin before the last tokens
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._seen = 0
+        self._text: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._runs: NDArray[np.int32] = np.zeros(0, np.int32)  # at d - 1 the run of distance d
+        self._start = 0
+        self._since_breaker = 0
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Take in what lies beyond the tokens seen before; a shorter list starts over."""
+        if len(token_ids) < self._seen:
+            self._start_over()
+        if self._seen == 0:
+            self._take_all(token_ids)
+        else:
+            for position in range(self._seen, len(token_ids)):
+                self._append(token_ids[position])
+        self._seen = len(token_ids)
+
+    def decreases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(ids, what each loses), each id once."""
+        s = self._settings
+        distances = min(self._size, s.last_n) - 1
+        if distances < 1 or self._since_breaker < s.allowed_length:
+            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+        found = np.flatnonzero(self._runs[:distances] >= s.allowed_length)
+        # A sequence reaches back no further than the last `last_n` tokens do, nor than the last breaker.
+        lengths = np.minimum(self._runs[found], s.last_n - 1 - found)
+        lengths = np.minimum(lengths, self._since_breaker)
+        ids = self._text[self._start + found]
+        allowed = lengths >= s.allowed_length
+        if not allowed.all():
+            ids, lengths = ids[allowed], lengths[allowed]
+        distinct, places = np.unique(ids, return_inverse=True)
+        longest = np.zeros(len(distinct), np.int64)
+        np.maximum.at(longest, places, lengths)
+        if s.breaker_ids:
+            others = [token not in s.breaker_ids for token in distinct.tolist()]
+            distinct, longest = distinct[others], longest[others]
+        with np.errstate(over="ignore"):
+            amounts = s.multiplier * np.float64(s.base) ** (longest - s.allowed_length)
+        return distinct, np.minimum(amounts, MOST).astype(np.float32)
+
+    @property
+    def _size(self) -> int:
+        return len(self._text) - self._start
+
+    def _take_all(self, token_ids: Sequence[int]) -> None:
+        self._make_room(token_ids[-self._window :])
+        text = self._text[self._start :].tolist()
+        size = min(len(text), self._settings.last_n)
+        self._runs[:] = 0
+        if size:
+            self._runs[: size - 1] = _runs(text[:size])
+        ends = (i for i in range(size) if self._breaks(text, i))
+        self._since_breaker = next(ends, len(token_ids))
+
+    def _append(self, token: int) -> None:
+        if self._start == 0:
+            self._make_room(self._text[: self._window][::-1])
+        distances = min(self._size, self._settings.last_n - 1)
+        runs = self._runs[:distances]
+        runs += 1
+        runs *= self._text[self._start : self._start + distances] == token
+        self._start -= 1
+        self._text[self._start] = token
+        ended = self._breaks(self._text, self._start)
+        self._since_breaker = 0 if ended else self._since_breaker + 1
+
+    def _make_room(self, kept: Sequence[int] | NDArray[np.int64]) -> None:
+        """Hold these tokens, in the order of the text, with at least as much room before them, so that moves are rare."""
+        self._text = np.zeros(2 * max(len(kept), 128), np.int64)
+        self._start = len(self._text) - len(kept)
+        self._text[self._start :] = np.asarray(kept, np.int64)[::-1]
+        runs = np.zeros(min(len(self._text), self._settings.last_n), np.int32)
+        runs[: min(len(runs), len(self._runs))] = self._runs[: len(runs)]
+        self._runs = runs
+
+    def _breaks(self, text: Sequence[int] | NDArray[np.int64], at: int) -> bool:
+        """Whether a breaker ends with the token at a place of the text as it lies here."""
+        token = int(text[at])
+        if token in self._settings.breaker_ids:
+            return True
+        if token not in self._last_ids:
+            return False
+        return any(tuple(map(int, text[at : at + length])) in self._breaking for length in self._lengths)
+
+
+def _runs(text: list[int]) -> list[int]:
+    """For every distance from 1 on, how many tokens from there on equal those from the beginning on (the Z-function).
+
+    Looks only at the places of the first token, for the others' runs are 0.
+    """
+    runs = [0] * len(text)
+    left = right = 0  # the known run that reaches furthest
+    for place in (np.flatnonzero(np.array(text[1:], np.int64) == text[0]) + 1).tolist():
+        length = min(right - place, runs[place - left]) if place < right else 0
+        while place + length < len(text) and text[length] == text[place + length]:
+            length += 1
+        runs[place] = length
+        if place + length > right:
+            left, right = place, place + length
+    return runs[1:]

@@ -1,0 +1,142 @@
+"""The penalty on repeats (DRY) against its definition in float64, however the text came; that it reaches the draw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.engine.api.request import RepeatPenalty, SamplingParams
+from windlass.engine.sampling.accept import Extended
+from windlass.engine.sampling.repeats import MOST, Repeats
+from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.sampling.slot import SampleSlot
+from windlass.kernels import bind
+from windlass.kernels.backend import BackendOptions
+from windlass.kernels.torch.backend import TorchBackend
+
+
+def by_definition(text: Sequence[int], s: RepeatPenalty) -> dict[int, float]:
+    """What each token loses, by comparing the text's end with every place, one token at a time."""
+    breakers = [*((token,) for token in s.breaker_ids), *s.breaker_sequences]
+    ends = [e for e in range(1, len(text) + 1) if any(tuple(text[max(0, e - len(b)) : e]) == b for b in breakers)]
+    first = max(0, len(text) - s.last_n)
+    limit = len(text) - ends[-1] if ends else len(text)
+    lost: dict[int, float] = {}
+    for place in range(first + 1, len(text)):
+        length = 0
+        while length < min(limit, place - first) and text[place - 1 - length] == text[len(text) - 1 - length]:
+            length += 1
+        if length >= s.allowed_length and text[place] not in s.breaker_ids:
+            amount = s.multiplier * s.base ** min(length - s.allowed_length, 2000)
+            lost[text[place]] = max(lost.get(text[place], 0.0), min(amount, MOST))
+    return lost
+
+
+def found(repeats: Repeats) -> dict[int, float]:
+    ids, amounts = repeats.decreases()
+    assert ids.dtype == np.int64 and amounts.dtype == np.float32 and len(set(ids.tolist())) == len(ids)
+    return dict(zip(ids.tolist(), amounts.tolist(), strict=True))
+
+
+def same(got: dict[int, float], want: dict[int, float]) -> None:
+    assert got.keys() == want.keys()
+    for token, amount in want.items():
+        assert got[token] == pytest.approx(amount, rel=1e-6)
+
+
+penalties = st.builds(
+    RepeatPenalty,
+    multiplier=st.sampled_from([0.8, 3.0]),
+    base=st.sampled_from([1.0, 1.75, 40.0]),
+    allowed_length=st.integers(0, 5),
+    last_n=st.sampled_from([1, 2, 5, 17, 60, 32768]),
+    breaker_ids=st.frozensets(st.integers(0, 5), max_size=2),
+    breaker_sequences=st.frozensets(st.lists(st.integers(0, 3), min_size=2, max_size=4).map(tuple), max_size=3),
+)
+
+
+@given(penalties, st.lists(st.integers(0, 4), max_size=90), st.data())
+@settings(max_examples=400, deadline=None)
+def test_equals_the_definition_in_whatever_pieces_the_text_comes(
+    s: RepeatPenalty, text: list[int], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)) | {len(text)})
+    repeats = Repeats(s)
+    for cut in cuts:
+        repeats.update(text[:cut])
+        same(found(repeats), by_definition(text[:cut], s))
+    repeats.update(text[: cuts[0]])  # shorter than before, or the same
+    same(found(repeats), by_definition(text[: cuts[0]], s))
+
+
+@pytest.mark.parametrize("last_n", [7, 300, 1000])
+def test_long_texts_slide_through_the_window(last_n: int) -> None:
+    rng = random.Random(last_n)
+    s = RepeatPenalty(0.5, 1.2, 2, last_n, frozenset({9}), frozenset({(1, 2, 3), (4, 4)}))
+    phrases = [[rng.randrange(9) for _ in range(rng.randrange(1, 40))] for _ in range(5)] + [[9]]
+    text = [token for _ in range(200) for token in rng.choice(phrases)]
+    repeats, penalised = Repeats(s), 0
+    for length in range(1, len(text)):
+        repeats.update(text[:length])
+        if length % 13 == 0:
+            same(found(repeats), want := by_definition(text[:length], s))
+            penalised += bool(want)
+    assert penalised > 10
+
+
+def test_the_example_of_the_published_definition() -> None:
+    """a b c c b c y a b c: c would make it four, b two and y three tokens."""
+    a, b, c, y = 1, 2, 3, 4
+    repeats = Repeats(RepeatPenalty(1.0, 2.0, 1, 100))
+    repeats.update([a, b, c, c, b, c, y, a, b, c])
+    assert found(repeats) == {c: 4.0, b: 1.0, y: 2.0}
+
+
+def test_a_text_of_one_token_is_as_long_a_repeat_as_it_can_be() -> None:
+    repeats = Repeats(RepeatPenalty(1.0, 1.001, 2, 32768))
+    repeats.update([5] * 40_000)
+    assert found(repeats)[5] == pytest.approx(1.001 ** (32767 - 2), rel=1e-6)
+    steep = Repeats(RepeatPenalty(1.0, 100.0, 2, 32768))
+    steep.update([5] * 3000)
+    assert found(steep)[5] == np.float32(MOST)
+
+
+def one(seq_id: int, text: Sequence[int], **sampling: Any) -> SampleSlot:
+    return SampleSlot(seq_id, 0, SamplingParams(**sampling), 3, 2, text)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_penalty_comes_after_biases_and_the_other_penalties(compiled: bool) -> None:
+    backend = bind("cpu") if compiled else TorchBackend(BackendOptions(torch.device("cpu")))
+    logits = torch.zeros(1, 20)
+    logits[0, 4], logits[0, 7] = 6.0, 4.0
+    text = [1, 2, 4, 9, 1, 2]
+    s = RepeatPenalty(1.0, 2.0, 1)  # 4 loses 1.0 * 2 ** 1
+
+    def token(**sampling: Any) -> int:
+        slot = one(0, text, temperature=0.0, repeats=s, **sampling)
+        (drawn,) = Sampler(20, backend).sample(logits, [(0, slot)])
+        return drawn.token_id
+
+    assert token(logit_bias={7: -0.1}) == 4
+    assert token(logit_bias={7: 0.1}) == 7
+    # 6 / 1.4 - 2 is above 2.2, (6 - 2) / 1.4 would be above 2.8.
+    assert token(repetition_penalty=1.4, logit_bias={7: -1.8}) == 4
+    assert token(repetition_penalty=1.4, logit_bias={7: -1.5}) == 7
+    assert token(allowed_token_ids=(4,)) == 4
+
+
+def test_proposed_tokens_count_as_those_that_stand_in_the_text() -> None:
+    s = RepeatPenalty(0.7, 1.5, 1)
+    text, draft = [1, 2, 3, 1, 2, 4, 1], (2, 3, 1)
+    repeats = Repeats(s)
+    for count in range(len(draft) + 1):
+        repeats.update(Extended(text, draft[:count]))
+        same(found(repeats), by_definition([*text, *draft[:count]], s))

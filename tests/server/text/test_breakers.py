@@ -1,0 +1,51 @@
+"""The tokens of sequence breakers: every token is looked at, and texts that hold a breaker are found to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import windlass
+from windlass.server.text.breakers import breaker_tokens
+from windlass.server.text.tokenizer import Tokenizer
+
+BREAKERS = ("\n", ":", "###", "the end", "é", "<|end|>")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_directory(Path(windlass.__file__).parent / "models" / "demo")
+
+
+def test_ids_are_those_of_the_tokens_that_hold_a_breaker(tokenizer: Tokenizer) -> None:
+    for breaker in BREAKERS:
+        ids, _ = breaker_tokens(tokenizer, [breaker])
+        every = range(tokenizer.vocab_size)
+        assert ids == {i for i in every if breaker.encode() in tokenizer.token_bytes(i)}
+    assert len(breaker_tokens(tokenizer, ["\n"])[0]) > 3
+
+
+def test_sequences_hold_a_breaker_and_no_token_of_theirs_does(tokenizer: Tokenizer) -> None:
+    found = 0
+    for breaker in BREAKERS:
+        ids, sequences = breaker_tokens(tokenizer, [breaker])
+        for sequence in sequences:
+            text = b"".join(map(tokenizer.token_bytes, sequence))
+            assert breaker.encode() in text and len(sequence) > 1
+            assert text.index(breaker.encode()) < len(tokenizer.token_bytes(sequence[0]))
+        found += len(sequences)
+        if len(breaker) == 1:
+            assert not sequences
+    assert found > 20
+    both = breaker_tokens(tokenizer, BREAKERS)
+    assert both[1] == frozenset().union(*(breaker_tokens(tokenizer, [one])[1] for one in BREAKERS))
+
+
+@pytest.mark.parametrize("breaker", ["\n", ":", "###", "the end", "<|end|>"])
+@pytest.mark.parametrize("around", [("", ""), ("Once", " more"), ("a ", "\nb"), ("x#", "#"), ("so", ".")])
+def test_texts_that_hold_a_breaker_break(tokenizer: Tokenizer, breaker: str, around: tuple[str, str]) -> None:
+    ids, sequences = breaker_tokens(tokenizer, [breaker])
+    tokens = tuple(tokenizer.encode(around[0] + breaker + around[1], add_special_tokens=False))
+    pieces = {tokens[i:j] for i in range(len(tokens)) for j in range(i + 2, len(tokens) + 1)}
+    assert ids & set(tokens) or sequences & pieces
