@@ -1,7 +1,8 @@
 """What drawing tokens from logits is told, and what it answers, on any backend.
 
 Responsible for the values only; the order of a draw is: what is allowed and forbidden, biases, penalties, decreases,
-temperature, the filters (min-p, top-k, top-p, typical-p, the exclusion of top choices), and the first token in the order of their ids at which the kept weight exceeds the uniform number's share.
+temperature, the filters (min-p, top-k, top-p, typical-p, the exclusion of top choices), and the first token in the order of
+their ids at which the kept weight exceeds the uniform number's share.
 """
 
 from __future__ import annotations

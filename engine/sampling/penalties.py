@@ -1,7 +1,8 @@
 """What one sequence's sampling parameters do to its row of logits, with the token counts kept from step to step.
 
 Responsible for what is forbidden, biased and penalised in a single sequence. Per step it looks only at the tokens that are
-new, so its Python work does not grow with the context (repeats aside, which cost a few passes over a bounded window). It changes no logits and draws nothing: a backend does.
+new, so its Python work does not grow with the context; repeats cost a few passes over a bounded window. It changes no logits
+and draws nothing: a backend does.
 """
 
 from __future__ import annotations

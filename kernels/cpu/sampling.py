@@ -29,9 +29,10 @@ _LONG, _FLOAT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_doub
 class CompiledDraw(ctypes.Structure):
     """One row to draw from: what is done to its logits, how it is narrowed, and what came of it.
 
-    row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output), decreased
-    (with decrease): addresses of int64 ids (of float32 numbers) and how many there are; whoever sets one keeps the memory, as `change` does. An allowed of None allows all.
-    temperature: 0 is greedy. floor: log(min_p), LOWEST for off. top_k: 0 is off. top_p, typical_p, exclude_from: 1 is off. uniform: [0, 1).
+    row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output), decreased (with decrease): addresses
+    of int64 ids (of float32 numbers) and how many there are; whoever sets one keeps the memory, as `change` does. An allowed
+    of None allows all. temperature: 0 is greedy. floor: log(min_p), LOWEST for off. top_k: 0 is off. top_p, typical_p,
+    exclude_from: 1 is off. uniform: [0, 1).
     token: the drawn id where status is OK, else -1.
     """
 

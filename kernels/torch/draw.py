@@ -190,7 +190,10 @@ def _compact(marked: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filter(found: Candidates, filters: Sequence[Filters], mass: Tensor | None) -> Candidates:
-    """Top-p, typical-p and the exclusion of top choices. mass: [S, 1] what a row weighs where that is more than its candidates do, NaN elsewhere."""
+    """Top-p, typical-p and the exclusion of top choices.
+
+    mass: [S, 1] what a row weighs where that is more than its candidates do, NaN elsewhere.
+    """
     weights = found.weights
     if any(f.top_p < 1 for f in filters):
         weights = _top_p(found.logits, weights, [f.top_p for f in filters], mass)

@@ -13,9 +13,7 @@ from windlass.server.text.tokenizer import Tokenizer
 MAX_TAIL = 19  # tokens of a breaker after the one in which it begins
 
 
-def breaker_tokens(
-    tokenizer: Tokenizer, breakers: Sequence[str]
-) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
+def breaker_tokens(tokenizer: Tokenizer, breakers: Sequence[str]) -> tuple[frozenset[int], frozenset[tuple[int, ...]]]:
     """(ids of tokens that hold a breaker, sequences of two ids and more that do).
 
     A sequence is a token that ends with a breaker's beginning, and the tokens of the rest.

@@ -108,7 +108,11 @@ def test_a_draw_does_not_depend_on_the_steps_before_or_on_others(backend: Backen
     settings = {"xtc_probability": 0.5, "xtc_threshold": 0.03}
     long_lived = Sampler(50, backend)
     for length in range(4, 40):
-        pair = [(0, slot(7, length, **settings)), (0, slot(8, length, temperature=0.5)), (0, slot(9, length, 1, **settings))]
+        pair = [
+            (0, slot(7, length, **settings)),
+            (0, slot(8, length, temperature=0.5)),
+            (0, slot(9, length, 1, **settings)),
+        ]
         together = [drawn.token_id for drawn in long_lived.sample(logits, pair)]
         alone = [Sampler(50, backend).sample(logits, [one])[0].token_id for one in pair]
         assert together == alone

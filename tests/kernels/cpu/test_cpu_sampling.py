@@ -168,7 +168,10 @@ def test_changes_come_in_order(form: Library) -> None:
     assert best(counted=ids(1), in_output=torch.tensor([0.0]), presence=1.5, frequency=2.0) == 1  # not in the output
     assert best(decreased=ids(1, 5), decrease=torch.tensor([3.0, 0.5])) == 5
     late: dict[str, Any] = {"decreased": ids(1), "decrease": torch.tensor([2.0])}
-    assert best(counted=ids(1), in_output=torch.tensor([0.0]), repetition=1.2, biased=ids(5), bias=-ids(1) * 2.0, **late) == 2
+    assert (
+        best(counted=ids(1), in_output=torch.tensor([0.0]), repetition=1.2, biased=ids(5), bias=-ids(1) * 2.0, **late)
+        == 2
+    )
     assert best(forbidden=ids(5), counted=ids(1, 2), in_output=torch.zeros(2), repetition=1.25, **late) == 3
 
 

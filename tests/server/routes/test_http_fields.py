@@ -11,9 +11,9 @@ from helpers.live_server import Live, live_server
 
 from windlass.engine.api.request import RepeatPenalty, SamplingParams
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.text.breakers import breaker_tokens
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
+from windlass.server.text.breakers import breaker_tokens
 
 PATH = "/v1/completions"
 
@@ -231,7 +231,7 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("dry_penalty_last_n", [-2, 32769, "x"]),
     (
         "dry_sequence_breakers",
-        ["\n", '"a', '"a", 5', '["a"', "[" * 9999, [""], [5], ["a"] * 33, ["x" * 41], 5, {}, '"' * 10**6],
+        ["x", '"a', '"a", 5', '["a"', "[" * 9999, [""], [5], ["a"] * 33, ["x" * 41], 5, {}, '"' * 10**6],
     ),
     ("repetition_penalty", [0, -1, 101]),
     ("min_tokens", [-1, 17, 10**20]),

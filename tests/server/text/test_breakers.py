@@ -23,13 +23,13 @@ def test_ids_are_those_of_the_tokens_that_hold_a_breaker(tokenizer: Tokenizer) -
         ids, _ = breaker_tokens(tokenizer, [breaker])
         every = range(tokenizer.vocab_size)
         assert ids == {i for i in every if breaker.encode() in tokenizer.token_bytes(i)}
-    assert len(breaker_tokens(tokenizer, ["\n"])[0]) > 3
+    assert len(breaker_tokens(tokenizer, ["e"])[0]) > 100
 
 
 def test_sequences_hold_a_breaker_and_no_token_of_theirs_does(tokenizer: Tokenizer) -> None:
     found = 0
     for breaker in BREAKERS:
-        ids, sequences = breaker_tokens(tokenizer, [breaker])
+        _, sequences = breaker_tokens(tokenizer, [breaker])
         for sequence in sequences:
             text = b"".join(map(tokenizer.token_bytes, sequence))
             assert breaker.encode() in text and len(sequence) > 1
