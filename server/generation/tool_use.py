@@ -89,7 +89,8 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str) -> ToolUse:
 def _token(tokenizer: Tokenizer, marker: str) -> str:
     """The Lark for a marker: the token that it is, or its text where it is none of its own."""
     token_id = tokenizer.backend.token_to_id(marker)
-    return json.dumps(marker) if token_id is None else f"<[{token_id}]>"
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return f"<[{token_id}]>" if token_id is not None and token_id in added else json.dumps(marker)
 
 
 def _functions(body: ChatRequest) -> tuple[list[FunctionDefinition], Any, str]:

@@ -52,10 +52,10 @@ class ChatMessage(StrictModel):
     """One turn. Fields that clients copy from an earlier answer are accepted where they are empty.
 
     `type` may say "text" or "message", as some clients send it; it has no effect. Neither have `cache_control`, `id`,
-    `timestamp` and `weight`, which clients keep in histories.
+    `timestamp` and `weight`, which clients keep in histories, and `parsed`, which the openai package adds.
     """
 
-    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"parsed"}
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[Any, AfterValidator(_content)] = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form, without_nulls
+from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form, without_nulls, without_nulls
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
@@ -101,11 +101,12 @@ def _choice(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         value = without_nulls(value)
-    function = value.get("function") if isinstance(value, dict) else None
-    if isinstance(value, dict) and value.get("type") == "function" and isinstance(function, dict):
-        name = function.get("name")
-        if isinstance(name, str) and set(value) == {"type", "function"} and set(function) == {"name"}:
-            return value
+    given = without_nulls(value) if isinstance(value, dict) else {}
+    function = given.get("function")
+    if given.get("type") == "function" and isinstance(function, dict):
+        function = without_nulls(function)
+        if isinstance(function.get("name"), str) and set(given) == {"type", "function"} and set(function) == {"name"}:
+            return {**given, "function": function}
     raise PydanticCustomError(
         "type", "should be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': '…'}}"
     )
@@ -142,7 +143,12 @@ FunctionChoice = Annotated[
 
 
 class MadeFunctionCall(StrictModel):
-    """The function of a call in a history. `arguments`: the JSON text of an object; an object itself is taken, too."""
+    """The function of a call in a history. `arguments`: the JSON text of an object; an object itself is taken, too.
+
+    `parsed_arguments`, which the openai package adds, has no effect.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[
@@ -154,6 +160,8 @@ class MadeFunctionCall(StrictModel):
 
 class MadeToolCall(StrictModel):
     """A call that the assistant made. `index` has no effect: those who put streams together leave it there."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "timestamp", "weight"})
 
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"] = "function"
