@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError, from_json, to_json
 
-from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form, without_nulls, without_nulls
+from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form, without_nulls
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
@@ -99,8 +99,6 @@ def _functions(value: list[FunctionDefinition]) -> list[FunctionDefinition]:
 def _choice(value: Any) -> Any:
     if value in (None, "none", "auto", "required"):
         return value
-    if isinstance(value, dict):
-        value = without_nulls(value)
     given = without_nulls(value) if isinstance(value, dict) else {}
     function = given.get("function")
     if given.get("type") == "function" and isinstance(function, dict):
