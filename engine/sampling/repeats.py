@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.engine.api.request import RepeatPenalty
+from windlass.engine.api.request import MAX_REPEAT_WINDOW, RepeatPenalty
 
 # More is taken off no logit, so that none becomes infinite by it.
 MOST = 1e38
+_BITS = MAX_REPEAT_WINDOW.bit_length()  # of a length
 
 
 class Repeats:
@@ -66,9 +67,11 @@ class Repeats:
         allowed = lengths >= s.allowed_length
         if not allowed.all():
             ids, lengths = ids[allowed], lengths[allowed]
-        distinct, places = np.unique(ids, return_inverse=True)
-        longest = np.zeros(len(distinct), np.int64)
-        np.maximum.at(longest, places, lengths)
+        # Sorted by id and then by length: the last of each id has its longest.
+        both = np.sort(ids << _BITS | lengths)
+        distinct = both >> _BITS
+        last = np.append(distinct[1:] != distinct[:-1], True)[: len(both)]
+        distinct, longest = distinct[last], both[last] & (1 << _BITS) - 1
         if s.breaker_ids:
             others = [token not in s.breaker_ids for token in distinct.tolist()]
             distinct, longest = distinct[others], longest[others]
@@ -82,13 +85,14 @@ class Repeats:
 
     def _take_all(self, token_ids: Sequence[int]) -> None:
         self._make_room(token_ids[-self._window :])
-        text = self._text[self._start :].tolist()
+        text = self._text[self._start :]
         size = min(len(text), self._settings.last_n)
         self._runs[:] = 0
         if size:
             self._runs[: size - 1] = _runs(text[:size])
-        ends = (i for i in range(size) if self._breaks(text, i))
-        self._since_breaker = next(ends, len(token_ids))
+        ends = self._settings.breaker_ids | self._last_ids
+        places = (i for i, token in enumerate(text[:size].tolist()) if token in ends) if ends else iter(())
+        self._since_breaker = next((i for i in places if self._breaks(text, i)), len(token_ids))
 
     def _append(self, token: int) -> None:
         if self._start == 0:
@@ -111,7 +115,7 @@ class Repeats:
         runs[: min(len(runs), len(self._runs))] = self._runs[: len(runs)]
         self._runs = runs
 
-    def _breaks(self, text: Sequence[int] | NDArray[np.int64], at: int) -> bool:
+    def _breaks(self, text: NDArray[np.int64], at: int) -> bool:
         """Whether a breaker ends with the token at a place of the text as it lies here."""
         token = int(text[at])
         if token in self._settings.breaker_ids:
@@ -121,14 +125,15 @@ class Repeats:
         return any(tuple(map(int, text[at : at + length])) in self._breaking for length in self._lengths)
 
 
-def _runs(text: list[int]) -> list[int]:
+def _runs(backwards: NDArray[np.int64]) -> list[int]:
     """For every distance from 1 on, how many tokens from there on equal those from the beginning on (the Z-function).
 
     Looks only at the places of the first token, for the others' runs are 0.
     """
+    text = backwards.tolist()
     runs = [0] * len(text)
     left = right = 0  # the known run that reaches furthest
-    for place in (np.flatnonzero(np.array(text[1:], np.int64) == text[0]) + 1).tolist():
+    for place in (np.flatnonzero(backwards[1:] == text[0]) + 1).tolist():
         length = min(right - place, runs[place - left]) if place < right else 0
         while place + length < len(text) and text[length] == text[place + length]:
             length += 1
