@@ -19,19 +19,19 @@ def breaker_tokens(tokenizer: Tokenizer, breakers: Sequence[str]) -> tuple[froze
     A sequence is a token that ends with a breaker's beginning, and the tokens of the rest.
     """
     pieces = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
-    by_last: defaultdict[int, list[int]] = defaultdict(list)
-    for token_id, piece in enumerate(pieces):
-        if piece:
-            by_last[piece[-1]].append(token_id)
     ids: set[int] = set()
-    sequences: set[tuple[int, ...]] = set()
-    for breaker in breakers:
+    tails: defaultdict[bytes, set[tuple[int, ...]]] = defaultdict(set)  # by what the token before them ends with
+    for breaker in dict.fromkeys(breakers):
         whole = breaker.encode()
-        ids.update(token_id for token_id, piece in enumerate(pieces) if whole in piece)
+        ids.update([token_id for token_id, piece in enumerate(pieces) if whole in piece])
         for cut in range(1, len(breaker)):
-            tail = tuple(tokenizer.encode(breaker[cut:], add_special_tokens=False)[:MAX_TAIL])
-            begun = breaker[:cut].encode()
-            if tail:
-                heads = (token_id for token_id in by_last[begun[-1]] if pieces[token_id].endswith(begun))
-                sequences.update((head, *tail) for head in heads)
+            rest = tuple(tokenizer.encode(breaker[cut:], add_special_tokens=False)[:MAX_TAIL])
+            if rest:
+                tails[breaker[:cut].encode()].add(rest)
+    longest = max(map(len, tails), default=0)
+    sequences: set[tuple[int, ...]] = set()
+    for token_id, piece in enumerate(pieces):
+        for start in range(max(0, len(piece) - longest), len(piece)):
+            if (end := piece[start:]) in tails:
+                sequences.update((token_id, *rest) for rest in tails[end])
     return frozenset(ids), frozenset(sequences)
