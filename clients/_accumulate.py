@@ -79,6 +79,7 @@ class Accumulator(ABC, Generic[Chunk, A]):
         self.rotary: Rotary | None = None
         self._choices: dict[int, _Choice] = {}
         self._id, self._model, self._created = "", "", 0
+        self._fingerprint: str | None = None
 
     @property
     def text(self) -> str:
@@ -115,6 +116,7 @@ class Accumulator(ABC, Generic[Chunk, A]):
         """Take what a chunk brings."""
         if not self._id:
             self._id, self._model, self._created = chunk.id, chunk.model, chunk.created
+            self._fingerprint = chunk.system_fingerprint
         if chunk.usage is not None:
             self.usage = chunk.usage
         for part in chunk.choices:
@@ -151,6 +153,7 @@ class Accumulator(ABC, Generic[Chunk, A]):
             "id": self._id,
             "model": self._model,
             "created": self._created,
+            "system_fingerprint": self._fingerprint,
             "usage": self.usage,
             "rotary": self.rotary,
             "request_id": request_id,

@@ -125,6 +125,7 @@ class Completion:
     id: str
     choices: tuple[CompletionChoice, ...]
     model: str = ""
+    system_fingerprint: str | None = None
     created: int = 0
     usage: Usage | None = None
     rotary: Rotary | None = None
@@ -146,6 +147,7 @@ class CompletionChunk:
     id: str
     choices: tuple[CompletionChoice, ...] = ()
     model: str = ""
+    system_fingerprint: str | None = None
     created: int = 0
     usage: Usage | None = None
     rotary: Rotary | None = None
@@ -188,6 +190,7 @@ class ChatCompletion:
     id: str
     choices: tuple[ChatChoice, ...]
     model: str = ""
+    system_fingerprint: str | None = None
     created: int = 0
     usage: Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
@@ -226,6 +229,7 @@ class ChatCompletionChunk:
     id: str
     choices: tuple[ChatChunkChoice, ...] = ()
     model: str = ""
+    system_fingerprint: str | None = None
     created: int = 0
     usage: Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
@@ -262,6 +266,7 @@ class Model:
     weight_dtype: str | None = None
     kv_cache_dtype: str | None = None
     quantization: str | None = None
+    sampling_defaults: dict[str, float] | None = None
     rotary: dict[str, Any] | None = None
 
 

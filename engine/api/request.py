@@ -173,6 +173,7 @@ class ModelInfo:
     model_rotary_groups: tuple[RotaryGroup, ...]  # under the model's own
     weight_bytes: int
     load_seconds: float
+    fingerprint: str = ""  # of the weights and of all that changes what is computed from them
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 

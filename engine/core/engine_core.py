@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from windlass import __version__
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.api.validation import validate_request
@@ -195,5 +196,23 @@ def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds
         model_rotary_groups=model.rotary_groups,
         weight_bytes=decoder.weight_bytes(),
         load_seconds=seconds,
+        fingerprint=_fingerprint(config, model),
         notices=model.notices + plan.notices + kernel_notice,
     )
+
+
+def _fingerprint(config: EngineConfig, model: LoadedModel) -> str:
+    """A digest of what logits depend on. Whether a prefix is cached, or a token was proposed, changes nothing."""
+    decoder = model.decoder
+    groups = [(group.name, group.scaling.to_dict()) for group in decoder.spec.rotary_groups]
+    compute = replace(config.compute, cores=None)  # which cores it has changes nothing
+    parts: tuple[object, ...] = (
+        __version__,
+        model.digest,
+        compute,
+        decoder.dtype,
+        decoder.weight_dtype,
+        model.cache_dtype,
+    )
+    parts += (model.quantization, decoder.backend.explain(), groups, config.rotary.update)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -19,6 +19,7 @@ from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
 from windlass.server.app.auth import AuthMiddleware
 from windlass.server.app.limits import LimitsMiddleware
+from windlass.server.app.root_path import RootPathMiddleware
 from windlass.server.errors import ApiError, error_response, from_exception, internal_error
 from windlass.server.exchange.request_id import RequestIdMiddleware
 from windlass.server.exchange.state import ServerState
@@ -79,6 +80,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the caller's Host header
+        servers=[{"url": settings.root_path}] if settings.root_path else None,
         lifespan=lifespan,
     )
     app.state.windlass = state
@@ -107,6 +109,8 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             allow_credentials=False,
         )
     app.add_middleware(RequestIdMiddleware)
+    if settings.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=settings.root_path)
     return app
 
 

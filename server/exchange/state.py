@@ -6,6 +6,7 @@ knows of routes or bodies.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 from typing import TYPE_CHECKING, Protocol
@@ -43,6 +44,7 @@ class ServerState:
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
         self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
+        self._fingerprint: tuple[ModelInfo, str] | None = None
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()
 
@@ -71,13 +73,24 @@ class ServerState:
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 unless `name` is the served model (absent means the served model)."""
-        if name is not None and name != self.settings.served_model_name:
+        names = self.settings.model_names
+        if name is not None and name not in names:
             raise ApiError(
                 404,
-                f"the model {name[:256]!r} does not exist here: this server serves {self.settings.served_model_name!r}",
+                f"the model {name[:256]!r} does not exist here: this server serves {' and '.join(map(repr, names))}",
                 param="model",
                 code="model_not_found",
             )
+
+    def fingerprint(self, info: ModelInfo) -> str:
+        """`system_fingerprint`: alike where equal requests with equal seeds are answered in the same way."""
+        if self._fingerprint is None or self._fingerprint[0] is not info:
+            settings = self.settings
+            parts: tuple[object, ...] = (info.fingerprint, self.tokenizer.chat_template, settings.sampling)
+            parts += (settings.reasoning_parser, settings.tool_call_parser)
+            parts += (settings.default_max_tokens, settings.completion_max_tokens, info.max_model_len)
+            self._fingerprint = info, "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        return self._fingerprint[1]
 
     def register(self, exchange: Stoppable) -> None:
         """Count an exchange as in flight until `unregister`."""

@@ -9,9 +9,11 @@ from collections.abc import Collection
 
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, ModelInfo, RepeatPenalty, SamplingParams
 from windlass.server.errors import bad_request, context_length_exceeded
+from windlass.server.options.settings import SamplingDefaults
 from windlass.server.protocol.generation_request import GenerationRequest
 
 DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+NEUTRAL = SamplingDefaults()
 GREEDY_BELOW = 1e-6  # a temperature this low draws the argmax anyway, and 1/temperature must stay finite
 
 
@@ -46,10 +48,12 @@ def build_sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    defaults: SamplingDefaults = NEUTRAL,
 ) -> SamplingParams:
     """Parameters of all prompts of a request; raises ApiError naming the field.
 
-    samples: outputs per prompt. max_tokens: as asked, not yet clamped (see `fit_to_context`).
+    samples: outputs per prompt. max_tokens: as asked, not yet clamped (see `fit_to_context`). defaults: what holds where the
+    body says nothing.
     """
     min_tokens = body.min_tokens or 0
     if min_tokens > max_tokens:
@@ -58,18 +62,18 @@ def build_sampling(
     check_ids(logit_bias or (), info.vocab_size, "logit_bias")
     check_ids(body.stop_token_ids or (), info.vocab_size, "stop_token_ids")
     check_ids(body.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
-    temperature = 1.0 if body.temperature is None else body.temperature
-    top_k = body.top_k or 0
+    temperature = defaults.temperature if body.temperature is None else body.temperature
+    top_k = defaults.top_k if body.top_k is None else body.top_k
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=0.0 if temperature < GREEDY_BELOW else temperature,
         top_k=0 if top_k <= 0 or top_k >= info.vocab_size else top_k,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        typical_p=1.0 if body.typical_p is None else body.typical_p,
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
+        min_p=defaults.min_p if body.min_p is None else body.min_p,
+        typical_p=defaults.typical_p if body.typical_p is None else body.typical_p,
         xtc_probability=body.xtc_probability or 0.0,
         xtc_threshold=0.1 if body.xtc_threshold is None else body.xtc_threshold,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        repetition_penalty=defaults.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repeats=_repeats(body),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
@@ -28,6 +29,8 @@ TOOL_CALL_PARSERS = (
     "plain_json",
 )
 
+MAX_TEMPLATE_BYTES = 1024 * 1024
+
 _server = "Server options"
 
 
@@ -38,9 +41,29 @@ class ServerOptions:
     host: Annotated[str, option("--host", panel=_server, help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, option("--port", panel=_server, help="Port to listen on; 0 takes a free one.")] = 8000
     served_model_name: Annotated[
-        str | None,
-        option("--served-model-name", panel=_server, help="The model's id in the API. Default: its directory's name."),
+        list[str] | None,
+        option("--served-model-name", panel=_server, help="The model's id in the API; repeatable or comma separated: answers "
+               "have the first, requests may use any. Default: its directory's name."),
+    ] = None  # fmt: skip
+    chat_template: Annotated[
+        Path | None,
+        option(
+            "--chat-template",
+            panel=_server,
+            metavar="FILE",
+            help="A chat template (Jinja) in place of the model's own.",
+        ),
     ] = None
+    generation_config: Annotated[
+        str,
+        option("--generation-config", panel=_server, help="Whether the sampling in the model's generation_config.json holds "
+               "for requests that leave it out: auto (it does) or none."),
+    ] = "auto"  # fmt: skip
+    root_path: Annotated[
+        str,
+        option("--root-path", panel=_server, metavar="PATH", help="Where a proxy has put this server, such as /llm; the "
+               "proxy may take it off the path or leave it on."),
+    ] = ""  # fmt: skip
     api_key: Annotated[
         list[str] | None,
         option("--api-key", panel=_server, help="A key that clients must send; repeat it, or separate several by "
@@ -101,6 +124,7 @@ class ServerOptions:
         """
         engine = engine or EngineOptions()
         choose("--tool-call-parser", self.tool_call_parser, ("auto", "none", *TOOL_CALL_PARSERS))
+        choose("--generation-config", self.generation_config, ("auto", "none"))
         choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
         choose("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         if not 0 <= self.port <= 65535:
@@ -111,8 +135,10 @@ class ServerOptions:
             raise LoadError(f"--grace-period must not be negative, got {self.grace_period:g}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise LoadError(f"--request-timeout must be more than 0 seconds, got {self.request_timeout:g}")
+        names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)
         return ServerSettings(
-            served_model_name=self.served_model_name or model_name,
+            served_model_name=names[0],
+            other_model_names=names[1:],
             api_keys=self._api_keys(),
             cors_origins=tuple(split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
@@ -125,7 +151,25 @@ class ServerOptions:
             rope_policy=cast(RopePolicy, self.rope_policy),
             rope_update=engine.parse_rope_update(),
             rope_exact=self.rope_exact,
+            root_path=self._root_path(),
         )
+
+    def _root_path(self) -> str:
+        path = self.root_path.rstrip("/")
+        if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
+            raise LoadError(f"--root-path must be a path such as /llm, got {self.root_path!r}")
+        return path
+
+    def read_chat_template(self) -> str | None:
+        """The text of --chat-template; raises LoadError where it cannot be read."""
+        if self.chat_template is None:
+            return None
+        try:
+            if self.chat_template.stat().st_size > MAX_TEMPLATE_BYTES:
+                raise LoadError(f"--chat-template {self.chat_template} is larger than {MAX_TEMPLATE_BYTES} bytes")
+            return self.chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise LoadError(f"cannot read --chat-template {self.chat_template}: {error}") from None
 
     def _api_keys(self) -> tuple[str, ...]:
         keys = split(self.api_key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from windlass.engine.rotary.policy import RopeUpdate
@@ -14,10 +14,28 @@ MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What holds for a request that does not say; top_k 0: off. The values here are neutral: the model's own distribution."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+
+    def described(self) -> str:
+        """Those that are not neutral: "temperature 0.6, top_p 0.9"."""
+        neutral = asdict(SamplingDefaults())
+        return ", ".join(f"{name} {value:g}" for name, value in asdict(self).items() if value != neutral[name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
 
-    served_model_name: the model's id in the API. api_keys: empty means that no key is asked for.
+    served_model_name: the model's id in the API. other_model_names: further ids that requests may use.
+    api_keys: empty means that no key is asked for.
     cors_origins: origins allowed by CORS; empty (the default) switches CORS off. Credentials are never allowed.
     default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
     keep_alive_seconds: silence on a stream after which a comment line is sent (0: never).
@@ -38,9 +56,11 @@ class ServerSettings:
     rope_profiles: scalings that requests may name. rope_policy: whether requests may bring scalings of their own
     ("allow"), name profiles ("profiles") or neither ("off"). rope_update: the engine's default, to describe requests by.
     rope_exact: whether a request may ask for recomputing at every token.
+    sampling: of requests that leave it out. root_path: where a proxy has put the API, such as "/llm".
     """
 
     served_model_name: str
+    other_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     default_max_tokens: int = 1024
@@ -70,10 +90,19 @@ class ServerSettings:
     rope_policy: RopePolicy = "allow"
     rope_update: RopeUpdate | None = None
     rope_exact: bool = False
+    sampling: SamplingDefaults = SamplingDefaults()
+    root_path: str = ""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every id of the model; answers have the first."""
+        return (self.served_model_name, *self.other_model_names)
 
     def __post_init__(self) -> None:
         if not self.served_model_name:
             raise ValueError("served_model_name must not be empty")
+        if any(not name for name in self.other_model_names):
+            raise ValueError("a model's name must not be empty")
         if any(not key for key in self.api_keys):
             raise ValueError("an API key must not be empty")
         for name in (

@@ -69,7 +69,10 @@ class ErrorAnswer(StrictModel):
 
 
 class Model(StrictModel):
-    """A model as `/v1/models` lists it; what the engine knows is null until it has loaded."""
+    """A model as `/v1/models` lists it; what the engine knows is null until it has loaded.
+
+    `sampling_defaults`: what holds for requests that leave it out.
+    """
 
     id: str
     object: str = "model"
@@ -82,11 +85,12 @@ class Model(StrictModel):
     quantization: str | None = None
     architecture: str | None = None
     num_parameters: int | None = None
+    sampling_defaults: dict[str, float] | None = None
     rotary: dict[str, Any] | None = None
 
 
 class ModelList(StrictModel):
-    """All models served: one."""
+    """The served model, once for each of its names."""
 
     object: str = "list"
     data: list[Model]

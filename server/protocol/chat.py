@@ -151,6 +151,7 @@ class ChatCompletion(StrictModel):
     object: str = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None

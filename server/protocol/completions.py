@@ -83,6 +83,7 @@ class Completion(StrictModel):
     object: str = "text_completion"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
     rotary: Rotary | None = None

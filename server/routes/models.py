@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter
@@ -19,8 +20,10 @@ router = APIRouter()
 
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
-    """The served model."""
-    return _json({"object": "list", "data": [describe_model(state_of(request))]})
+    """The served model, under each of its names."""
+    state = state_of(request)
+    described = describe_model(state)
+    return _json({"object": "list", "data": [{**described, "id": name} for name in state.settings.model_names]})
 
 
 @router.get("/v1/models/{model:path}", responses=answers(Model, errors=(404,)))
@@ -28,7 +31,7 @@ async def get_model(request: Request, model: str) -> Response:
     """The served model by its id."""
     state = state_of(request)
     state.check_model(model)
-    return _json(describe_model(state))
+    return _json({**describe_model(state), "id": model})
 
 
 def describe_model(state: ServerState) -> dict[str, Any]:
@@ -50,6 +53,7 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         "num_parameters",
     ):
         described[name] = None if info is None else getattr(info, name)
+    described["sampling_defaults"] = asdict(state.settings.sampling)
     described["rotary"] = None if info is None else describe_groups(info.rotary_groups)
     return described
 

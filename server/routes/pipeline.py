@@ -84,6 +84,7 @@ def check(
         samples=samples,
         logprobs=0 if logprobs is None and samples > n else logprobs,  # best_of ranks by them
         prompt_logprobs=max(wanted) if wanted else None,
+        defaults=state.settings.sampling,
     )
     seconds = state.settings.default_timeout if body.timeout is None else body.timeout
     usage = body.stream_options
@@ -215,4 +216,5 @@ def envelope(prefix: str, kind: str, job: GenerationJob) -> dict[str, Any]:
         "object": kind,
         "created": int(time.time()),
         "model": job.state.settings.served_model_name,
+        "system_fingerprint": job.state.fingerprint(job.info),
     }

@@ -66,11 +66,17 @@ class LoadingDisplay:
 
 
 def summary(
-    info: ModelInfo, name: str, url: str, profiles: Sequence[str] = (), options: Sequence[str] = ()
+    info: ModelInfo,
+    name: str,
+    url: str,
+    profiles: Sequence[str] = (),
+    options: Sequence[str] = (),
+    sampling: str = "",
 ) -> list[str]:
     """The lines shown when a server is ready.
 
     profiles: names of the declared rotary scalings. options: those in force that the other lines do not show, as written.
+    sampling: what the model's generation_config.json sets for requests that leave it out.
     """
     stored = info.quantization or info.weight_dtype
     weights = info.dtype if stored == info.dtype else f"{info.dtype}, weights {stored}"
@@ -91,6 +97,8 @@ def summary(
     ]
     if profiles:
         lines.append(f"  profiles  {', '.join(profiles)}")
+    if sampling:
+        lines.append(f"  sampling  {sampling} (generation_config.json), where a request does not say")
     if options:
         lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {in_options(notice)}" for notice in info.notices]

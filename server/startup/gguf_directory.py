@@ -25,7 +25,7 @@ from windlass.server.startup.catalogue.folder import cache_folder
 INDEX = "gguf.json"
 _FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _FOLDER = "gguf"
-_MADE_BY = 1  # counted up when newer code would derive something else from the same file
+_MADE_BY = 2  # counted up when newer code would derive something else from the same file
 _MAGIC = b"GGUF"
 _LONGEST_STEM = 120
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -36,6 +37,7 @@ from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.choice import choose_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
+from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.text.tokenizer_file import find_tokenizer
 
@@ -62,9 +64,10 @@ def serve(
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
+    template = _chat_template(server)
     engine.to_config(Path())
     with contextlib.closing(start_engine(engine, level)) as child:
-        return _serve_with(child, model, engine, server, connections, level)
+        return _serve_with(child, model, engine, server, connections, level, template)
 
 
 def _serve_with(
@@ -74,12 +77,15 @@ def _serve_with(
     server: ServerOptions,
     connections: ConnectionOptions,
     level: str,
+    template: str | None,
 ) -> int:
     bounds = connections.to_settings().within(raise_limit())
     name, path = choose_model(model)
     settings = server.to_settings(name, engine)
     check_model(engine, path)
     find_tokenizer(path)
+    if server.generation_config == "auto":
+        settings = replace(settings, sampling=read_defaults(path))
     client = make_client(engine, path, level, child)
     if engine.pin_cores:
         pin(split_cores()[1])
@@ -87,7 +93,7 @@ def _serve_with(
         client.spawn()
         say(f"loading {settings.served_model_name}; listening on {_url(listener)}")
         try:
-            app = _make_app(client, path, settings)
+            app = _make_app(client, path, settings, template)
             with contextlib.closing(app.state.windlass) as state:
                 http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log)
                 state.text.wait_loaded()
@@ -96,6 +102,19 @@ def _serve_with(
                 return asyncio.run(_run(app, client, http, _url(listener), settings, not_default(engine, server)))
         finally:
             client.kill()
+
+
+def _chat_template(server: ServerOptions) -> str | None:
+    """The operator's chat template; raises LoadError, one line, for one that cannot be used."""
+    source = server.read_chat_template()
+    if source is not None:
+        from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError  # they bring jinja2
+
+        try:
+            ChatTemplate(source)
+        except ChatTemplateError as error:
+            raise LoadError(f"--chat-template {server.chat_template}: {error.message}") from None
+    return source
 
 
 class _LogLines(logging.Formatter):
@@ -127,6 +146,8 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
             (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
             (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
             ("--rope-exact", server.rope_exact),
+            (f"--chat-template {server.chat_template}", server.chat_template is not None),
+            (f"--generation-config {server.generation_config}", server.generation_config != "auto"),
             (f"--tool-call-parser {server.tool_call_parser}", server.tool_call_parser != "auto"),
             (f"--reasoning-parser {server.reasoning_parser}", server.reasoning_parser != "auto"),
         )
@@ -186,12 +207,15 @@ def exit_on_signal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _make_app(client: ProcessClient, path: Path, settings: ServerSettings) -> FastAPI:
+def _make_app(client: ProcessClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
     # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
     from windlass.server.app.app import create_app
     from windlass.server.text.tokenizer import Tokenizer
 
-    app = create_app(client, Tokenizer.from_directory(path), settings)
+    tokenizer = Tokenizer.from_directory(path)
+    if template is not None:
+        tokenizer.chat_template = template
+    app = create_app(client, tokenizer, settings)
     app.openapi()  # kept for whoever asks: making it would hold up streams
     return app
 
@@ -246,7 +270,8 @@ async def _follow(
     info = await client.wait_ready()
     loading.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
-    for line in summary(info, settings.served_model_name, url, tuple(settings.rope_profiles), shown_options):
+    profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described()
+    for line in summary(info, ", ".join(settings.model_names), url, profiles, shown_options, sampling):
         say(line)
     await client.wait_state("failed")
     say(f"error: {in_options(client.failure)}")

@@ -14,7 +14,7 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family, Flag
 from windlass.engine.model.gguf.architectures import Architecture, find_architecture
-from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.model.gguf.fields import ArchitectureKeys, decimal
 from windlass.engine.model.gguf.rope import read_rope
 from windlass.engine.model.gguf.tensor_names import EMBEDDING, HEAD, PlacedTensor, has_bias
 from windlass.engine.rotary.fields import shown
@@ -53,6 +53,13 @@ _ENDS = frozenset(
     "<|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜>".split()
 )
 _SPECIAL = (3, 4)  # types of tokens: control, and defined by the user
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 _SENTENCE_PIECE_END = 2  # of a vocabulary of that kind which names none
 
 
@@ -86,6 +93,7 @@ def read_facts(
     config |= _token_ids(metadata)
     config |= {keys.key(key): shown(keys.raw(key)) for key in left}
     generation = {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
+    generation |= _sampling(metadata)
     return ModelFacts(
         architecture, family, {k: v for k, v in config.items() if v is not None or k == "sliding_window"}, generation
     )
@@ -195,6 +203,16 @@ def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise LoadError(f"{key} must be a token id, got {shown(value)}")
     return None if value == 2**32 - 1 else value  # -1 as it is sometimes written: there is none
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling that the file recommends. Whoever uses a value says what is wrong with it."""
+    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {
+        name: decimal(value) if isinstance(value, float) else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _ends(metadata: Mapping[str, Any]) -> list[int]:

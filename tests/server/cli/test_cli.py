@@ -173,7 +173,16 @@ def test_server_options(launched, monkeypatch, tmp_path):
     keys.write_text("# ours\n  third \n\nfirst\n")
     monkeypatch.setenv("WINDLASS_API_KEY", "first, second")
     monkeypatch.setenv("WINDLASS_PORT", "8123")
-    arguments = ["--api-key-file", str(keys), "--served-model-name", "toy", "--default-max-tokens", "77"]
+    arguments = [
+        "--api-key-file",
+        str(keys),
+        "--served-model-name",
+        "toy,b",
+        "--served-model-name",
+        "c",
+        "--default-max-tokens",
+        "77",
+    ]
     arguments += ["--reasoning-parser", "granite", "--tool-call-parser", "hermes"]
     arguments += ["--grace-period", "2.5", "--request-timeout", "60", "--host", "::1"]
     arguments += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example,https://c.example"]
@@ -182,7 +191,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
     settings = server.to_settings("ignored")
     assert (server.host, server.port) == ("::1", 8123)
     assert settings.api_keys == ("first", "second", "third")
-    assert settings.served_model_name == "toy" and settings.default_max_tokens == 77
+    assert settings.model_names == ("toy", "b", "c") and settings.default_max_tokens == 77
     assert (settings.grace_seconds, settings.default_timeout) == (2.5, 60.0)
     assert (settings.reasoning_parser, settings.tool_call_parser) == ("granite", "hermes")
     assert settings.cors_origins == ("https://a.example", "https://b.example", "https://c.example")
@@ -239,6 +248,10 @@ def test_connection_options(launched, monkeypatch):
         (["--rope-profile", 'long={"rope_type": "yarn", "factor": 0}'], "--rope-profile long.factor"),
         (["--rope-update", "sometimes"], "--rope-update must be frozen, recompute or rotate, got 'sometimes'"),
         (["--rope-policy", "maybe"], "--rope-policy must be allow, profiles or off, got 'maybe'"),
+        (["--generation-config", "some"], "--generation-config must be auto or none"),
+        (["--root-path", "llm"], "--root-path must be a path such as /llm"),
+        (["--root-path", "/a//b"], "--root-path must be a path such as /llm"),
+        (["--chat-template", "/no/such/file"], "cannot read --chat-template"),
         (["--tool-call-parser", "qwen"], "--tool-call-parser must be auto, none, hermes"),
         (
             ["--reasoning-parser", "qwen"],
