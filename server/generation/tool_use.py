@@ -81,7 +81,9 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str) -> ToolUse:
         grammar = known.grammar(forced)
         if grammar is None:  # these functions have no such form
             known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)
-    options = CallOptions(schemas=schemas, new_id=known.new_id, max_calls=MAX_CALLS if several else 1)
+    options = CallOptions(
+        schemas=schemas, new_id=known.new_id, max_calls=MAX_CALLS if several else 1, only_calls=grammar is not None
+    )
     parsing = ParsingPlan(lambda: known.parser(options), known.markers, older)
     return ToolUse(tools, parsing, grammar, field)
 

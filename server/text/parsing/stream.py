@@ -31,12 +31,14 @@ class CallOptions:
     """What a parser of calls is told about the request.
 
     schemas: the parameters of each function on offer, by name. new_id: makes the id of a call.
-    max_calls: further calls are left out of the answer.
+    max_calls: further calls are left out of the answer. only_calls: a grammar lets nothing else be written, so what looks
+    like content is the beginning of a call that was cut short.
     """
 
     schemas: Mapping[str, Mapping[str, Any]]
     new_id: Callable[[], str]
     max_calls: int = MAX_CALLS
+    only_calls: bool = False
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class StreamParser(ABC):
         """Text is content."""
         if self._after_call:
             text = text.lstrip()
-        if not text:
+        if not text or self.options.only_calls:
             return
         self._after_call = False
         text = self._space + text

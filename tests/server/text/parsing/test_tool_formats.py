@@ -190,22 +190,29 @@ def test_further_calls_than_asked_for_are_left_out() -> None:
     assert len(read(make(H), call * (MAX_CALLS + 3))[2]) == MAX_CALLS
 
 
+def test_where_only_calls_can_be_the_beginning_of_one_is_no_content() -> None:
+    text = f'[{{"name": "look", "arguments": {ROME}}}, {{"name": "fi'
+    assert read(make(P), *text) == (', {"name": "fi', "", [LOOK])
+    assert read(make(P, only_calls=True), *text) == only(LOOK)
+    assert read(make(H, only_calls=True), '<tool_call>\n{"na') == only()
+
+
 LONG = {
-    "content": "lorem ipsum " * 4000,
-    "spaces": " \n" * 20000,
-    "markers": "<tool_call>" * 4000,
-    "openings": '<tool_call>{"name": ' * 2500,
-    "arguments": '<tool_call>{"name": "look", "arguments": {"city": "' + "Rome " * 8000,
-    "arguments first": '<tool_call>{"arguments": {"city": "' + "Rome " * 8000,
-    "brackets": '<tool_call>{"name": "look", "arguments": {"city": ' + "[" * 40000,
-    "backslashes": '{"' + "\\" * 40000,
-    "lists": "[" * 40000,
-    "lines": "\n{" * 20000,
-    "harmony": "<|channel|>" * 4000,
-    "names": "[TOOL_CALLS]" + "a" * 40000,
-    "python": "[look(city=" + "[1, " * 10000,
-    "parameters": "<function=look><parameter=city>" + "x</parameter><parameter=a>" * 3000,
-    "one string": "[look(city='" + "x" * 40000,
+    "content": "lorem ipsum " * 500,
+    "spaces": " \n" * 2500,
+    "markers": "<tool_call>" * 500,
+    "openings": '<tool_call>{"name": ' * 312,
+    "arguments": '<tool_call>{"name": "look", "arguments": {"city": "' + "Rome " * 1000,
+    "arguments first": '<tool_call>{"arguments": {"city": "' + "Rome " * 1000,
+    "brackets": '<tool_call>{"name": "look", "arguments": {"city": ' + "[" * 5000,
+    "backslashes": '{"' + "\\" * 5000,
+    "lists": "[" * 5000,
+    "lines": "\n{" * 2500,
+    "harmony": "<|channel|>" * 500,
+    "names": "[TOOL_CALLS]" + "a" * 5000,
+    "python": "[look(city=" + "[1, " * 1250,
+    "parameters": "<function=look><parameter=city>" + "x</parameter><parameter=a>" * 375,
+    "one string": "[look(city='" + "x" * 5000,
 }
 
 
