@@ -17,6 +17,7 @@ from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
 from windlass.server.cli.rope.commands import app as rope
+from windlass.server.options.config_file import config_option
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options, to_flat
@@ -51,6 +52,7 @@ def serve(
     connections: Annotated[ConnectionOptions, Depends(ConnectionOptions)],
     model: ModelArgument = None,
     log_level: LogLevel = "info",
+    config: Annotated[Path | None, config_option()] = None,
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API."""
     from windlass.server.startup.launch import serve as launch

@@ -1,0 +1,136 @@
+"""`windlass serve --config FILE`: what it sets, what wins over it, and what is refused with its line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from windlass.server.cli import main as cli
+from windlass.server.options import config_file
+from windlass.server.startup import launch
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("WINDLASS_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    calls = []
+    monkeypatch.setattr(launch, "serve", lambda *arguments: calls.append(arguments) or 0)
+    return calls
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str | bytes) -> str:
+        path = tmp_path / "windlass.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+WHOLE = """
+# of the house
+model: smollm2
+port: 8123
+max_model_len: 4096        # underscores too
+kv-cache-memory: 1.5GiB
+target-step-ms: 1e2
+prefix-caching: off
+access-log: true
+api-key: [one, "two"]
+cors-origin: https://a.example
+rope-policy: off
+rope-scaling: {rope_type: yarn, factor: 4}
+rope-profile:
+  long: {rope_type: yarn, factor: 8}
+  longer: '{"rope_type": "linear", "factor": 2}'
+write-timeout: 7.5
+log-level: debug
+request-timeout:
+host: ~
+"""
+
+
+def test_a_file_sets_every_kind_of_option(launched, write):
+    assert cli.run(["serve", "--config", write(WHOLE)]) == 0
+    ((model, engine, server, connections, level),) = launched
+    assert (model, level, server.port, connections.write_timeout) == ("smollm2", "debug", 8123, 7.5)
+    assert (server.host, server.request_timeout) == ("127.0.0.1", None)  # left empty: their defaults
+    assert (server.access_log, server.rope_policy) == (True, "off")
+    assert (engine.max_model_len, engine.prefix_caching, engine.target_step_ms) == (4096, False, 100.0)
+    config = engine.to_config(Path("m"))
+    assert config.cache.memory == 3 * 2**29 and config.rotary.scaling.to_dict()["factor"] == 4
+    settings = server.to_settings("m", engine)
+    assert settings.api_keys == ("one", "two") and settings.cors_origins == ("https://a.example",)
+    factors = {name: scaling.to_dict()["factor"] for name, scaling in settings.rope_profiles.items()}
+    assert factors == {"long": 8, "longer": 2}
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(launched, write, monkeypatch):
+    path = write("model: a\nport: 1\nhost: h1\nblock-size: 32\napi-key: [x, y]\nprefix-caching: false")
+    monkeypatch.setenv("WINDLASS_CONFIG", path)
+    monkeypatch.setenv("WINDLASS_PORT", "2")
+    monkeypatch.setenv("WINDLASS_HOST", "h2")
+    monkeypatch.setenv("WINDLASS_BLOCK_SIZE", "")  # as a compose file hands on what is not set
+    assert cli.run(["serve", "--port", "3", "--api-key", "z", "--prefix-caching", "b"]) == 0
+    ((model, engine, server, _, _),) = launched
+    assert (model, server.port, server.host, engine.block_size) == ("b", 3, "h2", 32)
+    assert server.api_key == ["z"] and engine.prefix_caching is True
+
+
+def test_an_empty_file_sets_nothing(launched, write):
+    for text in ("", "# nothing\n", "{}"):
+        assert cli.run(["serve", "--config", write(text)]) == 0
+    assert all(call[2].port == 8000 for call in launched)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("host: h\nprot: 8000", "line 2: 'prot' is no option of windlass serve (did you mean 'port'?)"),
+        ("config: other.yaml", "line 1: 'config' is no option"),
+        ("help: true", "line 1: 'help' is no option"),
+        ("port: eight", "line 1: port: "),
+        ("prefix-caching: perhaps", "line 1: prefix-caching: "),
+        ("port: [1, 2]", "line 1: port takes one value, not a list"),
+        ("port: 1\nport: 2", "line 2: port is there twice"),
+        ("max-model-len: 1\n\nmax_model_len: 2", "line 3: max_model_len is there twice"),
+        ("- port", "must hold options as NAME: VALUE"),
+        ("port", "must hold options as NAME: VALUE"),
+        ("[a]: 1", "line 1: the name of an option must be a word"),
+        ("a: [1\nb: 2", "line 2: this is no YAML"),
+        ("rope-scaling: {a: !!python/name:os.system x}", "line 1: this cannot be written as JSON"),
+        ("rope-scaling: " + "[" * 5000, "nested too deeply"),
+        (b"\xff\xfe\x00", "cannot read --config"),
+        ("a: \x00", "this is no YAML"),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_says_where(text, expected, launched, write, capsys):
+    assert cli.run(["serve", "--config", write(text)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert expected in captured.err and "windlass.yaml" in captured.err
+    assert not launched
+
+
+def test_a_file_that_is_missing_or_too_large_is_refused(launched, write, capsys, monkeypatch, tmp_path):
+    assert cli.run(["serve", "--config", str(tmp_path / "none")]) == 2
+    assert "cannot read --config" in capsys.readouterr().err
+    monkeypatch.setattr(config_file, "MAX_BYTES", 10)
+    assert cli.run(["serve", "--config", write("port: 80000000")]) == 2
+    assert "larger than 10 bytes" in capsys.readouterr().err
+    assert not launched
+
+
+def test_every_option_may_be_a_key(launched, write):
+    """Values in the file's spelling reach the options whatever their kind; JSON is YAML, too."""
+    assert cli.run(["serve", "--config", write(json.dumps({"threads": 2, "deterministic": True, "model": "x"}))]) == 0
+    assert (launched[0][0], launched[0][1].threads, launched[0][1].deterministic) == ("x", 2, True)
