@@ -41,7 +41,9 @@ async def create_chat_completion(request: Request) -> Response:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
     info = state.admit()
-    use = plan_tools(body, state.tokenizer, state.settings.tool_call_parser)
+    planned = body, state.tokenizer, state.settings.tool_call_parser
+    offered = body.tools or body.functions  # which may be large
+    use = await state.text.on_thread(plan_tools, *planned) if offered else plan_tools(*planned)
     if use.grammar is not None:
         raise bad_request(
             f"{use.field} that asks for a call is not supported by this server", use.field, "unsupported_field"
