@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -52,3 +55,19 @@ def test_the_sweep_page_and_the_report_show_one_measurement():
     assert len(rows) > 10
     cells = re.findall(r"<t[hd]>(.*?)</t[hd]>", report)
     assert [cell.strip("*") for row in rows for cell in row if cell] == [cell for cell in cells if cell]
+
+
+def test_the_page_on_a_real_model_shows_its_numbers():
+    """Every perplexity of its tables is that of the mean loss in the files beside it."""
+    page = (DOCS / "real-model.md").read_text(encoding="utf-8")
+    cells = [line.replace("*", "").split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
+    rows = {row[0].strip(): [float(cell.split()[0]) for cell in row[1:] if re.match(r" \d", cell)] for row in cells}
+    sweep = json.loads((DOCS / "real_model_sweep.json").read_text(encoding="utf-8"))
+    assert list(sweep["loss"]) == ["no scaling", "yarn 2", "dynamic 2, frozen"] and len(sweep["texts"]) == 3
+    for at, (low, high) in enumerate(pairwise(sweep["edges"])):
+        means = [mean(text[at] for text in texts) for texts in sweep["loss"].values()]
+        assert rows[f"{low:,}–{high:,}"] == pytest.approx([math.exp(x) for x in means], rel=5e-4)
+    stale = json.loads((DOCS / "real_model_stale.json").read_text(encoding="utf-8"))
+    for way, texts in stale["loss"].items():
+        means = [mean(text[at] for text in texts) for at in range(3)]
+        assert rows[way][:3] == pytest.approx([math.exp(x) for x in means], rel=5e-4)
