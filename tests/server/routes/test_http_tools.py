@@ -217,14 +217,14 @@ def test_a_server_that_looks_for_no_calls() -> None:
 
 
 def test_the_openai_package_reads_calls(live: Live) -> None:
-    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
     say(live, f"Wait. {CALL}")
     offer: dict[str, Any] = {"model": "toy", "messages": USER, "tools": [LOOK], "max_tokens": 400}
-    answer = client.chat.completions.create(**offer)
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(**offer)
+        with client.chat.completions.stream(**offer) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_completion().choices[0]
     assert answer.choices[0].message.tool_calls[0].function.arguments == ROME
-    with client.chat.completions.stream(**offer) as stream:
-        kinds = [event.type for event in stream]
-        final = stream.get_final_completion().choices[0]
     assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
     assert final.finish_reason == "tool_calls" and final.message.content == "Wait."
     assert final.message.tool_calls[0].function.arguments == ROME
