@@ -58,7 +58,8 @@ class LogitsChanges:
 
     allowed: the only ids that stay, None for all. A bias is added to each of `biased`; `counted` are the tokens that
     penalties meet, and in_output how often the output holds each. After the penalties each of `decreased` loses its
-    decrease. A forbidden token stays at -inf throughout.
+    decrease. mask: bit i % 32 of word i // 32 is set where token i may stay, None for all. A forbidden token stays at -inf
+    throughout.
     """
 
     allowed: Tensor | None
@@ -69,6 +70,7 @@ class LogitsChanges:
     in_output: Tensor  # float32
     decreased: Tensor
     decrease: Tensor  # float32
+    mask: Tensor | None = None  # int32 [ceil(V / 32)], on the CPU
 
 
 class DrawStatus(IntEnum):

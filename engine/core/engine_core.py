@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -21,7 +22,8 @@ from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.errors import LoadError
+from windlass.engine.core.compiling import CompilingRequests
+from windlass.engine.errors import EngineError, LoadError
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
 from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_out_of_memory, load_model
@@ -30,6 +32,8 @@ from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.sampling.grammar.compiler import GrammarCompiler
+from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.scheduler import Scheduler
 
@@ -52,7 +56,9 @@ class EngineCore:
         cache = _allocate(config, model, plan)
         bases = [group.base for group in spec.rotary_groups]
         tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, bases, decoder.backend)
-        sampler = Sampler(spec.vocab_size, decoder.backend)
+        grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
+        self._compiling = CompilingRequests(grammars, config.scheduling.max_waiting)
+        sampler = Sampler(spec.vocab_size, decoder.backend, GrammarMasks(grammars))
         self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size)
         layouts = [
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
@@ -85,7 +91,9 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
-        self.scheduler.add(request, self.plan_rotation(request))
+        rotation = self.plan_rotation(request)
+        if not self._compiling.takes(request):
+            self.scheduler.add(request, rotation)
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
@@ -94,6 +102,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> None:
         """Drop a request with all its samples and free what it holds at once; unknown ids are ignored."""
+        self._compiling.drop(request_id)
         self.scheduler.abort(request_id)
         self._forget_the_last()
 
@@ -103,11 +112,14 @@ class EngineCore:
         self._forget_the_last()
 
     def has_work(self) -> bool:
-        return self.scheduler.has_work()
+        return len(self._compiling) > 0 or self.scheduler.has_work()
 
     def step(self) -> list[RequestOutput]:
         """Plan, run and account for one step. Outputs of requests whose deadline has passed come first."""
-        outputs = self.scheduler.expire(time.monotonic())
+        outputs = self._admit_compiled() + self.scheduler.expire(time.monotonic())
+        if not self.scheduler.has_work():
+            self._forget_the_last()
+            return outputs
         plan = self.scheduler.schedule()
         started = time.perf_counter()
         results = self.runner.execute(plan)
@@ -119,9 +131,26 @@ class EngineCore:
         self._forget_the_last()
         return outputs
 
+    def _admit_compiled(self) -> list[RequestOutput]:
+        """Queue the requests whose grammars are compiled; the outputs say why some of them cannot run."""
+        refused = []
+        for request, error in self._compiling.finished(pause=not self.scheduler.has_work()):
+            try:
+                if error is not None:
+                    raise error
+                self.scheduler.add(request, self.plan_rotation(request))
+            except EngineError as reason:
+                refused.append(RequestOutput(request.request_id, error=reason))
+        return refused
+
     def stats(self) -> EngineStats:
         """A snapshot; the `*_seconds` samples are handed out once."""
-        return replace(self.scheduler.stats(), rotary_specs_live=self.runner.tables.num_live)
+        stats = self.scheduler.stats()
+        return replace(
+            stats,
+            rotary_specs_live=self.runner.tables.num_live,
+            num_waiting=stats.num_waiting + len(self._compiling),
+        )
 
     def _forget_the_last(self) -> None:
         """Without work no step comes that tells the runner who has ended: tell it now, so that it keeps nothing of them."""

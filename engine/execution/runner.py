@@ -49,6 +49,7 @@ class Runner:
         self._follow(plan)
         if not plan.sequences:
             return []
+        self._prepare(plan)
         hidden, logits = self._forward(plan)
         results = {result.seq_id: result for result in self._sample(plan, hidden, logits)}
         for seq_id, logprobs in self._prompt_logprobs(plan, hidden):
@@ -95,6 +96,15 @@ class Runner:
         hidden, logits = self.replay.run(batch) or (self.decoder.forward(batch, self.cache), None)  # [T, hidden]
         self.positions_computed += hidden.shape[0]
         return hidden, logits
+
+    def _prepare(self, plan: SchedulerOutput) -> None:
+        """Tell the sampler what it will be asked for, so that it can work while the model does."""
+        live = self.sequences.by_id
+        slots = []
+        for item in plan.sequences:
+            own = [live[seq_id].slot for seq_id in item.samples]
+            slots += own + [own[0].after(item.draft[:i]) for i in range(1, len(item.draft) + 1)]
+        self.sampler.prepare(slots)
 
     def _sample(self, plan: SchedulerOutput, hidden: Tensor, logits: Tensor | None) -> list[StepResult]:
         """logits: of every row, where they are known already."""

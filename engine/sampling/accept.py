@@ -9,8 +9,7 @@ token's own probability, as in rejection sampling (arXiv 2211.17192).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,31 +18,6 @@ from windlass.engine.sampling.penalties import penalises
 from windlass.engine.sampling.sampler import Drawn, Sampler
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.scheduling.plan import StepResult
-
-
-class Extended(Sequence[int]):
-    """Token ids followed by a few more, to be read as one list; nothing is copied."""
-
-    __slots__ = ("_more", "_token_ids")
-
-    def __init__(self, token_ids: Sequence[int], more: Sequence[int]) -> None:
-        self._token_ids, self._more = token_ids, more
-
-    def __len__(self) -> int:
-        return len(self._token_ids) + len(self._more)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index += len(self) if index < 0 else 0
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        known = len(self._token_ids)
-        return self._token_ids[index] if index < known else self._more[index - known]
 
 
 class Draws(NamedTuple):
@@ -70,7 +44,7 @@ def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[Draws]) -> li
     for item in wanted:
         slots += [(item.row, slot) for slot in item.slots]
         if not _one_by_one(item):
-            slots += [(item.row + i, _slot_after(item, i)) for i in range(1, len(item.draft) + 1)]
+            slots += [(item.row + i, item.slots[0].after(item.draft[:i])) for i in range(1, len(item.draft) + 1)]
     drawn = iter(sampler.sample(logits, slots))
     results, slow = [], []
     for item in wanted:
@@ -84,7 +58,7 @@ def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[Draws]) -> li
             results.append(_result(item.slots[0], _accepted(item, found)))
     while going := [entry for entry in slow if _goes_on(*entry)]:
         rows = torch.tensor([item.row + len(found) for item, found in going], device=logits.device)
-        slots = [(at, _slot_after(item, len(found))) for at, (item, found) in enumerate(going)]
+        slots = [(at, item.slots[0].after(item.draft[: len(found)])) for at, (item, found) in enumerate(going)]
         for (_, found), one in zip(going, sampler.sample(logits[rows], slots), strict=True):
             found.append(one)
     return results + [_result(item.slots[0], _accepted(item, found)) for item, found in slow]
@@ -93,12 +67,6 @@ def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[Draws]) -> li
 def _one_by_one(item: Draws) -> bool:
     """Whether the sampler counts the tokens before each row, so that a row may be drawn only once those are accepted."""
     return bool(item.draft) and penalises(item.slots[0].sampling)
-
-
-def _slot_after(item: Draws, count: int) -> SampleSlot:
-    """The slot of the draw after the first `count` proposed tokens."""
-    slot = item.slots[0]
-    return replace(slot, token_ids=Extended(slot.token_ids, item.draft[:count]))
 
 
 def _goes_on(item: Draws, found: Sequence[Drawn]) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.request import SamplingParams
+from windlass.engine.sampling.grammar.masks import Mask
 from windlass.engine.sampling.repeats import Repeats
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.thinking import forced_token
@@ -26,6 +27,7 @@ def changes_logits(sampling: SamplingParams) -> bool:
         or sampling.allowed_token_ids is not None
         or sampling.bad_words
         or sampling.thinking is not None
+        or sampling.grammar is not None
         or penalises(sampling)
     )
 
@@ -60,8 +62,8 @@ class LogitsProcessor:
         self._counts = TokenCounts(device) if _counts(sampling) else None
         self._repeats = None if sampling.repeats is None else Repeats(sampling.repeats)
 
-    def changes(self, slot: SampleSlot) -> LogitsChanges:
-        """What is to be done to the slot's row of logits now. The tensors are those of the next call too."""
+    def changes(self, slot: SampleSlot, mask: Mask | None = None) -> LogitsChanges:
+        """What is to be done to the slot's row of logits now. The tensors are those of the next call too. mask: its grammar's."""
         counted, in_output = self._nothing, self._no_numbers
         if self._counts is not None:
             self._counts.update(slot.token_ids, slot.num_prompt_tokens)
@@ -71,18 +73,19 @@ class LogitsProcessor:
             self._repeats.update(slot.token_ids)
             ids, amounts = self._repeats.decreases()
             decreased, decrease = torch.from_numpy(ids).to(self._device), torch.from_numpy(amounts).to(self._device)
-        allowed, forbidden = self._allowed, self._forbidden(slot)
+        allowed, forbidden = self._allowed, self._forbidden(slot, complete=mask is not None and mask.complete)
         if (budget := self._sampling.thinking) is not None:
             forced = forced_token(budget, slot.token_ids, slot.num_prompt_tokens)
             if forced is not None:
                 allowed, forbidden = self._ids((forced,)), self._nothing
         bias_ids, bias = self._bias_ids, self._bias
-        return LogitsChanges(allowed, forbidden, bias_ids, bias, counted, in_output, decreased, decrease)
+        bits = None if mask is None else mask.bits
+        return LogitsChanges(allowed, forbidden, bias_ids, bias, counted, in_output, decreased, decrease, bits)
 
-    def _forbidden(self, slot: SampleSlot) -> Tensor:
+    def _forbidden(self, slot: SampleSlot, *, complete: bool) -> Tensor:
         """Ids masked now: single bad words, the last token of every word whose beginning stands at the end of the text
-        (prompt included), and the ids that end it while it is too short."""
-        too_short = len(slot.token_ids) - slot.num_prompt_tokens < self._sampling.min_tokens
+        (prompt included), and the ids that end it while it is too short, unless its grammar lets nothing else follow."""
+        too_short = not complete and len(slot.token_ids) - slot.num_prompt_tokens < self._sampling.min_tokens
         ids = (*self._bad_tokens, *self._completions(slot.token_ids), *(slot.stop_ids if too_short else ()))
         if ids != self._forbidden_now[0]:
             self._forbidden_now = (ids, self._ids(ids))

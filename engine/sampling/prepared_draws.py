@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from windlass.engine.sampling.grammar.masks import GrammarMasks, Mask
 from windlass.engine.sampling.penalties import LogitsProcessor, changes_logits, penalties_of
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.uniform import exclusion_chance, uniform
@@ -28,9 +29,10 @@ class _Prepared:
 
 
 class PreparedDraws:
-    """Draws from rows of `vocab_size` logits."""
+    """Draws from rows of `vocab_size` logits. masks: of the samples that have a grammar."""
 
-    def __init__(self, vocab_size: int, backend: Backend) -> None:
+    def __init__(self, vocab_size: int, backend: Backend, masks: GrammarMasks | None) -> None:
+        self._masks = masks
         self._vocab_size, self._device = vocab_size, backend.device
         self._drawer = backend.drawer(vocab_size)
         self._kept: dict[int, _Prepared] = {}
@@ -60,10 +62,15 @@ class PreparedDraws:
             if kept.processor is None and drawn < slot.sampling.min_tokens:
                 kept.processor = LogitsProcessor(slot, self._device)
             if kept.processor is not None:
-                one.change(kept.processor.changes(slot))
+                one.change(kept.processor.changes(slot, self._mask(slot)))
             draws.append(one)
         self._drawer.draw(logits, draws)
         return [(one.token, one.status) for one in draws]
+
+    def _mask(self, slot: SampleSlot) -> Mask | None:
+        if slot.sampling.grammar is None or self._masks is None:
+            return None
+        return self._masks.mask(slot)
 
     def _prepared(self, slot: SampleSlot) -> _Prepared:
         kept = self._kept.get(slot.seq_id)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.errors import EngineError
+from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.logprobs import token_logprobs
 from windlass.engine.sampling.penalties import changes_logits
 from windlass.engine.sampling.prepared_draws import PreparedDraws
@@ -26,7 +27,7 @@ __all__ = ["Drawn", "Sampler", "token_logprobs"]
 _BAD_LOGITS = "the model produced NaN or infinite logits for this request"
 _NOTHING_LEFT = (
     "no token is left to draw: the allowed ids, the grammar, bad_words, min_tokens and penalties of this request "
-    "exclude everything"
+    "exclude everything, or the grammar has become too complex to follow"
 )
 _ERRORS: dict[int, str] = {
     DrawStatus.BAD_LOGITS: _BAD_LOGITS,
@@ -45,11 +46,14 @@ class Drawn:
 
 
 class Sampler:
-    """Keeps the penalty counts and settings of live sequences between steps; call `forget` as they end."""
+    """Keeps the penalty counts and settings of live sequences between steps; call `forget` as they end.
 
-    def __init__(self, vocab_size: int, backend: Backend) -> None:
-        self._vocab_size, self._backend = vocab_size, backend
-        self._prepared = PreparedDraws(vocab_size, backend)
+    masks: of the samples that have a grammar; without it no sample may have one.
+    """
+
+    def __init__(self, vocab_size: int, backend: Backend, masks: GrammarMasks | None = None) -> None:
+        self._vocab_size, self._backend, self._masks = vocab_size, backend, masks
+        self._prepared = PreparedDraws(vocab_size, backend, masks)
 
     @property
     def num_tracked(self) -> int:
@@ -59,6 +63,13 @@ class Sampler:
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence; unknown ids are ignored."""
         self._prepared.forget(seq_id)
+        if self._masks is not None:
+            self._masks.forget(seq_id)
+
+    def prepare(self, slots: Sequence[SampleSlot]) -> None:
+        """Say which slots the next rows are for, before there are logits: the masks of grammars are made meanwhile."""
+        if self._masks is not None:
+            self._masks.prepare([slot for slot in slots if slot.sampling.grammar is not None])
 
     def sample(self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]]) -> list[Drawn]:
         """Draw one token per slot.

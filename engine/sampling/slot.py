@@ -3,9 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self, overload
 
 from windlass.engine.api.request import SamplingParams
+
+
+class Extended(Sequence[int]):
+    """Token ids followed by a few more, to be read as one list; nothing is copied."""
+
+    __slots__ = ("_more", "_token_ids")
+
+    def __init__(self, token_ids: Sequence[int], more: Sequence[int]) -> None:
+        self._token_ids, self._more = token_ids, more
+
+    def __len__(self) -> int:
+        return len(self._token_ids) + len(self._more)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index += len(self) if index < 0 else 0
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        known = len(self._token_ids)
+        return self._token_ids[index] if index < known else self._more[index - known]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +50,7 @@ class SampleSlot:
     num_prompt_tokens: int
     token_ids: Sequence[int]
     stop_ids: tuple[int, ...] = ()
+
+    def after(self, more: Sequence[int]) -> Self:
+        """The slot once these tokens stand behind its own."""
+        return replace(self, token_ids=Extended(self.token_ids, more))

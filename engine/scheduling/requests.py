@@ -63,7 +63,8 @@ class LiveRequests:
             stage=stage,
             seed=self._fresh_seed() if sampling.seed is None else sampling.seed,
             cache=self._new_handle(request, stage),
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_token_ids,
+            # A grammar lets eos come only where the output may end, and where it is complete nothing else.
+            stop_ids=stop_ids if sampling.ignore_eos and sampling.grammar is None else stop_ids | self._eos_token_ids,
             arrival_number=self._num_requests,
             arrival_time=now,
         )

@@ -152,12 +152,13 @@ class Sequence:
         """Append drawn tokens until one ends the sequence.
 
         Returns how many were kept, the reason if the sequence has ended, and the eos or stop id if one ended it. The
-        first `min_tokens` tokens never end it by their id.
+        first `min_tokens` tokens never end it by their id, unless its grammar lets nothing else follow.
         """
         sampling = self.request.sampling
+        least = sampling.min_tokens if sampling.grammar is None else 0  # the sampler masks what ends it too early
         for kept, token in enumerate(token_ids, start=1):
             self.token_ids.append(token)
-            if token in self.stop_ids and self.num_output_tokens > sampling.min_tokens:
+            if token in self.stop_ids and self.num_output_tokens > least:
                 return kept, "stop", token
             if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= max_model_len:
                 return kept, "length", None

@@ -51,6 +51,7 @@ class CompiledDraw(ctypes.Structure):
         ("decreased", _POINTER),
         ("decrease", _POINTER),
         ("num_decreased", _LONG),
+        ("mask", _POINTER),
         ("repetition", _FLOAT),
         ("frequency", _FLOAT),
         ("presence", _FLOAT),
@@ -87,6 +88,7 @@ class CompiledDraw(ctypes.Structure):
         decreased = changes.decreased
         self.decreased, self.decrease = decreased.data_ptr(), changes.decrease.data_ptr()
         self.num_decreased = len(decreased)
+        self.mask = None if changes.mask is None else changes.mask.data_ptr()
 
 
 def drawing_memory(vocab: int, threads: int) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,6 +57,9 @@ class TorchDraw:
                 self._others = torch.ones(len(row), dtype=torch.bool, device=row.device)
                 self._others[changes.allowed] = False
             row.masked_fill_(self._others, -math.inf)
+        if changes.mask is not None:
+            bits = np.unpackbits(changes.mask.numpy().view(np.uint8), count=len(row), bitorder="little")
+            row.masked_fill_(torch.from_numpy(bits == 0).to(row.device), -math.inf)
         if len(changes.forbidden):
             row.index_fill_(0, changes.forbidden, -math.inf)
         if len(changes.biased):

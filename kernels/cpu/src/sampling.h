@@ -25,6 +25,7 @@ struct Draw {
     const int64_t *biased; const float *bias; int64_t num_biased;
     const int64_t *counted; const float *in_output; int64_t num_counted;  // tokens of the text, and their number in its output
     const int64_t *decreased; const float *decrease; int64_t num_decreased;
+    const uint32_t *mask;                              // a bit per token, set where it may stay; null: all may
     float repetition, frequency, presence;
     float temperature;                                 // 0 or less: the first of the largest
     float floor;                                       // log(min_p), or below everything
@@ -35,7 +36,7 @@ struct Draw {
     double uniform;                                    // [0, 1)
     int64_t token;                                     // set
 };
-static_assert(sizeof(void *) != 8 || sizeof(Draw) == 184, "no padding but what ctypes expects");
+static_assert(sizeof(void *) != 8 || sizeof(Draw) == 192, "no padding but what ctypes expects");
 
 // Applies masks, biases, penalties and decreases in this order (see kernels/draws.py); false where an id is no token.
 INLINE bool change(const Draw &d, const float *source, float *row, long vocab) {
@@ -51,6 +52,17 @@ INLINE bool change(const Draw &d, const float *source, float *row, long vocab) {
         if (!each(d.allowed, d.num_allowed, [&](int64_t id, int64_t) { row[id] = source[id]; })) return false;
     } else {
         __builtin_memcpy(row, source, 4 * vocab);
+    }
+    if (d.mask) {
+        for (long begin = 0; begin < vocab; begin += 32) {
+            uint32_t out = ~d.mask[begin / 32];  // most words are all in or all out
+            if (vocab - begin < 32) out &= (1u << (vocab - begin)) - 1;
+            if (out == ~0u) {
+                for (long i = begin; i < begin + 32; i++) row[i] = -__builtin_inff();
+                continue;
+            }
+            for (; out; out &= out - 1) row[begin + __builtin_ctz(out)] = -__builtin_inff();
+        }
     }
     return each(d.forbidden, d.num_forbidden, [&](int64_t id, int64_t) { row[id] = -__builtin_inff(); }) &&
            each(d.biased, d.num_biased, [&](int64_t id, int64_t i) { row[id] += d.bias[i]; }) &&
@@ -182,7 +194,7 @@ INLINE void draw_row(Draw &d, const float *logits, long vocab, char *block) {
     float top = row_largest(logits, vocab, scratch.spans, &first);
     d.status = finite(top) ? 0 : 1;
     if (d.status) return;
-    if (d.allowed || d.num_forbidden || d.num_biased || d.num_counted || d.num_decreased) {
+    if (d.allowed || d.num_forbidden || d.num_biased || d.num_counted || d.num_decreased || d.mask) {
         if (!change(d, logits, scratch.changed, vocab)) {
             d.status = 3;
             return;

@@ -1,0 +1,150 @@
+"""Which tokens each sample that has a grammar may draw next, as bits.
+
+Responsible for a matcher per sample that follows its tokens, back as well as forth: proposed tokens are taken back where they
+were not accepted. Masks are made in a thread while the model computes the logits that they meet. It draws nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.engine.sampling.grammar.compiler import GrammarCompiler
+from windlass.engine.sampling.slot import SampleSlot
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+# Tokens at the end of a text that may have been proposed only: those before never change.
+_CHANGEABLE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """bits: int32 [ceil(V / 32)], bit i % 32 of word i // 32 set where token i may come; none are where the matcher failed.
+
+    complete: nothing may follow but an end.
+    """
+
+    bits: Tensor
+    complete: bool
+
+
+class _Follower:
+    """A matcher that stands behind the output of one sample, from where its grammar holds."""
+
+    def __init__(self, matcher: LLMatcher, slot: SampleSlot) -> None:
+        self.matcher = matcher
+        self._taken: list[int] = []  # what the matcher has taken
+        self._after = slot.sampling.grammar_after
+        self._begin = slot.num_prompt_tokens if self._after is None else None  # of what it matches, in `token_ids`
+        self._first = self._searched = slot.num_prompt_tokens  # before `_searched` there is no token that it comes after
+
+    def holds(self, token_ids: Sequence[int]) -> bool:
+        """Whether the grammar holds for what comes next."""
+        if self._after is None:
+            return True
+        if self._begin is not None and (len(token_ids) < self._begin or token_ids[self._begin - 1] != self._after):
+            self._begin = None  # it was proposed only
+            self._searched = max(self._first, len(token_ids) - _CHANGEABLE)
+        if self._begin is None:
+            for at in range(self._searched, len(token_ids)):
+                if token_ids[at] == self._after:
+                    self._begin = at + 1
+                    self._go_back(0)
+                    break
+            self._searched = max(self._searched, len(token_ids) - _CHANGEABLE)
+        return self._begin is not None
+
+    def go_to(self, token_ids: Sequence[int]) -> bool:
+        """Stand behind these tokens; False, with the matcher somewhere before, where the grammar has no such text."""
+        begin = self._begin
+        assert begin is not None
+        shared = min(len(self._taken), len(token_ids) - begin)
+        for at in range(max(0, shared - _CHANGEABLE), shared):
+            if self._taken[at] != token_ids[begin + at]:
+                shared = at
+                break
+        self._go_back(shared)
+        wanted = list(token_ids[begin + shared :])
+        # Asked before they are taken: a token that does not fit would put the matcher into an error for good.
+        fitting = wanted[: self.matcher.validate_tokens(wanted)] if wanted else wanted
+        if fitting and self.matcher.consume_tokens(fitting):
+            self._taken += fitting
+        return len(self._taken) == len(token_ids) - begin
+
+    def _go_back(self, count: int) -> None:
+        if count < len(self._taken):
+            self.matcher.rollback(len(self._taken) - count)
+            del self._taken[count:]
+
+
+class GrammarMasks:
+    """The masks of one engine's samples. `prepare` before a forward pass, `mask` behind it; one thread calls both."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._words = -(-compiler.vocab_size // 32)
+        self._before = Mask(_all_but(compiler.eos_token_ids, self._words), complete=False)  # a grammar holds
+        self._followers: dict[int, _Follower] = {}
+        self._made: dict[tuple[int, int], Mask] = {}  # by sequence and number of its tokens
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-masks")
+        self._pending: Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._followers)
+
+    def forget(self, seq_id: int) -> None:
+        """Drop what is kept for a sequence; unknown ids are ignored."""
+        self._wait()
+        self._followers.pop(seq_id, None)
+
+    def prepare(self, slots: Sequence[SampleSlot]) -> None:
+        """Begin to make the masks of a step. Slots of one sequence, with more and more tokens proposed, follow each other."""
+        self._wait()
+        self._made.clear()
+        if slots:
+            self._pending = self._thread.submit(self._make_all, slots)
+
+    def mask(self, slot: SampleSlot) -> Mask:
+        """The mask after the slot's tokens, prepared or made now. Raises RequestError, as `GrammarCompiler.matcher` does."""
+        self._wait()
+        key = (slot.seq_id, len(slot.token_ids))
+        if key not in self._made:
+            self._make_all([slot])
+        return self._made[key]
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def _make_all(self, slots: Sequence[SampleSlot]) -> None:
+        for slot in slots:
+            self._made[slot.seq_id, len(slot.token_ids)] = self._make(slot)
+
+    def _make(self, slot: SampleSlot) -> Mask:
+        follower = self._followers.get(slot.seq_id)
+        if follower is None:
+            assert slot.sampling.grammar is not None
+            matcher = self._compiler.matcher(slot.sampling.grammar)
+            follower = self._followers[slot.seq_id] = _Follower(matcher, slot)
+        if not follower.holds(slot.token_ids):
+            return self._before
+        bits = torch.zeros(self._words, dtype=torch.int32)
+        if not follower.go_to(slot.token_ids):
+            return Mask(bits, complete=False)
+        follower.matcher.unsafe_compute_mask_ptr(bits.data_ptr(), 4 * self._words)
+        return Mask(bits, follower.matcher.is_stopped() and not follower.matcher.is_error())
+
+
+def _all_but(ids: Sequence[int], words: int) -> Tensor:
+    bits = np.full(32 * words, 1, dtype=np.uint8)
+    bits[list(ids)] = 0
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))

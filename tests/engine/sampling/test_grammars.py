@@ -1,0 +1,270 @@
+"""Samples that a grammar holds: what comes out matches it, and nothing else about the draws changes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.tiny_models import make_model
+from llguidance import LLMatcher
+from tokenizers import Tokenizer
+
+import windlass
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import EngineError, QueueFullError, RequestError
+from windlass.engine.sampling.grammar.compiler import GrammarCompiler
+from windlass.engine.sampling.grammar.masks import GrammarMasks
+from windlass.engine.sampling.slot import SampleSlot
+from windlass.kernels import bind
+from windlass.kernels.backend import BackendOptions
+from windlass.kernels.draws import DrawStatus, Filters, LogitsChanges, Penalties
+from windlass.kernels.torch.backend import TorchBackend
+
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
+TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+VOCAB, EOS = 4096, 2
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+OBJECT = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), overrides={"whitespace_flexible": False})
+DATE = LLMatcher.grammar_from_regex(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+# The same words over and over, so that proposals are made, and some of them accepted.
+LOOP = LLMatcher.grammar_from_lark('start: ("red" | "green" | "blue") (" and " ("red" | "green" | "blue")){20}')
+
+
+def ask(name: str, grammar: str | None, prompt: str = "The colours of the flags are", **fields: Any) -> EngineRequest:
+    fields = {"ignore_eos": False, "max_tokens": 160, "grammar": grammar, **fields}
+    return greedy(name, TOKENIZER.encode(prompt).ids, **fields)
+
+
+def text(sample: Finished) -> str:
+    assert sample.outputs[-1].error is None and sample.finish_reason == "stop"
+    assert sample.token_ids[-1] == EOS and EOS not in sample.token_ids[:-1]
+    decoded: str = TOKENIZER.decode(sample.token_ids[:-1], skip_special_tokens=False)
+    return decoded
+
+
+def check_object(said: str) -> None:
+    found = json.loads(said)
+    assert set(found) == {"name", "count", "tags"} and len(found["name"]) <= 12
+    assert 0 <= found["count"] <= 99 and set(found["tags"]) <= {"red", "green", "blue"}
+
+
+@pytest.fixture(scope="module")
+def core() -> EngineCore:
+    return make_core(DEMO)
+
+
+def test_every_sample_matches_and_company_changes_none(core: EngineCore) -> None:
+    """Greedy and drawn, several samples of one prompt, filters and penalties, beside streams without a grammar."""
+
+    def requests() -> list[EngineRequest]:
+        return [
+            ask("greedy", OBJECT),
+            ask("drawn", OBJECT, temperature=1.0, seed=1, n=4),
+            ask("narrow", OBJECT, temperature=0.8, seed=2, top_k=5, top_p=0.9, repetition_penalty=1.1, logprobs=2),
+            ask("date", DATE, temperature=1.5, seed=3, min_p=0.01),
+            ask("free", None, temperature=1.0, seed=4, max_tokens=30, ignore_eos=True),
+        ]
+
+    together = run(core, requests())
+    for (name, _), sample in together.items():
+        if name == "date":
+            assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", text(sample))
+        elif name != "free":
+            check_object(text(sample))
+    assert len({text(together["drawn", i]) for i in range(4)}) > 1
+    # Log-probabilities are the model's own: alternatives that the grammar forbids are among them.
+    entries = [entry for output in together["narrow", 0].outputs for entry in output.logprobs or ()]
+    assert any(entry.rank > 5 for entry in entries)
+    for request in requests():
+        alone = run(core, [request])
+        for key, sample in alone.items():
+            assert sample.token_ids == together[key].token_ids, key
+
+
+def bits_of(mask: bytes) -> set[int]:
+    return {i for i in range(VOCAB) if mask[i // 8] >> (i % 8) & 1}
+
+
+def test_masks_are_what_the_matcher_would_take() -> None:
+    """After every token of a text, forth and back again: that of a matcher which has read just that text."""
+    compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
+    masks = GrammarMasks(compiler)
+    said = TOKENIZER.encode('{"name":"ab","count":42,"tags":["red"]}', add_special_tokens=False).ids
+    request = ask("x", OBJECT)
+    prompt = list(request.prompt_token_ids)
+    slot = SampleSlot(0, 0, request.sampling, 0, len(prompt), prompt + said, (EOS,))
+    expected = []
+    for count in range(len(said) + 1):
+        oracle = compiler.matcher(OBJECT)
+        assert oracle.consume_tokens(said[:count])
+        expected.append(bits_of(oracle.compute_bitmask()))
+        # What the mask lets come is taken, and the text's next token is let come.
+        assert all(oracle.validate_tokens([i]) == 1 for i in expected[-1] - {EOS})
+        assert (said[count] if count < len(said) else EOS) in expected[-1]
+    assert expected[-1] == {EOS}
+    order = [*range(len(said) + 1), *random.Random(0).sample(range(len(said) + 1), len(said) + 1)]
+    for count in order:
+        at = SampleSlot(0, 0, request.sampling, 0, len(prompt), prompt + said[:count], (EOS,))
+        masks.prepare([at])
+        mask = masks.mask(at)
+        assert bits_of(mask.bits.numpy().tobytes()) == expected[count], count
+        assert mask.complete == (expected[count] == {EOS})
+    # Proposed tokens that do not fit leave nothing to draw, and the matcher as it was.
+    wrong = slot.after([EOS, 7])
+    masks.prepare([slot, slot.after([7]), wrong])
+    assert not masks.mask(wrong).bits.any() and not masks.mask(slot.after([7])).bits.any()
+    masks.prepare([slot])
+    assert masks.mask(slot).complete
+    masks.forget(0)
+    assert len(masks) == 0
+
+
+@pytest.mark.parametrize("ngram", [0, 6])
+def test_a_grammar_that_holds_behind_a_token_only(ngram: int) -> None:
+    """Anything but an end may come before it; one that was proposed and not accepted opens nothing."""
+    close = TOKENIZER.encode(" the", add_special_tokens=False).ids[-1]
+    core = make_core(DEMO, deterministic=True, speculative_ngram=ngram)
+    requests = [ask(f"r{i}", DATE, temperature=1.0, seed=i, grammar_after=close) for i in range(6)]
+    found = run(
+        core,
+        [*requests, ask("loop", LOOP, prompt="the cat and the dog and the cat and the dog and", grammar_after=close)],
+    )
+    opened = 0
+    for (name, _), sample in found.items():
+        if close not in sample.token_ids:
+            assert sample.finish_reason == "length" and EOS not in sample.token_ids
+            continue
+        opened += 1
+        place = sample.token_ids.index(close) + 1
+        said = TOKENIZER.decode(sample.token_ids[place:-1], skip_special_tokens=False)
+        assert sample.finish_reason == "stop" and EOS not in sample.token_ids[:-1]
+        assert re.fullmatch(r"\d{4}-\d{2}-\d{2}" if name != "loop" else r"(\w+ and ){20}\w+", said)
+    assert opened >= 3
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}, {"presence_penalty": 0.1, "logprobs": 1}])
+def test_speculation_changes_nothing(fields: dict[str, Any]) -> None:
+    def requests() -> list[EngineRequest]:
+        return [ask("loop", LOOP, **fields), ask("object", OBJECT, **fields), ask("two", LOOP, n=2, **fields)]
+
+    want = run(make_core(DEMO, deterministic=True), requests())
+    core = make_core(DEMO, deterministic=True, speculative_ngram=6)
+    got = run(core, requests())
+    assert {key: sample.token_ids for key, sample in got.items()} == {k: s.token_ids for k, s in want.items()}
+    assert core.stats().spec_decode_num_accepted_tokens > 10
+    assert re.fullmatch(r"(\w+ and ){20}\w+", text(got["loop", 0]))
+
+
+def test_preempted_samples_go_on_where_they_were() -> None:
+    def requests() -> list[EngineRequest]:
+        return [ask(f"r{i}", LOOP, temperature=1.0, seed=i) for i in range(6)]
+
+    core = make_core(DEMO, deterministic=True)
+    want = run(core, requests())
+    memory = 14 * core.info.kv_bytes_per_token * core.info.block_size
+    tight = make_core(DEMO, deterministic=True, kv_cache_memory=memory, max_model_len=200)
+    got = run(tight, requests())
+    assert tight.stats().num_preemptions > 0
+    assert {key: text(sample) for key, sample in got.items()} == {key: text(sample) for key, sample in want.items()}
+
+
+def test_it_ends_where_the_grammar_does(core: EngineCore) -> None:
+    """Whatever else the request says of endings; and a length that is reached before is told as such."""
+    for fields in ({"ignore_eos": True}, {"min_tokens": 100}, {"ignore_eos": True, "min_tokens": 100}):
+        found = run(core, [ask("x", DATE, **fields)])["x", 0]
+        assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", text(found)), fields
+    # Where the grammar would let more follow, min_tokens counts.
+    digits = LLMatcher.grammar_from_regex("[0-9]+")
+    found = run(core, [ask("x", digits, min_tokens=12, max_tokens=40, temperature=1.0, seed=1)])["x", 0]
+    assert len(found.token_ids) >= 12 and re.fullmatch("[0-9]+", TOKENIZER.decode(found.token_ids))
+    found = run(core, [ask("x", OBJECT, max_tokens=3)])["x", 0]
+    assert found.finish_reason == "length" and len(found.token_ids) == 3
+
+
+def test_what_excludes_everything_ends_that_sample_alone(core: EngineCore) -> None:
+    forbidden = tuple(i for i in range(VOCAB) if not any(c.isdigit() for c in TOKENIZER.decode([i])))
+    found = run(core, [ask("none", DATE, allowed_token_ids=forbidden), ask("date", DATE)])
+    error = found["none", 0].outputs[-1].error
+    assert isinstance(error, EngineError) and "the grammar" in str(error)
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", text(found["date", 0]))
+
+
+def test_a_bad_grammar_is_the_request_s_own_error() -> None:
+    core = make_core(DEMO, max_waiting=3)
+    found = run(core, [ask("bad", '{"grammars": [{"regex": "("}]}'), ask("free", None)])
+    error = found["bad", 0].outputs[-1].error
+    assert isinstance(error, RequestError) and error.param == "grammar" and "cannot be used" in str(error)
+    assert found["free", 0].outputs[-1].error is None
+
+
+def test_those_that_wait_for_their_grammar_are_counted_bounded_and_can_leave() -> None:
+    core = make_core(DEMO, max_waiting=2)
+    core.add(ask("a", DATE))
+    core.add(ask("b", OBJECT))
+    assert core.has_work() and core.stats().num_waiting == 2
+    with pytest.raises(RequestError, match="in use"):
+        core.add(ask("a", DATE))
+    with pytest.raises(QueueFullError, match="grammars"):
+        core.add(ask("c", LOOP))
+    core.abort("b")
+    found = run(core, [])
+    assert set(found) == {("a", 0)} and text(found["a", 0])
+    core.add(ask("d", DATE))  # compiled before
+    assert core.stats().num_waiting == 1 and len(core._compiling) == 0
+    core.abort("d")
+    assert not core.has_work()
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    core = make_core(make_model("llama", tmp_path / "m"))
+    found = run(core, [greedy("x", [5, 6], grammar=DATE)])
+    error = found["x", 0].outputs[-1].error
+    assert isinstance(error, RequestError) and "tokenizer.json" in str(error)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 100, 4096, 5001])
+@pytest.mark.parametrize("filters", [Filters(temperature=0.0), Filters(), Filters(top_k=5, top_p=0.9)])
+def test_compiled_and_plain_draws_apply_the_same_mask(vocab: int, filters: Filters) -> None:
+    torch.manual_seed(vocab)
+    logits = torch.randn(4, vocab) * 3
+    none = torch.zeros(0, dtype=torch.int64)
+    numbers = torch.zeros(0)
+    rows = [torch.rand(vocab) < share for share in (0.0, 0.03, 0.5, 1.0)]
+    results = []
+    for backend in (bind("cpu"), TorchBackend(BackendOptions(torch.device("cpu")))):
+        drawer = backend.drawer(vocab)
+        draws = []
+        for row, kept in enumerate(rows):
+            words = torch.zeros(-(-vocab // 32), dtype=torch.int64)
+            for i in kept.nonzero()[:, 0].tolist():
+                words[i // 32] |= 1 << (i % 32)
+            one = drawer.new(filters, Penalties())
+            one.row, one.uniform = row, 0.37
+            bits = torch.where(words >= 2**31, words - 2**32, words).int()
+            one.change(LogitsChanges(None, none, none, numbers, none, numbers, none, numbers, bits))
+            draws.append(one)
+        drawer.draw(logits, draws)
+        results.append([(one.token, one.status) for one in draws])
+    assert results[0] == results[1]
+    for (token, status), kept in zip(results[0], rows, strict=True):
+        assert (status == DrawStatus.OK) == bool(kept.any())
+        assert status != DrawStatus.OK or kept[token]
+    if filters.temperature == 0 and rows[2].any():
+        assert results[0][2][0] == int(logits[2].masked_fill(~rows[2], -math.inf).argmax())
