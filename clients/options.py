@@ -81,7 +81,7 @@ class GenerationOptions(TypedDict, total=False):
     truncate_prompt_tokens: int | None
     stream_options: Mapping[str, bool] | None
     response_format: Mapping[str, Any] | None
-    structured: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
     rope_scaling: Mapping[str, Any] | str | None
     rope_update: str | Mapping[str, Any] | None
     context_overflow: str | None

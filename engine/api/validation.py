@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from windlass.engine.api.grammar_limits import MAX_CHARACTERS
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
 
@@ -57,6 +58,10 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
         _check_ids("thinking_budget", (s.thinking.close, *s.thinking.open), vocab_size)
     for word in s.bad_words:
         _check_ids("bad_words", word, vocab_size)
+    if s.grammar is not None and len(s.grammar) > MAX_CHARACTERS:
+        raise RequestError(
+            f"the grammar has {len(s.grammar)} characters, at most {MAX_CHARACTERS} are compiled", "grammar"
+        )
     if s.allowed_token_ids is not None:
         _check_ids("allowed_token_ids", s.allowed_token_ids, vocab_size)
         if not s.allowed_token_ids:

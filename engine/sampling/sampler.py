@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.request import TokenLogprobs
-from windlass.engine.errors import EngineError
+from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.logprobs import token_logprobs
 from windlass.engine.sampling.penalties import changes_logits
@@ -43,6 +43,13 @@ class Drawn:
     token_id: int
     logprobs: TokenLogprobs | None = None
     error: EngineError | None = None
+
+
+def _failure(message: str | None) -> EngineError:
+    """The request's own fault unless the model's numbers are none."""
+    if message is None or message == _BAD_LOGITS:
+        return EngineError(_BAD_LOGITS)
+    return RequestError(message, None, "no_token_left")
 
 
 class Sampler:
@@ -97,7 +104,7 @@ class Sampler:
             errors = [_ERRORS.get(status) for _, status in drawn]
         found = self._logprobs(logits, slots, tokens)
         return [
-            Drawn(-1, None, EngineError(error or _BAD_LOGITS)) if token is None else Drawn(token, found.get(i))
+            Drawn(-1, None, _failure(error)) if token is None else Drawn(token, found.get(i))
             for i, (token, error) in enumerate(zip(tokens, errors, strict=True))
         ]
 

@@ -19,7 +19,6 @@ from windlass.server.protocol.base import (
     StopStrings,
     StrictModel,
     TokenId,
-    without_nulls,
 )
 
 
@@ -65,11 +64,6 @@ def _response_format(value: Any) -> Any:
         return None
     if not isinstance(value, dict):
         raise PydanticCustomError("type", "should be an object such as {'type': 'text'}")
-    kind = value.get("type")
-    if kind in ("json_object", "json_schema", "regex", "grammar", "structural_tag"):
-        raise unsupported(f"response_format {kind!r} is")
-    if without_nulls(value) != {"type": "text"}:
-        raise PydanticCustomError("type", "should be {'type': 'text'}")
     return value
 
 
@@ -139,12 +133,31 @@ class GenerationRequest(StrictModel):
     timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
     request_id: RequestId | None = None
 
+    # The form of the answer: one of these
+    response_format: Annotated[
+        dict[str, Any] | None,
+        AfterValidator(_response_format),
+        Field(
+            description="`{type: text}`, `{type: json_object}` or `{type: json_schema, json_schema: {name, schema}}`."
+        ),
+    ] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None,
+        Field(
+            description="One of `json` (a schema), `json_object`, `regex`, `choice` (a list) and `grammar` (Lark or GBNF)."
+        ),
+    ] = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+
     # Not supported: accepted only where they ask for nothing
     context_overflow: Annotated[Literal["stop", "shift"] | None, _only("stop", "context_overflow")] = None
     keep_tokens: Annotated[int | None, _only_absent("keep_tokens (it goes with context_overflow 'shift') is")] = None
     cache_reuse: Annotated[int | None, only_empty("cache_reuse above 0 is")] = None
-    structured: Annotated[dict[str, Any] | None, only_empty("structured output is")] = None
-    response_format: Annotated[Any, AfterValidator(_response_format)] = None
 
     # OpenAI's bookkeeping: accepted, without effect
     user: str | None = None

@@ -18,6 +18,7 @@ from windlass.server.exchange.body import read_body
 from windlass.server.exchange.request_id import request_id, set_request_id
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.deltas import Tally
+from windlass.server.generation.structured import StructuredOutput
 from windlass.server.generation.tool_use import plan_tools
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
@@ -44,10 +45,6 @@ async def create_chat_completion(request: Request) -> Response:
     planned = body, state.tokenizer, state.settings.tool_call_parser
     offered = body.tools or body.functions  # which may be large
     use = await state.text.on_thread(plan_tools, *planned) if offered else plan_tools(*planned)
-    if use.grammar is not None:
-        raise bad_request(
-            f"{use.field} that asks for a call is not supported by this server", use.field, "unsupported_field"
-        )
     checked = check(
         state,
         body,
@@ -59,6 +56,7 @@ async def create_chat_completion(request: Request) -> Response:
         logprobs=_logprobs(body),
         chat=True,
         parsing=use.parsing,
+        forced=None if use.grammar is None else StructuredOutput("lark", use.grammar, use.field),
     )
 
     async def work(exchange: Exchange) -> None:

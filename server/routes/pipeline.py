@@ -26,6 +26,7 @@ from windlass.server.generation.sampling_params import (
     samples_per_prompt,
     sequence_breakers,
 )
+from windlass.server.generation.structured import StructuredOutput, structured_of
 from windlass.server.protocol.generation_request import GenerationRequest
 from windlass.server.text.parsing.events import ParsingPlan
 from windlass.server.text.service import Prompt
@@ -37,6 +38,7 @@ class GenerationJob:
 
     sampling: what all prompts share; max_tokens is clamped per prompt.
     parsing: how answers are taken apart; None where all text is content.
+    structured: the form that answers have to have, None for any.
     """
 
     state: ServerState
@@ -52,6 +54,7 @@ class GenerationJob:
     chat: bool
     echo: bool
     parsing: ParsingPlan | None
+    structured: StructuredOutput | None
 
 
 def check(
@@ -67,14 +70,23 @@ def check(
     chat: bool,
     echo: bool = False,
     parsing: ParsingPlan | None = None,
+    forced: StructuredOutput | None = None,
 ) -> GenerationJob:
     """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
 
     logprobs: alternatives per generated token, None for no log-probabilities. chat: in the layout of chats.
+    forced: a form of the answer that another field asks for.
     echo: whether the prompt is repeated, and with log-probabilities if those are asked for.
     """
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
+    structured = structured_of(body)
+    if forced is not None and structured is not None:
+        raise bad_request(
+            f"{forced.field} and {structured.field} both say what form the answer shall have: give one of them",
+            structured.field,
+            "invalid_grammar",
+        )
     n, samples = samples_per_prompt(body)
     wanted = [top for top in (body.prompt_logprobs, logprobs if echo else None) if top is not None]
     sampling = build_sampling(
@@ -112,6 +124,7 @@ def check(
         chat=chat,
         echo=echo,
         parsing=parsing,
+        structured=forced or structured,
     )
 
 
@@ -156,6 +169,10 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
         ids, sequences = await state.text.breaker_tokens(breakers, param="dry_sequence_breakers", caller=job.caller)
         repeats = replace(sampling.repeats, breaker_ids=ids, breaker_sequences=sequences)
         sampling = replace(sampling, repeats=repeats)
+    if job.structured is not None:
+        form = job.structured
+        grammar = await state.text.compile_grammar(form.kind, form.value, param=form.field, caller=job.caller)
+        sampling = replace(sampling, grammar=grammar)
     rotation = job.rotation
     requests = []
     for prompt in prompts:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BREAKERS_KEPT = 1 << 16  # ids and sequences, of all lists together
+GRAMMAR_SECONDS = 4.0  # that a grammar may take to compile
 BATCH = 32  # short prompts tokenized in one job: between jobs others have their turn
 
 
@@ -218,6 +219,15 @@ class TextService:
             )
         return answer
 
+    async def compile_grammar(self, kind: str, value: str, *, param: str, caller: str) -> str:
+        """What `windlass.server.text.grammars` makes of it; raises ApiError 400 naming `param` where it makes nothing."""
+        limits = Limits(GRAMMAR_SECONDS, self._text_limits.memory)
+        with _told(param, "compiling this grammar", limits, "grammar"):
+            grammar: str = await self._pool.run(
+                "compile_grammar", kind, value, size=len(value), limits=limits, caller=caller
+            )
+        return grammar
+
     async def render(
         self,
         messages: Sequence[ChatMessage],
@@ -308,11 +318,12 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
 
 @contextmanager
 def _told(param: str, subject: str, limits: Limits, kind: str = "text") -> Iterator[None]:
-    """The pool's errors as the caller shall read them. subject: what was at work. kind: "text" or "template"."""
+    """The pool's errors as the caller shall read them. subject: what was at work. kind: "text", "template" or "grammar"."""
     try:
         yield
     except RefusedError as error:
-        raise bad_request(str(error), param, "chat_template_error" if kind == "template" else None) from None
+        code = {"template": "chat_template_error", "grammar": "invalid_grammar"}.get(kind)
+        raise bad_request(str(error), param, code) from None
     except TooSlowError:
         raise bad_request(f"{subject} took more than {limits.seconds:g} s", param, f"{kind}_timeout") from None
     except OutOfMemoryError:

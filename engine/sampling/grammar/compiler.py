@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from windlass.engine.api.grammar_limits import LIMITS
 from windlass.engine.errors import RequestError
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ class GrammarCompiler:
             if grammar in self._fresh:
                 self._fresh.move_to_end(grammar)
                 return
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
 
-            matcher = LLMatcher(self._vocabulary(), grammar, log_level=0)
+            matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
             if matcher.is_error():
                 reason = " ".join(matcher.get_error().split())[:_LONGEST_ERROR]
                 raise RequestError(f"this grammar cannot be used: {reason}", "grammar")

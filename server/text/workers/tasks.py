@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from windlass.engine.errors import RequestError
 from windlass.server.text.breakers import breaker_tokens
 from windlass.server.text.chat_template import ChatTemplate
+from windlass.server.text.grammars import FormCompiler
 from windlass.server.text.offsets import TextOffsets
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers.frames import pack_ids, unpack_ids
@@ -25,6 +26,7 @@ class TextTasks:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._grammars = FormCompiler(tokenizer)
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
         """Packed token ids of each text."""
@@ -75,6 +77,10 @@ class TextTasks:
             starts = [counter.advance(token_id) for token_id in ids]
             payload["offsets"] = list(zip(starts, [*starts[1:], counter.position], strict=False))
         return _within(to_json(payload), max_bytes, "tokens")
+
+    def compile_grammar(self, kind: str, value: str) -> str:
+        """A serialized grammar; see `FormCompiler.compile`."""
+        return self._grammars.compile(kind, value)
 
     def render(
         self,

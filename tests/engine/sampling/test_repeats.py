@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.engine.api.request import RepeatPenalty, SamplingParams
-from windlass.engine.sampling.accept import Extended
 from windlass.engine.sampling.repeats import MOST, Repeats
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.sampling.slot import Extended, SampleSlot
 from windlass.kernels import bind
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.torch.backend import TorchBackend

@@ -140,9 +140,9 @@ def test_a_chat_that_cannot_fit_is_refused_with_both_numbers(live: Live) -> None
     ("fields", "param"),
     [
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"guided_regex": "a", "grammar": "root ::= [a]"}, "grammar"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format"),
         ({"echo": True}, "echo"),
         ({"prompt": "x"}, "prompt"),
         ({"chat_template": "{{ x }}"}, "chat_template"),

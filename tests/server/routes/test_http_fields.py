@@ -152,7 +152,7 @@ def test_bookkeeping_fields_have_no_effect(live: Live) -> None:
         prompt_cache_key="k",
         verbosity="high",
         suffix=None,
-        structured=None,
+        structured_outputs=None,
     )
     assert live.engine.requests[0].sampling == SamplingParams(max_tokens=16)
 
@@ -170,10 +170,19 @@ def test_bookkeeping_fields_have_no_effect(live: Live) -> None:
         ("cache_reuse", 64),
         ("cache_reuse", -64),
         ("suffix", "tail"),
-        ("structured", {"regex": "a+"}),
-        ("structured", {"regex": "("}),
-        ("response_format", {"type": "json_object"}),
+        ("structured_outputs", {"regex": "("}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("structured_outputs", {}),
+        ("structured_outputs", {"structural_tag": "x"}),
+        ("guided_regex", "["),
+        ("guided_choice", []),
+        ("guided_json", {"type": "no-such-type"}),
+        ("grammar", "root ::= nothing"),
+        ("json_schema", {"not": {}}),
         ("response_format", {"type": "text", "more": 1}),
+        ("response_format", {"type": "json_schema"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}),
+        ("response_format", {"type": "xml"}),
         ("response_format", "json"),
         ("rope_scaling", "a-profile"),
         ("rope_scaling", 4),
@@ -193,7 +202,8 @@ def test_the_bodies_hold_every_field_of_the_reference() -> None:
         presence_penalty frequency_penalty logit_bias logprobs best_of response_format top_k min_p typical_p
         xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         repetition_penalty min_tokens ignore_eos stop_token_ids include_stop_str_in_output bad_words allowed_token_ids
-        skip_special_tokens add_special_tokens prompt_logprobs return_token_ids structured truncate_prompt_tokens
+        skip_special_tokens add_special_tokens prompt_logprobs return_token_ids structured_outputs truncate_prompt_tokens
+        guided_json guided_regex guided_choice guided_grammar grammar json_schema
         rope_scaling rope_update context_overflow keep_tokens cache_reuse cache_salt priority timeout request_id
         user metadata store service_tier safety_identifier prompt_cache_key verbosity""".split()
     chat = """messages top_logprobs tools tool_choice parallel_tool_calls chat_template_kwargs add_generation_prompt

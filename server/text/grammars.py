@@ -1,0 +1,134 @@
+"""Compiles what a request says of its answer's form into a grammar, and refuses what no answer could follow.
+
+Runs in processes that can be killed. Responsible for the reasons a caller reads; what a grammar may cost is bounded by
+`windlass.engine.api.grammar_limits`, under which the engine compiles the same text again.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.api.grammar_limits import LIMITS, MAX_CHARACTERS
+from windlass.engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+    from llguidance._lib import JsonCompileOptions
+
+    from windlass.server.text.tokenizer import Tokenizer
+
+_LONGEST_REASON = 400
+# White space between the parts of a document: a space, or a line break and an indentation. Without a bound a model may go on
+# writing it for ever.
+_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"(\x20|\x0A[\x20\x09]{0,32})", "lenient": False}
+_JSON_OBJECT = '{"type": "object"}'
+
+
+class FormCompiler:
+    """tokenizer: whose added tokens grammars may name."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def compile(self, kind: str, value: str) -> str:
+        """The serialized grammar; see `StructuredOutput` for the arguments. Raises RequestError with the reason."""
+        try:
+            grammar = _serialized(kind, value)
+        except MemoryError:
+            raise
+        except BaseException as error:  # of several libraries, whose panics are no Exception
+            raise RequestError(_reason(kind, str(error) or type(error).__name__)) from None
+        if len(grammar) > MAX_CHARACTERS:
+            raise RequestError(f"the grammar has {len(grammar)} characters, at most {MAX_CHARACTERS} are compiled")
+        import numpy as np
+        from llguidance import LLMatcher, LLParserLimits
+
+        matcher = LLMatcher(self._probe, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        mask = np.zeros(-(-self._probe.vocab_size // 32), np.int32)
+        if not matcher.is_error():
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error() or not mask.any():
+            raise RequestError(_reason(kind, matcher.get_error() or "nothing at all satisfies it"))
+        return grammar
+
+    @cached_property
+    def _probe(self) -> LLTokenizer:
+        """A vocabulary in which any text can be written, with the model's added tokens at their ids: quickly made."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        added = self._tokenizer.backend.get_added_tokens_decoder()
+        tokens = [b""] * (max(self._tokenizer.vocab_size, len(added)) + 257)
+        for token_id, token in added.items():
+            tokens[token_id] = token.content.encode()
+        free = [token_id for token_id, token in enumerate(tokens) if not token][:257]
+        for byte, token_id in enumerate(free[:256]):
+            tokens[token_id] = bytes([byte])
+        special = [token_id for token_id, token in added.items() if token.special]
+        known = _Tokens(tokens, [*special, free[256]], {byte: free[byte] for byte in range(256)})
+        return LLTokenizer(TokenizerWrapper(known), n_vocab=len(tokens), eos_token=free[256])
+
+
+class _Tokens:
+    """A vocabulary as llguidance asks for it; the last special token ends a text."""
+
+    def __init__(self, tokens: list[bytes], special: list[int], bytes_: dict[int, int]) -> None:
+        self.tokens, self.special_token_ids, self._bytes = tokens, special, bytes_
+        self.eos_token_id, self.bos_token_id = special[-1], None
+        tokens[special[-1]] = b"<end of the probe>"
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [self._bytes[byte] for byte in text]
+
+
+def _serialized(kind: str, value: str) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    match kind:
+        case "json_object":
+            return _of_schema(_JSON_OBJECT)
+        case "json_schema":
+            return _of_schema(value)
+        case "regex":
+            return LLMatcher.grammar_from_regex(value)
+        case "choice":
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(value))
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(any_to_lark(value))
+        case _:
+            return LLMatcher.grammar_from_lark(value)
+
+
+def _of_schema(text: str) -> str:
+    schema = json.loads(text)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError("it is satisfied by nothing" if schema is False else "a schema is an object")
+    if "x-guidance" in schema:
+        raise ValueError("x-guidance is for the server to set")
+    _check_references(schema)
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+
+
+def _check_references(schema: Any) -> None:
+    """Refuse what older drafts read in another way than newer ones."""
+    stack = [schema]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            if isinstance(item.get("$ref"), str) and isinstance(item.get("$id"), str):
+                raise ValueError("$id beside $ref means one thing in older drafts and another in newer ones")
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+
+
+def _reason(kind: str, reason: str) -> str:
+    what = {"json_schema": "JSON schema", "regex": "pattern", "choice": "list of choices"}.get(kind, "grammar")
+    return f"this {what} cannot be followed: {' '.join(reason.split())[:_LONGEST_REASON]}"
