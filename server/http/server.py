@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ TASK_SECONDS = 1  # for requests to notice that their connection is gone
 class HttpServer(uvicorn.Server):
     """Serves `app` on `listener`, which it closes, from `serve` to `stop`. It handles no signals.
 
-    max_header_bytes: where the app bounds headers itself, a little more than that.
+    max_header_bytes: where the app bounds headers itself, a little more than that. tls: None for plain HTTP.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class HttpServer(uvicorn.Server):
         *,
         max_header_bytes: int,
         access_log: bool = False,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -60,6 +62,7 @@ class HttpServer(uvicorn.Server):
         self.registry = Connections(settings)
         self._warned = Occasional(_logger, logging.WARNING)
         self._listener = listener
+        self._tls = tls
         self._acceptor: Acceptor | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -83,7 +86,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
-        self._acceptor = Acceptor(self._listener, self.registry, self._make_protocol)
+        self._acceptor = Acceptor(self._listener, self.registry, self._make_protocol, tls=self._tls)
         self._acceptor.start()
         self._sweep()
 

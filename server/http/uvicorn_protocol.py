@@ -33,12 +33,14 @@ class HttpProtocol(H11Protocol):
     def __init__(self, *args: Any, registry: Connections, warned: Occasional, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._registry = registry
+        self.shaking_hands: socket.socket | None = None  # until there is a transport: what to cut
         # uvicorn calls nothing but what these two have.
         self.logger = cast(logging.Logger, WarningsLog(self.logger, warned))
         self.access_logger = cast(logging.Logger, AccessLog(self.access_logger))
 
     # ---- what asyncio calls ------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn has it so
+        self.shaking_hands = None
         sock = transport.get_extra_info("socket")
         # Not everywhere, and not on a connection that is gone already.
         with contextlib.suppress(AttributeError, OSError):
@@ -89,7 +91,8 @@ class HttpProtocol(H11Protocol):
 
     def close_late(self) -> None:
         """See `Connection`; a request that has begun to come gets a 408."""
-        if self.transport is None:  # let in a moment ago
+        if self.transport is None:  # let in a moment ago, or its handshake takes too long
+            self.abort()
             return
         if self.transport.is_closing():
             self.abort()
@@ -102,6 +105,9 @@ class HttpProtocol(H11Protocol):
         """See `Connection`."""
         if self.transport is not None:
             self.transport.abort()
+        elif self.shaking_hands is not None:
+            with contextlib.suppress(OSError):
+                self.shaking_hands.shutdown(socket.SHUT_RDWR)  # the handshake then fails
 
     def note_unsent(self) -> None:
         """The client has not taken all that was written."""

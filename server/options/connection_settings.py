@@ -35,7 +35,9 @@ class ConnectionSettings:
         return replace(self, max_connections=total, max_per_address=min(self.max_per_address, total))
 
     def trusts(self, address: str) -> bool:
-        """Whether this address is one of `trusted_proxies`."""
+        """Whether this address is one of `trusted_proxies`. Who comes to a Unix socket ("") is: its file says who may."""
+        if not address:
+            return True
         parsed = ip_address(address.partition("%")[0])
         parsed = getattr(parsed, "ipv4_mapped", None) or parsed
         return any(parsed in network for network in self.trusted_proxies)

@@ -40,6 +40,32 @@ class ServerOptions:
 
     host: Annotated[str, option("--host", panel=_server, help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, option("--port", panel=_server, help="Port to listen on; 0 takes a free one.")] = 8000
+    uds: Annotated[
+        Path | None,
+        option("--uds", panel=_server, metavar="PATH", help="Listen on a Unix socket at this path instead, for the owner and "
+               "group of this process."),
+    ] = None  # fmt: skip
+    ssl_certfile: Annotated[
+        Path | None,
+        option("--ssl-certfile", panel=_server, metavar="FILE", help="Speak HTTPS with this certificate (PEM, its chain "
+               "behind it)."),
+    ] = None  # fmt: skip
+    ssl_keyfile: Annotated[
+        Path | None,
+        option(
+            "--ssl-keyfile", panel=_server, metavar="FILE", help="The certificate's key. Default: in --ssl-certfile."
+        ),
+    ] = None
+    ssl_keyfile_password: Annotated[
+        str | None,
+        option("--ssl-keyfile-password", panel=_server, help="The key's password. Command lines are visible to other users: "
+               "prefer the variable."),
+    ] = None  # fmt: skip
+    ssl_ca_certs: Annotated[
+        Path | None,
+        option("--ssl-ca-certs", panel=_server, metavar="FILE", help="Ask clients for a certificate that one of these has "
+               "signed."),
+    ] = None  # fmt: skip
     served_model_name: Annotated[
         list[str] | None,
         option("--served-model-name", panel=_server, help="The model's id in the API; repeatable or comma separated: answers "
@@ -129,6 +155,10 @@ class ServerOptions:
         choose("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         if not 0 <= self.port <= 65535:
             raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
+        if self.ssl_certfile is None:
+            for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+                if getattr(self, name) is not None:
+                    raise LoadError(f"--{name.replace('_', '-')} goes with --ssl-certfile")
         if self.default_max_tokens < 1:
             raise LoadError(f"--default-max-tokens must be at least 1, got {self.default_max_tokens}")
         if self.grace_period < 0:

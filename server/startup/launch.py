@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.preflight import check_start
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
+from windlass.server.http.tls import make_context
 from windlass.server.options.connection_settings import ConnectionSettings
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
@@ -39,6 +41,7 @@ from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
+from windlass.server.startup.unix_socket import listen_unix
 from windlass.server.text.tokenizer_file import find_tokenizer
 
 if TYPE_CHECKING:
@@ -65,9 +68,10 @@ def serve(
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
     template = _chat_template(server)
+    tls = _tls(server)
     engine.to_config(Path())
     with contextlib.closing(start_engine(engine, level)) as child:
-        return _serve_with(child, model, engine, server, connections, level, template)
+        return _serve_with(child, model, engine, server, connections, level, template, tls)
 
 
 def _serve_with(
@@ -78,6 +82,7 @@ def _serve_with(
     connections: ConnectionOptions,
     level: str,
     template: str | None,
+    tls: ssl.SSLContext | None,
 ) -> int:
     bounds = connections.to_settings().within(raise_limit())
     name, path = choose_model(model)
@@ -89,17 +94,18 @@ def _serve_with(
     client = make_client(engine, path, level, child)
     if engine.pin_cores:
         pin(split_cores()[1])
-    with contextlib.closing(listen(server.host, server.port)) as listener, exit_on_signal():
+    with _listener(server) as listener, exit_on_signal():
         client.spawn()
-        say(f"loading {settings.served_model_name}; listening on {_url(listener)}")
+        url = _url(listener, tls is not None)
+        say(f"loading {settings.served_model_name}; listening on {url}")
         try:
             app = _make_app(client, path, settings, template)
             with contextlib.closing(app.state.windlass) as state:
-                http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log)
+                http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log, tls)
                 state.text.wait_loaded()
                 return_large_pieces()
                 keep_startup_objects()
-                return asyncio.run(_run(app, client, http, _url(listener), settings, not_default(engine, server)))
+                return asyncio.run(_run(app, client, http, url, settings, not_default(engine, server)))
         finally:
             client.kill()
 
@@ -169,6 +175,17 @@ def make_client(engine: EngineOptions, path: Path, log_level: str, child: ChildP
     return ProcessClient(engine.to_config(path), log_level=log_level, core=core, child=child)
 
 
+def _listener(server: ServerOptions) -> contextlib.AbstractContextManager[socket.socket]:
+    return contextlib.closing(listen(server.host, server.port)) if server.uds is None else listen_unix(server.uds)
+
+
+def _tls(server: ServerOptions) -> ssl.SSLContext | None:
+    """What HTTPS needs; None for plain HTTP. Raises LoadError for files that cannot be used."""
+    if server.ssl_certfile is None:
+        return None
+    return make_context(server.ssl_certfile, server.ssl_keyfile, server.ssl_keyfile_password, server.ssl_ca_certs)
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; raises LoadError that says what to do about an address that cannot be had."""
     try:
@@ -221,11 +238,16 @@ def _make_app(client: ProcessClient, path: Path, settings: ServerSettings, templ
 
 
 def _make_server(
-    app: FastAPI, listener: socket.socket, bounds: ConnectionSettings, max_header_bytes: int, access_log: bool
+    app: FastAPI,
+    listener: socket.socket,
+    bounds: ConnectionSettings,
+    max_header_bytes: int,
+    access_log: bool,
+    tls: ssl.SSLContext | None,
 ) -> HttpServer:
     from windlass.server.http.server import HttpServer  # it brings uvicorn: here for the same reason
 
-    return HttpServer(app, listener, bounds, max_header_bytes=max_header_bytes, access_log=access_log)
+    return HttpServer(app, listener, bounds, max_header_bytes=max_header_bytes, access_log=access_log, tls=tls)
 
 
 async def _run(
@@ -300,8 +322,11 @@ def _catch_signals(client: ProcessClient, ending: Ending) -> asyncio.Event:
     return stopping
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, tls: bool) -> str:
+    scheme = "https" if tls else "http"
+    if listener.family == socket.AF_UNIX:
+        return f"the Unix socket {listener.getsockname()} ({scheme}://localhost/v1)"
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
-        return f"http://127.0.0.1:{port}/v1 (on every address of this machine)"
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+        return f"{scheme}://127.0.0.1:{port}/v1 (on every address of this machine)"
+    return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -120,6 +121,7 @@ def live_server(
     template: str | None = TEMPLATE,
     connections: ConnectionSettings | None = None,
     backend: tokenizers.Tokenizer | None = None,
+    tls: ssl.SSLContext | None = None,
     **settings: Any,
 ) -> Iterator[Live]:
     """Serve until the block ends. `settings` are fields of ServerSettings. backend: another tokenizer than the toy one."""
@@ -128,7 +130,7 @@ def live_server(
     tokenizer = Tokenizer(backend or byte_level(), SPECIAL_TOKENS, templates)
     app = create_app(engine, tokenizer, ServerSettings(served_model_name=MODEL, **settings))
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HttpServer(app, listener, connections or ConnectionSettings(), max_header_bytes=256 * 1024)
+    server = HttpServer(app, listener, connections or ConnectionSettings(), max_header_bytes=256 * 1024, tls=tls)
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def main() -> None:
@@ -142,9 +144,9 @@ def live_server(
         assert thread.is_alive() and time.monotonic() < end, "the server did not start"
         time.sleep(0.005)
     port = listener.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
+    url = f"http{'' if tls is None else 's'}://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=url, timeout=30) as http:
+        with httpx.Client(base_url=url, timeout=30, verify=tls is None) as http:
             yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry)
     finally:
         server.should_exit = True

@@ -249,6 +249,8 @@ def test_connection_options(launched, monkeypatch):
         (["--rope-update", "sometimes"], "--rope-update must be frozen, recompute or rotate, got 'sometimes'"),
         (["--rope-policy", "maybe"], "--rope-policy must be allow, profiles or off, got 'maybe'"),
         (["--generation-config", "some"], "--generation-config must be auto or none"),
+        (["--ssl-keyfile", "key.pem"], "--ssl-keyfile goes with --ssl-certfile"),
+        (["--ssl-certfile", "/no/such/file"], "--ssl-certfile /no/such/file is no file"),
         (["--root-path", "llm"], "--root-path must be a path such as /llm"),
         (["--root-path", "/a//b"], "--root-path must be a path such as /llm"),
         (["--chat-template", "/no/such/file"], "cannot read --chat-template"),

@@ -1,0 +1,132 @@
+"""HTTPS: answers and streams, handshakes that never end, files that do not fit."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.live_server import Live, live_server
+from helpers.raw_client import wait_for
+
+from windlass.engine.errors import LoadError
+from windlass.server.http.tls import make_context
+from windlass.server.options.connection_settings import ConnectionSettings
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
+
+
+class Files:
+    def __init__(self, directory: Path) -> None:
+        self.cert, self.key, self.locked = (directory / name for name in ("cert.pem", "key.pem", "locked.pem"))
+        self.other = directory / "other.pem"
+        for key, cert in ((self.key, self.cert), (self.other, directory / "other-cert.pem")):
+            command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+            command += ["-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", "/CN=localhost"]
+            command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+        command = [
+            "openssl",
+            "pkey",
+            "-in",
+            str(self.key),
+            "-aes256",
+            "-passout",
+            "pass:word",
+            "-out",
+            str(self.locked),
+        ]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Files:
+    return Files(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module")
+def live(files: Files) -> Iterator[Live]:
+    bounds = ConnectionSettings(header_seconds=0.5, max_connections=6, max_per_address=6)
+    with live_server(tls=make_context(files.cert, files.key), connections=bounds) as running:
+        yield running
+
+
+def trusting(files: Files) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(files.cert))
+
+
+def test_answers_and_streams(live: Live, files: Files) -> None:
+    with httpx.Client(base_url=live.url, verify=trusting(files), timeout=30) as client:
+        assert client.get("/health").status_code == 200
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        assert answer.status_code == 200
+        with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True}) as stream:
+            assert list(stream.iter_lines())[-2] == "data: [DONE]"
+        large = client.post("/v1/completions", json={"prompt": "a", "metadata": {"x": "a" * 3_000_000}})
+        assert large.status_code == 200
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE"):
+        httpx.get(f"{live.url}/health", timeout=10)
+
+
+def test_what_is_no_handshake_counts_and_ends(live: Live, files: Files) -> None:
+    wait_for(lambda: len(live.registry) == 0)
+    port = httpx.URL(live.url).port
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
+    try:
+        wait_for(lambda: len(live.registry) == 6)
+        # All places are taken by half-open ones: one of them goes for whoever comes now.
+        assert httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10).status_code == 200
+        begin = time.monotonic()
+        for one in silent:
+            one.settimeout(10)
+            assert one.recv(1) == b""  # closed from the other side
+        assert time.monotonic() - begin < 5
+        wait_for(lambda: len(live.registry) == 0)
+    finally:
+        for one in silent:
+            one.close()
+    for said in (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"\x16\x03\x01\xff\xff" + b"\0" * 100, b"\0" * 4096):
+        with socket.create_connection(("127.0.0.1", port)) as wrong:
+            wrong.settimeout(10)
+            wrong.sendall(said)
+            while wrong.recv(4096):  # an alert, perhaps, and the end
+                pass
+    assert httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10).status_code == 200
+
+
+def test_clients_show_a_certificate_where_they_are_asked_for_one(files: Files) -> None:
+    with live_server(tls=make_context(files.cert, files.key, ca_certs=files.cert)) as live:
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10)
+        known = trusting(files)
+        known.load_cert_chain(files.cert, files.key)
+        assert httpx.get(f"{live.url}/health", verify=known, timeout=10).status_code == 200
+
+
+def test_a_key_with_a_password(files: Files) -> None:
+    make_context(files.cert, files.locked, "word")
+    for password in (None, "wrong"):
+        with pytest.raises(LoadError, match="--ssl-keyfile-password"):
+            make_context(files.cert, files.locked, password)
+
+
+def test_files_that_do_not_fit_are_named(files: Files, tmp_path: Path) -> None:
+    nonsense = tmp_path / "nonsense.pem"
+    nonsense.write_bytes(b"\0nonsense")
+    for arguments, named in (
+        ((files.cert, files.other), "--ssl-keyfile"),
+        ((files.cert, None), "--ssl-keyfile"),
+        ((nonsense, files.key), "--ssl-certfile"),
+        ((tmp_path / "none.pem", files.key), "--ssl-certfile .* is no file"),
+        ((files.cert, tmp_path), "--ssl-keyfile .* is no file"),
+        ((files.cert, files.key, None, nonsense), "--ssl-ca-certs"),
+    ):
+        with pytest.raises(LoadError, match=named) as caught:
+            make_context(*arguments)
+        assert "\n" not in str(caught.value)
