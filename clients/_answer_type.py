@@ -71,7 +71,10 @@ def _of_hint(hint: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _of_dataclass(cls: Any, inside: tuple[Any, ...]) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
+    try:
+        hints = typing.get_type_hints(cls)
+    except NameError as error:
+        raise TypeError(f"answer_type: {cls.__name__} must stand at the top of its module ({error})") from error
     fields = [field for field in dataclasses.fields(cls) if field.init]
     absent = dataclasses.MISSING
     return {

@@ -107,4 +107,4 @@ async def _prepare(
     )
     place = thinking.place(text, (body.messages[-1].content or "") if body.continue_final_message else None)
     sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, place))
-    return prompts, replace(job, sampling=sampling, parsing=thinking.parsing(job.parsing, place))
+    return prompts, replace(job, sampling=sampling, place=place, parsing=thinking.parsing(job.parsing, place))

@@ -17,6 +17,7 @@ from windlass.server.answers.size import estimate_bytes
 from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange
+from windlass.server.generation.behind_thinking import behind_thinking
 from windlass.server.generation.deltas import Generation, GenerationPlan, Tally, TextOptions
 from windlass.server.generation.request_rotation import Rotation, rotation_of
 from windlass.server.generation.sampling_params import (
@@ -29,7 +30,10 @@ from windlass.server.generation.sampling_params import (
 from windlass.server.generation.structured import StructuredOutput, structured_of
 from windlass.server.protocol.generation_request import GenerationRequest
 from windlass.server.text.parsing.events import ParsingPlan
+from windlass.server.text.parsing.reasoning.formats import Place
 from windlass.server.text.service import Prompt
+
+CALLING_FIELDS = ("tool_choice", "function_call")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class GenerationJob:
 
     sampling: what all prompts share; max_tokens is clamped per prompt.
     parsing: how answers are taken apart; None where all text is content.
-    structured: the form that answers have to have, None for any.
+    structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
     """
 
     state: ServerState
@@ -55,6 +59,7 @@ class GenerationJob:
     echo: bool
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
+    place: Place = "behind"
 
 
 def check(
@@ -172,6 +177,8 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
     if job.structured is not None:
         form = job.structured
         grammar = await state.text.compile_grammar(form.kind, form.value, param=form.field, caller=job.caller)
+        calls = form.field in CALLING_FIELDS
+        grammar = behind_thinking(grammar, state.thinking, job.place, info.eos_token_ids, calls=calls)
         sampling = replace(sampling, grammar=grammar)
     rotation = job.rotation
     requests = []

@@ -13,7 +13,7 @@ import windlass.clients
 from windlass.clients import RopeScaling
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": 2, "docs/clients.md": 10, "docs/openai.md": 5}
+PAGES = {"README.md": 2, "docs/clients.md": 11, "docs/openai.md": 5}
 EXAMPLES = [
     pytest.param(page, source, id=f"{page}-{number}")
     for page in PAGES
@@ -24,10 +24,11 @@ EXAMPLES = [
 # What an example must print, besides running: the parts that would go wrong unnoticed.
 PRINTS = {
     "docs/clients.md-2": r" (length|stop) \d+ default$",
-    "docs/clients.md-4": r"^rotate 512\.0 0\n[\s\S]*'factor': 2\.0\}$",
-    "docs/clients.md-5": r"beta_fast should not be below beta_slow",
-    "docs/clients.md-6": r"^long \{'rope_type': 'yarn', 'factor': 2\.0\} [0-9a-f]{64}\nyarn$",
-    "docs/clients.md-8": r"^change the request: temperature should be greater than or equal to 0$",
+    "docs/clients.md-3": r"^Animal\(kind='\w+', legs=[024]\)\nlook_up \{'word': '(horse|sea)'\}\n",
+    "docs/clients.md-5": r"^rotate 512\.0 0\n[\s\S]*'factor': 2\.0\}$",
+    "docs/clients.md-6": r"beta_fast should not be below beta_slow",
+    "docs/clients.md-7": r"^long \{'rope_type': 'yarn', 'factor': 2\.0\} [0-9a-f]{64}\nyarn$",
+    "docs/clients.md-9": r"^change the request: temperature should be greater than or equal to 0$",
     "docs/openai.md-1": r"^dynamic 512\.0 None\n",
     "docs/openai.md-2": r"yarn 2\.0\n$",
     "docs/openai.md-4": r"^rope_scaling\.factor invalid_value \S+ rope_scaling\.factor must be",
@@ -46,7 +47,7 @@ def test_example(
     monkeypatch.setenv("WINDLASS_BASE_URL", demo_server.url)
     source = source.replace("http://127.0.0.1:8000", demo_server.url).replace('"smollm2"', '"demo"')
     space: dict[str, object] = {"__name__": "__main__"}
-    exec(compile(source, page, "exec"), space)
+    exec(compile(source, page, "exec", dont_inherit=True), space)
     if isinstance(space.get("client"), openai.OpenAI):
         space["client"].close()
     printed = capsys.readouterr().out

@@ -12,8 +12,12 @@ DEMO = Path(windlass.__file__).parent / "models" / "demo"
 NAMES = {"<|pad|>": "</think>", "<|system|>": "<think>"}
 
 
-def thinking_model(folder: Path, *, opened: bool = True) -> Path:
-    """Its directory, made in `folder`. opened: whether the template opens the thinking in the prompt."""
+# Chat template: it opens the thinking in the prompt, unless told to leave that to the model.
+OPENING = "{%- if add_generation_prompt and opened | default(true) %}{{- '<think>\\n' }}{%- endif %}"
+
+
+def thinking_model(folder: Path) -> Path:
+    """Its directory, made in `folder`."""
     path = folder / "thinker"
     path.mkdir()
     for file in ("config.json", "generation_config.json", "model.safetensors"):
@@ -24,10 +28,7 @@ def thinking_model(folder: Path, *, opened: bool = True) -> Path:
             text = text.replace(old, new)
         if file == "tokenizer_config.json":
             config = json.loads(text)
-            opening = "<|assistant|>\\n<think>\\n" if opened else "<|assistant|>\\n"
-            template = config["chat_template"].replace("<|assistant|>\\n", opening)
-            assert opening in template
-            config["chat_template"] = "{#- <think> #}" + template
+            config["chat_template"] += OPENING
             text = json.dumps(config)
         (path / file).write_text(text, encoding="utf-8")
     return path

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from helpers.real_server import serve
@@ -62,3 +63,48 @@ def test_a_chat_in_the_terminal_shows_both(client: Client) -> None:
     )
     assert ran.stdout == f"{first.text}\n{second.text}\n"
     assert first.reasoning + "\n\n" in ran.stderr and second.reasoning + "\n\n" in ran.stderr
+
+
+@dataclasses.dataclass
+class Wanted:
+    animal: Literal["horse", "fish"]
+    legs: Literal[0, 2, 4]
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"word": {"enum": ["horse", "sea"]}}, "required": ["word"]},
+    },
+}
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 5, "n": 2}], ids=str)
+def test_the_form_of_an_answer_holds_behind_the_thinking(client: Client, sampling: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"max_tokens": 60, "thinking_budget": 7, **sampling}
+    answer = client.chat(MESSAGES, answer_type=Wanted, **options)
+    for choice in answer.choices:
+        assert isinstance(choice.message.parsed, Wanted) and choice.message.reasoning_content
+        assert choice.finish_reason == "stop"
+    with client.chat(MESSAGES, answer_type=Wanted, stream=True, **options) as stream:
+        assert stream.until_done().parsed == answer.parsed
+        assert stream.reasoning == answer.reasoning
+
+
+def test_the_form_holds_where_the_model_need_not_think(client: Client) -> None:
+    """Whether to think is the model's to say."""
+    leaving = {"chat_template_kwargs": {"opened": False}, "max_tokens": 60, "temperature": 0}
+    answer = client.chat(MESSAGES, answer_type=Wanted, thinking_budget=7, **leaving)
+    assert isinstance(answer.parsed, Wanted)
+    assert client.chat(MESSAGES, tools=[TOOL], tool_choice="required", **leaving).tool_calls
+
+
+def test_a_call_is_forced_behind_the_thinking(client: Client) -> None:
+    options: dict[str, Any] = {"max_tokens": 80, "thinking_budget": 7, "temperature": 0, "parallel_tool_calls": False}
+    answer = client.chat(MESSAGES, tools=[TOOL], tool_choice="required", **options)
+    (call,) = answer.tool_calls
+    assert call.name == "look_up" and call.function.values["word"] in ("horse", "sea")
+    assert answer.reasoning and not answer.text and answer.choices[0].finish_reason == "tool_calls"
+    with client.chat(MESSAGES, tools=[TOOL], tool_choice="required", stream=True, **options) as stream:
+        assert [seen.function for seen in stream.until_done().tool_calls] == [call.function]

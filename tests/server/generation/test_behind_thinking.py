@@ -1,0 +1,90 @@
+"""Grammars behind the thinking: which texts the matcher takes, token by token."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tokenizers
+from helpers.toy_tokenizers import byte_level
+from llguidance import LLMatcher, LLTokenizer
+
+from windlass.server.generation.behind_thinking import behind_thinking
+from windlass.server.text.parsing.reasoning.formats import Place
+from windlass.server.text.parsing.reasoning.model import ThinkingModel
+from windlass.server.text.tokenizer import Tokenizer
+
+EOS = 421
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+JSON = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))
+REGEX = LLMatcher.grammar_from_regex("a/b[0-9]{2}")
+LARK = 'start: <[422]> x\nx: "{" /[a-z]+/ "}" %json {"type":"integer"}'  # 422: <tool>
+THOUGHT = 'hm: {"a": 1} or a/b12?'
+MARKERS = ("<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+
+
+def tokenizer(special: bool) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    if special:
+        backend.add_special_tokens(list(MARKERS))
+    return Tokenizer(backend)
+
+
+def taken(text: Tokenizer, grammar: str, output: str) -> tuple[int, bool]:
+    """How many tokens of the output the matcher takes, out of all: 0 missing where it takes all; and whether it may end."""
+    matcher = LLMatcher(LLTokenizer(text.backend.to_str(), eos_token=EOS), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = text.encode(output, add_special_tokens=False)
+    count = matcher.try_consume_tokens(ids)
+    return len(ids) - count, count == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["tokens", "text"])
+@pytest.mark.parametrize(
+    "grammar, answer", [(JSON, '{"a": 12}'), (REGEX, "a/b12"), (LARK, "<tool>{ab}3")], ids=["json", "regex", "lark"]
+)
+def test_an_answer_behind_thinking(special: bool, grammar: str, answer: str) -> None:
+    text = tokenizer(special)
+    model = ThinkingModel("qwen3", text)
+    inside = behind_thinking(grammar, model, "inside", (EOS,))
+    before = behind_thinking(grammar, model, "before", (EOS,))
+    for space in ("", "\n", "\n\n"):
+        assert taken(text, inside, f"{THOUGHT}</think>{space}{answer}") == (0, True)
+        assert taken(text, before, f"<think>{THOUGHT}</think>{space}{answer}") == (0, True)
+        assert taken(text, before, f"{space}{answer}") == (0, True)
+    assert taken(text, before, f"\n<think>\n{THOUGHT}\n</think>\n\n{answer}") == (0, True)
+    # The answer is held, thinking alone is none, and neither ends within the other.
+    assert taken(text, inside, f"{THOUGHT}</think>\nSure!")[0] > 0
+    assert taken(text, before, "Sure!")[0] > 0
+    assert taken(text, inside, THOUGHT) == (0, False)
+    assert taken(text, inside, f"{THOUGHT}<|eos|>")[0] > 0
+    assert taken(text, inside, f"{THOUGHT}</think>{answer[:-1]}")[1] is False
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["tokens", "text"])
+def test_channels(special: bool) -> None:
+    text = tokenizer(special)
+    grammar = behind_thinking(JSON, ThinkingModel("gpt_oss", text), "before", (EOS,))
+    thought = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
+    final = '<|channel|>final<|message|>{"a": 12}'
+    assert taken(text, grammar, thought + final) == (0, True)
+    assert taken(text, grammar, final) == (0, True)
+    assert taken(text, grammar, thought + thought)[0] > 0
+    assert taken(text, grammar, '{"a": 12}')[0] > 0
+    assert behind_thinking(LARK, ThinkingModel("gpt_oss", text), "before", (EOS,), calls=True) is LARK
+
+
+def test_granites_words() -> None:
+    text = tokenizer(False)
+    grammar = behind_thinking(JSON, ThinkingModel("granite", text), "before", (EOS,))
+    for output in (
+        'Here is my thought process: hm\n\nHere\'s my response:\n{"a": 12}',
+        '<think>hm</think>{"a": 12}',
+        '{"a": 12}',
+    ):
+        assert taken(text, grammar, output) == (0, True), output
+
+
+@pytest.mark.parametrize("parser, place", [("none", "before"), ("qwen3", "behind"), ("gpt_oss", "behind")])
+def test_where_nothing_is_thought(parser: str, place: Place) -> None:
+    assert behind_thinking(JSON, ThinkingModel(parser, tokenizer(True)), place, (EOS,)) is JSON
