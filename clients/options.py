@@ -82,6 +82,12 @@ class GenerationOptions(TypedDict, total=False):
     stream_options: Mapping[str, bool] | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
+    guided_json: Mapping[str, Any] | str | None
+    guided_regex: str | None
+    guided_choice: Sequence[str] | None
+    guided_grammar: str | None
+    grammar: str | None
+    json_schema: Mapping[str, Any] | None
     rope_scaling: Mapping[str, Any] | str | None
     rope_update: str | Mapping[str, Any] | None
     context_overflow: str | None
