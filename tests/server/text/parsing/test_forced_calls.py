@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 import tokenizers
 from helpers.toy_tokenizers import byte_level
+from llguidance import LLMatcher, LLTokenizer
 
 from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event
 from windlass.server.text.parsing.stream import CallOptions
 from windlass.server.text.parsing.tools.forced import MOST_CALLS, Forced
 from windlass.server.text.parsing.tools.formats import FORMATS, ToolFormat
-
-llguidance = pytest.importorskip("llguidance")
-LLMatcher, LLTokenizer = llguidance.LLMatcher, llguidance.LLTokenizer
 
 EOS = "<|the end|>"
 SCHEMAS: dict[str, Any] = {
@@ -47,11 +45,11 @@ def backend() -> tokenizers.Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def vocabulary(backend: tokenizers.Tokenizer) -> Any:
+def vocabulary(backend: tokenizers.Tokenizer) -> LLTokenizer:
     return LLTokenizer(backend.to_str(), eos_token=backend.token_to_id(EOS))
 
 
-def draw(grammar: str, backend: tokenizers.Tokenizer, vocabulary: Any, seed: int) -> str:
+def draw(grammar: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer, seed: int) -> str:
     """A text at random, as the grammar allows it."""
     chance = random.Random(seed)
     matcher = LLMatcher(vocabulary, grammar)
@@ -91,7 +89,9 @@ def calls_in(text: str, form: ToolFormat) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("several", [True, False])
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])  # it has no grammar
-def test_whatever_is_drawn_is_a_call(name: str, several: bool, backend: tokenizers.Tokenizer, vocabulary: Any) -> None:
+def test_whatever_is_drawn_is_a_call(
+    name: str, several: bool, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
+) -> None:
     form = FORMATS[name]
     schemas = {key: SCHEMAS[key] for key in SCHEMAS if name != "pythonic" or key != "all" or several}
     grammar = form.grammar(Forced(schemas, several, lambda marker: f"<[{backend.token_to_id(marker)}]>"))
