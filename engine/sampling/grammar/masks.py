@@ -44,7 +44,9 @@ class _Follower:
         self._taken: list[int] = []  # what the matcher has taken
         self._after = slot.sampling.grammar_after
         self._begin = slot.num_prompt_tokens if self._after is None else None  # of what it matches, in `token_ids`
-        self._first = self._searched = slot.num_prompt_tokens  # before `_searched` there is no token that it comes after
+        self._first = self._searched = (
+            slot.num_prompt_tokens
+        )  # before `_searched` there is no token that it comes after
 
     def holds(self, token_ids: Sequence[int]) -> bool:
         """Whether the grammar holds for what comes next."""
