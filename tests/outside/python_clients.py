@@ -1,0 +1,374 @@
+"""Structured answers and calls of tools through other people's Python clients, each against a running server.
+
+    python python_clients.py http://127.0.0.1:8000/v1 MODEL NAME …
+
+Runs the checks whose names begin with one of these, in an environment that holds their clients; prints a line for each and ends
+with 1 where one fails. Knows nothing of Windlass: all it has is the address of an OpenAI-compatible server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+BASE, MODEL = sys.argv[1], sys.argv[2]
+KEY = "none"
+LENGTH = 300  # tokens: a small model may put many spaces between words
+SHORT: dict[str, Any] = {"max_tokens": LENGTH, "temperature": 0}
+QUESTION = "What is the weather in Rome?"
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+class Weather(BaseModel):
+    """The weather in a city."""
+
+    city: Literal["Rome", "Paris", "Oslo"]
+    sky: Literal["sunny", "cloudy"]
+
+
+class City(BaseModel):
+    """Where the weather is asked for."""
+
+    city: Literal["Rome", "Paris", "Oslo"]
+
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Rome", "Paris", "Oslo"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "The weather in a city.", "parameters": PARAMETERS},
+}
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def called(name: str, arguments: str | dict[str, Any]) -> str:
+    """The city a call asks for; AssertionError where it is no call of the tool."""
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert name == "weather" and set(given) == {"city"} and given["city"] in ("Rome", "Paris", "Oslo"), (name, given)
+    return str(given["city"])
+
+
+# --- openai ---------------------------------------------------------------------------------------------------------
+
+
+def _openai() -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=120)
+
+
+@check
+def openai_parse() -> None:
+    answer = _openai().chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Weather, **SHORT)
+    assert isinstance(answer.choices[0].message.parsed, Weather)
+
+
+@check
+def openai_parse_streamed() -> None:
+    with _openai().chat.completions.stream(model=MODEL, messages=MESSAGES, response_format=Weather, **SHORT) as stream:
+        kinds = [event.type for event in stream]
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
+    assert kinds.count("content.delta") > 1 and "content.done" in kinds
+
+
+@check
+def openai_tools() -> None:
+    client = _openai()
+    first = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice="required", **SHORT
+    ).choices[0]
+    assert first.finish_reason == "tool_calls"
+    results = [
+        {
+            "role": "tool",
+            "tool_call_id": call.id,
+            "content": "sunny in " + called(call.function.name, call.function.arguments),
+        }
+        for call in first.message.tool_calls
+    ]
+    assert results
+    history = [*MESSAGES, first.message, *results]
+    second = client.chat.completions.create(
+        model=MODEL, messages=history, tools=[TOOL], tool_choice="none", max_tokens=24
+    )
+    assert second.choices[0].message.content and not second.choices[0].message.tool_calls
+
+
+@check
+def openai_tools_streamed() -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    with _openai().chat.completions.stream(
+        model=MODEL, messages=MESSAGES, tools=[TOOL], tool_choice=named, **SHORT
+    ) as stream:
+        kinds = [event.type for event in stream]
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    called(call.function.name, call.function.arguments)
+
+
+# --- LangChain ------------------------------------------------------------------------------------------------------
+
+
+def _langchain() -> Any:
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(
+        base_url=BASE, api_key=KEY, model=MODEL, max_tokens=LENGTH, temperature=0, max_retries=0, timeout=120
+    )
+
+
+@check
+def langchain_structured() -> None:
+    for method in ("json_schema", "function_calling"):
+        answer = _langchain().with_structured_output(Weather, method=method).invoke(QUESTION)
+        assert isinstance(answer, Weather), (method, answer)
+
+
+@check
+def langchain_structured_streamed() -> None:
+    pieces = list(_langchain().with_structured_output(Weather, method="json_schema").stream(QUESTION))
+    assert isinstance(pieces[-1], Weather)
+
+
+@check
+def langchain_tools() -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    model = _langchain()
+    bound = model.bind_tools([TOOL], tool_choice="required")
+    whole = bound.invoke(QUESTION)
+    streamed = None
+    for piece in bound.stream(QUESTION):
+        streamed = piece if streamed is None else streamed + piece
+    for answer in (whole, streamed):
+        results = [
+            ToolMessage("sunny in " + called(call["name"], call["args"]), tool_call_id=call["id"])
+            for call in answer.tool_calls
+        ]
+        assert results
+        assert model.invoke([HumanMessage(QUESTION), answer, *results]).content
+
+
+@check
+def langchain_agent() -> None:
+    from langchain.agents import create_agent
+    from langchain.agents.structured_output import ProviderStrategy
+
+    agent = create_agent(_langchain(), tools=[], response_format=ProviderStrategy(Weather))
+    assert isinstance(agent.invoke({"messages": MESSAGES})["structured_response"], Weather)
+
+
+# --- instructor -----------------------------------------------------------------------------------------------------
+
+
+@check
+def instructor_modes() -> None:
+    import instructor
+
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(_openai(), mode=mode)
+        answer = client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, response_model=Weather, max_retries=0, **SHORT
+        )
+        assert isinstance(answer, Weather), mode
+
+
+@check
+def instructor_streamed() -> None:
+    import instructor
+
+    client = instructor.from_openai(_openai(), mode=instructor.Mode.TOOLS)
+    pieces = list(
+        client.chat.completions.create_partial(model=MODEL, messages=MESSAGES, response_model=Weather, **SHORT)
+    )
+    assert Weather.model_validate(pieces[-1].model_dump())
+
+
+# --- litellm --------------------------------------------------------------------------------------------------------
+
+
+def _litellm(**fields: Any) -> Any:
+    import litellm
+
+    return litellm.completion(
+        model=f"openai/{MODEL}",
+        api_base=BASE,
+        api_key=KEY,
+        messages=MESSAGES,
+        max_tokens=LENGTH,
+        temperature=0,
+        num_retries=0,
+        **fields,
+    )
+
+
+@check
+def litellm_structured() -> None:
+    answer = _litellm(response_format=Weather).choices[0].message.content
+    Weather.model_validate_json(answer)
+    streamed = "".join(piece.choices[0].delta.content or "" for piece in _litellm(response_format=Weather, stream=True))
+    Weather.model_validate_json(streamed)
+
+
+@check
+def litellm_tools() -> None:
+    import litellm
+
+    (call,) = _litellm(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
+    called(call.function.name, call.function.arguments)
+    pieces = list(_litellm(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, stream=True))
+    built = litellm.stream_chunk_builder(pieces)
+    (call,) = built.choices[0].message.tool_calls
+    called(call.function.name, call.function.arguments)
+
+
+# --- LlamaIndex -----------------------------------------------------------------------------------------------------
+
+
+def _llama_index() -> Any:
+    from llama_index.llms.openai_like import OpenAILike
+
+    return OpenAILike(
+        model=MODEL,
+        api_base=BASE,
+        api_key=KEY,
+        is_chat_model=True,
+        is_function_calling_model=True,
+        max_tokens=LENGTH,
+        temperature=0,
+        max_retries=0,
+    )
+
+
+@check
+def llama_index_structured() -> None:
+    from llama_index.core.program import FunctionCallingProgram
+    from llama_index.core.prompts import PromptTemplate
+
+    llm = _llama_index()
+    assert isinstance(llm.structured_predict(Weather, PromptTemplate(QUESTION)), Weather)
+    # stream_structured_predict leaves it to the model whether to call at all.
+    program = FunctionCallingProgram.from_defaults(
+        output_cls=Weather, prompt=PromptTemplate(QUESTION), llm=llm, tool_choice="Weather"
+    )
+    *_, last = program.stream_call()
+    assert Weather.model_validate(last.model_dump())
+
+
+@check
+def llama_index_tools() -> None:
+    from llama_index.core.tools import FunctionTool
+
+    asked: list[str] = []
+
+    def weather(city: str) -> str:
+        """The weather in a city."""
+        asked.append(city)
+        return f"sunny in {city}"
+
+    tool = FunctionTool.from_defaults(weather, fn_schema=City)
+    answer = _llama_index().predict_and_call([tool], QUESTION, tool_required=True)
+    assert asked and answer.response == f"sunny in {asked[0]}"
+    *_, last = _llama_index().stream_chat_with_tools([tool], QUESTION, tool_required=True)
+    (call, *_others) = _llama_index().get_tool_calls_from_response(last)
+    called(call.tool_name, call.tool_kwargs)
+
+
+# --- openai-agents --------------------------------------------------------------------------------------------------
+
+
+def _agents_model() -> Any:
+    import openai
+    from agents import OpenAIChatCompletionsModel, set_tracing_disabled
+
+    set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=120)
+    return OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+
+
+@check
+def openai_agents() -> None:
+    from agents import Agent, ModelSettings, Runner, function_tool
+
+    asked: list[str] = []
+
+    @function_tool
+    def weather(city: Literal["Rome", "Paris", "Oslo"]) -> str:
+        """The weather in a city."""
+        asked.append(city)
+        return f"sunny in {city}"
+
+    async def run() -> None:
+        model = _agents_model()
+        short = ModelSettings(temperature=0, max_tokens=LENGTH)
+        structured = Agent(name="a", model=model, output_type=Weather, model_settings=short)
+        assert isinstance((await Runner.run(structured, QUESTION)).final_output, Weather)
+        caller = Agent(
+            name="b",
+            model=model,
+            tools=[weather],
+            model_settings=ModelSettings(temperature=0, max_tokens=LENGTH, tool_choice="required"),
+            tool_use_behavior="stop_on_first_tool",
+        )
+        assert (await Runner.run(caller, QUESTION)).final_output == f"sunny in {asked[0]}"
+        result = Runner.run_streamed(caller, QUESTION)
+        kinds = [event.type async for event in result.stream_events()]
+        assert "raw_response_event" in kinds and result.final_output == f"sunny in {asked[-1]}"
+
+    asyncio.run(run())
+    assert len(asked) >= 2
+
+
+# --- pydantic-ai ----------------------------------------------------------------------------------------------------
+
+
+@check
+def pydantic_ai() -> None:
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=BASE, api_key=KEY))
+    for output in (NativeOutput(Weather), ToolOutput(Weather)):
+        agent = Agent(model, output_type=output, model_settings={"max_tokens": LENGTH, "temperature": 0}, retries=0)
+        assert isinstance(agent.run_sync(QUESTION).output, Weather)
+
+        async def streamed(agent: Any = agent) -> None:
+            async with agent.run_stream(QUESTION) as result:
+                assert isinstance(await result.get_output(), Weather)
+
+        asyncio.run(streamed())
+
+
+def main() -> int:
+    failed = 0
+    for name, run in CHECKS.items():
+        if not name.startswith(tuple(sys.argv[3:])):
+            continue
+        try:
+            run()
+            print(f"ok {name}", flush=True)
+        except Exception as error:
+            failed += 1
+            print(f"FAILED {name}: {type(error).__name__}: {' '.join(str(error).split())[:600]}", flush=True)
+            traceback.print_exc()
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Other people's clients against a real server: structured answers and calls of tools.
+
+docs/outside-tools.md makes their environments. Skipped where there are none: they hold hundreds of packages, which nothing
+here needs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.real_server import RealServer, serve
+
+from windlass.server.startup.catalogue.known import SMOLLM2
+from windlass.server.startup.catalogue.pip import PullError
+from windlass.server.startup.catalogue.pull import pull
+
+HERE = Path(__file__).parent
+CLIENTS = Path(os.environ.get("WINDLASS_OUTSIDE", HERE.parents[1] / "work" / "outside")).absolute()
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    try:
+        pull(SMOLLM2)
+    except PullError as error:
+        pytest.skip(str(error))
+    with serve("--kv-cache-memory", "512MiB", "--served-model-name", "model", model="smollm2") as running:
+        yield running
+
+
+def passes(command: list[str], folder: Path, checks: int) -> None:
+    """Every check of a script passes, and there are so many."""
+    # The clients count tokens or trace by services of their own; nothing of that is had here, nor wanted.
+    environment = {**os.environ, "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1000)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, "\n".join([*lines, done.stderr[-2000:]])
+    assert len([line for line in lines if line.startswith("ok ")]) == checks
+
+
+@pytest.mark.parametrize(
+    ("environment", "names", "checks"),
+    [
+        ("python", ["openai", "langchain", "instructor", "litellm", "pydantic_ai"], 14),
+        ("llama-index", ["llama_index"], 2),
+    ],
+)
+def test_python_clients(request: pytest.FixtureRequest, environment: str, names: list[str], checks: int) -> None:
+    python = CLIENTS / environment / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no Python clients in {python.parent}")
+    server: RealServer = request.getfixturevalue("server")
+    passes([str(python), str(HERE / "python_clients.py"), f"{server.url}/v1", "model", *names], python.parent, checks)
+
+
+def test_javascript_clients(request: pytest.FixtureRequest) -> None:
+    folder, node = CLIENTS / "node", shutil.which("node")
+    if node is None or not (folder / "node_modules").is_dir():
+        pytest.skip(f"no node, or no packages in {folder}")
+    server: RealServer = request.getfixturevalue("server")
+    passes([node, str(HERE / "javascript_clients.mjs"), f"{server.url}/v1", "model"], folder, 8)
