@@ -78,7 +78,9 @@ class GenerationOptions(TypedDict, total=False):
     add_special_tokens: bool | None
     prompt_logprobs: int | None
     return_token_ids: bool | None
+    return_tokens_as_token_ids: bool | None
     truncate_prompt_tokens: int | None
+    truncation_side: str | None
     stream_options: Mapping[str, bool] | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None

@@ -34,6 +34,7 @@ class AnswerOptions:
 
     n: choices per prompt; samples: outputs per prompt, of which the n likeliest are shown.
     logprobs, prompt_logprobs: alternatives per token, None for no log-probabilities at all.
+    token_names: in log-probabilities tokens are called "token_id:17" rather than by their texts, which may be equal.
     usage_at_end, usage_always: `stream_options`.
     max_bytes: a whole answer that grows larger is refused.
     """
@@ -43,6 +44,7 @@ class AnswerOptions:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
+    token_names: bool = False
     skip_special_tokens: bool = True
     usage_at_end: bool = False
     usage_always: bool = False

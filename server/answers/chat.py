@@ -94,7 +94,7 @@ class ChatWriter(AnswerWriter):
             "finish_reason": delta.finish_reason,
         }
         if self.options.logprobs is not None:
-            fields["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs, self.options.logprobs)
+            fields["logprobs"] = self._logprobs(delta)
         if delta.finish_reason is not None:
             fields["stop_reason"] = delta.stop_reason
         if self.options.return_token_ids:
@@ -125,11 +125,15 @@ class ChatWriter(AnswerWriter):
             fields["token_ids"] = result.token_ids
         return fields
 
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        top, names = self.options.logprobs or 0, self.options.token_names
+        return chat_logprobs(self.tokenizer, delta.logprobs, top, names=names)
+
     def keep_logprobs(self, delta: Delta) -> int:
         assert self.options.logprobs is not None
         content = self._contents.setdefault(delta.choice, JsonList())
         before = content.size
-        content.extend(chat_logprobs(self.tokenizer, delta.logprobs, self.options.logprobs)["content"])
+        content.extend(self._logprobs(delta)["content"])
         return content.size - before
 
     def extras(self) -> dict[str, Any]:

@@ -121,7 +121,11 @@ class CompletionWriter(AnswerWriter):
     def _new_layout(self, start: int) -> CompletionLogprobLists:
         top = self.options.logprobs or 0
         return CompletionLogprobLists(
-            self.tokenizer, top, skip_special_tokens=self.options.skip_special_tokens, start=start
+            self.tokenizer,
+            top,
+            skip_special_tokens=self.options.skip_special_tokens,
+            start=start,
+            names=self.options.token_names,
         )
 
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot carry
 
 
+def token_name(token_id: int) -> str:
+    """How a token is called where texts, of which several tokens may have the same, will not do."""
+    return f"token_id:{token_id}"
+
+
 def finite(logprob: float) -> float:
     """The log-probability, or LOWEST for one that JSON could not carry (minus infinity, not a number)."""
     return logprob if logprob > LOWEST else LOWEST
@@ -27,11 +32,13 @@ class CompletionLogprobLists:
 
     top: alternatives per token, as the caller asked for. Each of `top_logprobs` also holds the token that stands
     there, so it may have top + 1 entries; of two alternatives with one text the likelier counts.
-    start: characters that stand before the first token.
+    start: characters that stand before the first token. names: call tokens by their ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool, start: int = 0) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, top: int, *, skip_special_tokens: bool, start: int = 0, names: bool = False
+    ) -> None:
+        self._text = token_name if names else tokenizer.token_text
         self._top = top
         self._offsets = TextOffsets(tokenizer, skip_special_tokens=skip_special_tokens, start=start)
 
@@ -42,7 +49,7 @@ class CompletionLogprobLists:
 
     def layout(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """`token_ids` and `entries` are parallel; an entry is None for a token that nothing stands before."""
-        text = self._tokenizer.token_text
+        text = self._text
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -64,12 +71,15 @@ class CompletionLogprobLists:
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int) -> dict[str, Any]:
-    """The `logprobs` object of a chat choice."""
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], top: int, *, names: bool = False
+) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice. names: call tokens by their ids; their bytes are there all the same."""
+    text = token_name if names else tokenizer.token_text
 
     def describe(token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": tokenizer.token_text(token_id),
+            "token": text(token_id),
             "logprob": finite(logprob),
             "bytes": list(tokenizer.token_bytes(token_id)),
         }

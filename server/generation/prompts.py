@@ -32,10 +32,13 @@ _IDS_AT_ONCE = 100_000  # checked in one go: each go holds the interpreter lock
 _NAMES: dict[Any, str] = {str: "string", list: "list of token ids"}
 
 
-def check_token_prompts(prompts: list[list[int]], info: ModelInfo, *, truncate: int | None) -> list[list[int]]:
-    """The prompts, cut to their last `truncate` ids; raises ApiError for one that is too long or holds no valid ids.
+def check_token_prompts(
+    prompts: list[list[int]], info: ModelInfo, *, truncate: int | None, keep_first: bool = False
+) -> list[list[int]]:
+    """The prompts, cut to their last `truncate` ids, or to the first.
 
-    Lengths come first, as they cost nothing: 32 MiB of digits are refused without being looked at.
+    Raises ApiError for one that is too long or holds no valid ids. Lengths come first, as they cost nothing:
+    32 MiB of digits are refused without being looked at.
     """
     vocab_size = info.vocab_size
     if truncate is None:
@@ -45,7 +48,7 @@ def check_token_prompts(prompts: list[list[int]], info: ModelInfo, *, truncate: 
     checked = []
     for ids in prompts:
         check_token_ids(ids, vocab_size, "prompt")
-        checked.append(ids if truncate is None else ids[-truncate:])
+        checked.append(ids if truncate is None else ids[:truncate] if keep_first else ids[-truncate:])
     return checked
 
 

@@ -123,7 +123,9 @@ class GenerationRequest(StrictModel):
     add_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     # Serving
     rope_scaling: RopeScalingField = None

@@ -102,6 +102,7 @@ async def _prepare(
         add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
         max_model_len=info.max_model_len,
         truncate=truncate,
+        keep_first=body.truncation_side == "right",
         param="messages",
         caller=job.caller,
     )

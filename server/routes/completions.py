@@ -69,17 +69,20 @@ async def create_completion(request: Request) -> Response:
 async def _prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
     state, info = job.state, job.info
     given = split_prompts(body.prompt, max_prompts=state.settings.max_prompts)
-    truncate = body.truncate_prompt_tokens
+    truncate, keep_first = body.truncate_prompt_tokens, body.truncation_side == "right"
     if isinstance(given[0], str):
         return await state.text.encode(
             given,
             add_special_tokens=body.add_special_tokens is not False,
             max_model_len=info.max_model_len,
             truncate=truncate,
+            keep_first=keep_first,
             param="prompt",
             caller=job.caller,
         )
-    checked = await state.text.on_thread(lambda: check_token_prompts(given, info, truncate=truncate))
+    checked = await state.text.on_thread(
+        lambda: check_token_prompts(given, info, truncate=truncate, keep_first=keep_first)
+    )
     return [Prompt(ids) for ids in checked]
 
 

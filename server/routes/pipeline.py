@@ -121,6 +121,7 @@ def check(
             logprobs=logprobs,
             prompt_logprobs=body.prompt_logprobs,
             return_token_ids=bool(body.return_token_ids),
+            token_names=bool(body.return_tokens_as_token_ids),
             skip_special_tokens=body.skip_special_tokens is not False,
             usage_at_end=usage is not None and bool(usage.include_usage),
             usage_always=usage is not None and bool(usage.include_usage and usage.continuous_usage_stats),

@@ -20,7 +20,7 @@ from windlass.server.protocol.chat import ChatMessage
 from windlass.server.text.history import prepare_history
 from windlass.server.text.parsing.tools.formats import format_of
 from windlass.server.text.template_facts import TemplateFacts
-from windlass.server.text.workers.frames import TextSource, count_ids, last_ids, pack_ids, unpack_ids
+from windlass.server.text.workers.frames import TextSource, count_ids, cut_ids, pack_ids, unpack_ids
 from windlass.server.text.workers.lanes import LaneFullError
 from windlass.server.text.workers.pool import (
     LARGE_JOB,
@@ -102,12 +102,13 @@ class TextService:
         add_special_tokens: bool,
         max_model_len: int,
         truncate: int | None,
+        keep_first: bool = False,
         param: str,
         caller: str,
     ) -> list[Prompt]:
         """Tokenize `texts`; raises ApiError for one that cannot fit, before tokenizing it.
 
-        truncate: keep the last so many tokens. The text may then be longer than the context, but not by any amount.
+        truncate: keep the last so many tokens, or the first. The text may then be longer than the context, but not by any amount.
         """
         for text in texts:
             await self._refuse_long(len(text), max_model_len, truncated=truncate is not None, param=param)
@@ -127,7 +128,7 @@ class TextService:
                 if truncate is None and count > max_model_len:
                     raise context_length_exceeded(max_model_len, count, param=param)
                 cut = truncate is not None and count > truncate
-                kept = last_ids(ids, truncate) if cut and truncate else ids
+                kept = cut_ids(ids, truncate, first=keep_first) if cut and truncate else ids
                 many = count_ids(kept) > LARGE_JOB
                 token_ids = await self.on_thread(unpack_ids, kept) if many else unpack_ids(kept)
                 prompts.append(Prompt(token_ids, None if cut else text))
@@ -244,7 +245,7 @@ class TextService:
 
         tools: what the model shall be told that it may call.
         max_model_len: refuse messages before rendering them if their text alone cannot fit into so many tokens.
-        truncated: their tokens will be cut to the last ones, so they may be longer than that.
+        truncated: their tokens will be cut, so they may be longer than that.
         """
         if self._template_source is None:
             raise bad_request(
@@ -292,7 +293,7 @@ class TextService:
                 raise context_length_exceeded(max_model_len, tokens, param=param, at_least=True)
         elif characters > (most := max(max_model_len * per_token, self._settings.max_tokenize_chars)):
             raise bad_request(
-                f"{param} holds {characters} characters, at most {most} are tokenized to be truncated: send its end only",
+                f"{param} holds {characters} characters, at most {most} are tokenized to be truncated: send what is to be kept",
                 param,
                 "string_too_long",
             )

@@ -71,9 +71,9 @@ def count_ids(packed: bytes) -> int:
     return len(packed) // 4
 
 
-def last_ids(packed: bytes, count: int) -> bytes:
-    """The last `count` of them, packed."""
-    return packed[-4 * count :]
+def cut_ids(packed: bytes, count: int, *, first: bool) -> bytes:
+    """The first or the last `count` of them, packed."""
+    return packed[: 4 * count] if first else packed[-4 * count :]
 
 
 def unpack_ids(packed: bytes) -> list[int]:

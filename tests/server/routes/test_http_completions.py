@@ -296,6 +296,50 @@ def test_truncation_keeps_the_end(live: Live) -> None:
     assert live.engine.requests[-1].prompt_token_ids == [295, 296, 297, 298, 299]
 
 
+def test_truncation_keeps_the_beginning_where_asked(live: Live) -> None:
+    whole = live.tokenizer.encode("hello world")
+    cut = {"truncate_prompt_tokens": 2, "max_tokens": 1}
+    for side, kept in (("right", whole[:2]), ("left", whole[-2:]), (None, whole[-2:])):
+        live.complete("hello world", truncation_side=side, **cut)
+        assert live.engine.requests[-1].prompt_token_ids == kept
+        live.complete(whole, truncation_side=side, **cut)
+        assert live.engine.requests[-1].prompt_token_ids == kept
+    live.complete("hello world", truncation_side="right", max_tokens=1)  # nothing is cut
+    assert live.engine.requests[-1].prompt_token_ids == whole
+    live.chat("hi", max_tokens=1)
+    rendered = live.engine.requests[-1].prompt_token_ids
+    live.chat("hi", truncation_side="right", **cut)
+    assert live.engine.requests[-1].prompt_token_ids == rendered[:2] != rendered[-2:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_are_called_by_their_ids_where_asked(live: Live, stream: bool) -> None:
+    live.engine.reply = [65, 66, 67]
+    asked = {"max_tokens": 3, "return_tokens_as_token_ids": True, "stream": stream}
+
+    def logprobs(path: str, body: dict) -> list:
+        if stream:
+            return [c["logprobs"] for e in live.stream(path, body)[:-1] for c in e["choices"] if c["logprobs"]]
+        return [live.post(path, body).json()["choices"][0]["logprobs"]]
+
+    found = logprobs("/v1/completions", {"prompt": "a", "logprobs": 1, **asked})
+    tokens = [token for piece in found for token in piece["tokens"]]
+    assert tokens == ["token_id:65", "token_id:66", "token_id:67"]
+    tops = [top for piece in found for top in piece["top_logprobs"]]
+    assert all(
+        token in top and all(name.startswith("token_id:") for name in top)
+        for token, top in zip(tokens, tops, strict=True)
+    )
+    found = logprobs(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1, **asked},
+    )
+    entries = [entry for piece in found for entry in piece["content"]]
+    assert [entry["token"] for entry in entries] == tokens
+    assert bytes(byte for entry in entries for byte in entry["bytes"]) == b"bcd"
+    assert all(top["token"].startswith("token_id:") for entry in entries for top in entry["top_logprobs"])
+
+
 def test_characters_split_over_tokens_arrive_whole(live: Live) -> None:
     live.engine.reply = live.tokenizer.encode("a日b😀", add_special_tokens=False)
     events = live.stream("/v1/completions", {"prompt": "x", "max_tokens": len(live.engine.reply)})

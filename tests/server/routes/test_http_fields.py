@@ -204,6 +204,7 @@ def test_the_bodies_hold_every_field_of_the_reference() -> None:
         repetition_penalty min_tokens ignore_eos stop_token_ids include_stop_str_in_output bad_words allowed_token_ids
         skip_special_tokens add_special_tokens prompt_logprobs return_token_ids structured_outputs truncate_prompt_tokens
         guided_json guided_regex guided_choice guided_grammar grammar json_schema
+        return_tokens_as_token_ids truncation_side
         rope_scaling rope_update context_overflow keep_tokens cache_reuse cache_salt priority timeout request_id
         user metadata store service_tier safety_identifier prompt_cache_key verbosity""".split()
     chat = """messages top_logprobs tools tool_choice parallel_tool_calls chat_template_kwargs add_generation_prompt
@@ -255,6 +256,8 @@ WRONG: list[tuple[str, list[Any]]] = [
     ("prompt_logprobs", [-1, 21, True]),
     ("return_token_ids", [1]),
     ("truncate_prompt_tokens", [0, -1, 1.5]),
+    ("truncation_side", ["middle", "", 1]),
+    ("return_tokens_as_token_ids", [1, "yes"]),
     ("cache_salt", ["", 5, "x" * 257]),
     ("priority", [1.5, 2**31, "high"]),
     ("timeout", [0, -1, 10**9, "5"]),
