@@ -14,7 +14,7 @@ from typing import Any, Literal
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.protocol.generation_request import GenerationRequest
 
-MAX_CHARACTERS = 1 << 20  # of a schema, pattern or grammar
+MAX_CHARACTERS = 128 << 10  # of a schema, pattern or grammar
 MAX_VALUES = 50_000  # objects, lists, strings and numbers in a schema
 MAX_CHOICES = 4096
 
@@ -25,12 +25,13 @@ Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "grammar
 class StructuredOutput:
     """value: JSON text of the schema; the pattern; a JSON list of strings; Lark; or, of a "grammar", Lark or GBNF.
 
-    field: of the request, which errors name.
+    field: of the request, which errors name. instead: Lark of what the answer may be instead, empty for nothing.
     """
 
     kind: Kind
     value: str
     field: str
+    instead: str = ""
 
 
 def structured_of(body: GenerationRequest) -> StructuredOutput | None:
@@ -73,9 +74,14 @@ def _response_format(value: Any) -> StructuredOutput | None:
         if not isinstance(described, dict):
             raise _refused("response_format of type json_schema needs json_schema: {name, schema}", field)
         _only(described, {"name", "schema", "strict", "description"}, f"{field}.json_schema")
+        if not isinstance(described.get("strict"), bool | None):
+            raise _refused("response_format.json_schema.strict must be true or false", field)
         schema = described.get("schema")
         return StructuredOutput("json_object", "", field) if schema is None else _of("json_schema", schema, field)
-    raise _refused("response_format.type must be text, json_object or json_schema", field)
+    raise _refused(
+        "response_format.type must be text, json_object or json_schema; structured_outputs has other forms",
+        field,
+    )
 
 
 def _structured_outputs(value: dict[str, Any] | None) -> StructuredOutput | None:
@@ -86,6 +92,8 @@ def _structured_outputs(value: dict[str, Any] | None) -> StructuredOutput | None
     field = "structured_outputs"
     _only(value, {*kinds, "json_object"}, field)
     given = [key for key, item in value.items() if item is not None and item is not False]
+    if not given:
+        return None
     if len(given) != 1:
         raise _refused("structured_outputs takes one of json, json_object, regex, choice and grammar", field)
     if given[0] != "json_object":

@@ -29,12 +29,14 @@ class ToolUse:
 
     tools: for the template. parsing: None where the answer is not searched for calls.
     grammar: the Lark of an answer that is nothing but calls, None where calling is up to the model; field: who asks for it.
+    calls: the same, for an answer that may be calls or has to have a form; empty where no form is wanted.
     """
 
     tools: list[dict[str, Any]] | None = None
     parsing: ParsingPlan | None = None
     grammar: str | None = None
     field: str = "tool_choice"
+    calls: str = ""
 
 
 def tools_for_template(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
@@ -42,8 +44,11 @@ def tools_for_template(tools: Sequence[ToolDefinition] | None) -> list[dict[str,
     return [_told(tool.function) for tool in tools] if tools else None
 
 
-def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str) -> ToolUse:
-    """See `ToolUse`; raises ApiError naming the field. parser: a format's name, "auto" or "none"."""
+def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: bool = False) -> ToolUse:
+    """See `ToolUse`; raises ApiError naming the field.
+
+    parser: a format's name, "auto" or "none". formed: whether an answer without calls has to have a form.
+    """
     functions, choice, field = _functions(body)
     if not functions:
         if choice not in (None, "none", "auto"):
@@ -76,15 +81,17 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str) -> ToolUse:
     several = body.parallel_tool_calls is not False and not once
     known = format_of(parser, template)
     grammar = None
-    if must_call is not None:
-        forced = Forced(must_call, several, partial(_token, tokenizer))
+    if must_call is not None or formed:
+        forced = Forced(must_call or schemas, several, partial(_token, tokenizer))
         grammar = known.grammar(forced)
         if grammar is None:  # these functions have no such form
             known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)
     options = CallOptions(
-        schemas=schemas, new_id=known.new_id, max_calls=MAX_CALLS if several else 1, only_calls=grammar is not None
+        schemas=schemas, new_id=known.new_id, max_calls=MAX_CALLS if several else 1, only_calls=must_call is not None
     )
     parsing = ParsingPlan(lambda: known.parser(options), known.markers, older)
+    if must_call is None:
+        return ToolUse(tools, parsing, calls=grammar or "")
     return ToolUse(tools, parsing, grammar, field)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -18,11 +19,12 @@ from windlass.server.exchange.body import read_body
 from windlass.server.exchange.request_id import request_id, set_request_id
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.deltas import Tally
-from windlass.server.generation.structured import StructuredOutput
+from windlass.server.generation.structured import StructuredOutput, structured_of
 from windlass.server.generation.tool_use import plan_tools
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
+from windlass.server.text.parsing.reasoning.formats import HARMONY
 from windlass.server.text.service import Prompt
 
 router = APIRouter()
@@ -44,7 +46,8 @@ async def create_chat_completion(request: Request) -> Response:
     info = state.admit()
     planned = body, state.tokenizer, state.settings.tool_call_parser
     offered = body.tools or body.functions  # which may be large
-    use = await state.text.on_thread(plan_tools, *planned) if offered else plan_tools(*planned)
+    plan = partial(plan_tools, formed=structured_of(body) is not None)
+    use = await state.text.on_thread(plan, *planned) if offered else plan(*planned)
     checked = check(
         state,
         body,
@@ -57,6 +60,7 @@ async def create_chat_completion(request: Request) -> Response:
         chat=True,
         parsing=use.parsing,
         forced=None if use.grammar is None else StructuredOutput("lark", use.grammar, use.field),
+        calls="" if state.thinking.name == HARMONY else use.calls,  # whose calls stand in channels of their own
     )
 
     async def work(exchange: Exchange) -> None:

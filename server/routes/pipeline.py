@@ -6,12 +6,13 @@ Shared by completions and chats, which differ in how prompts are made and answer
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
+from windlass.engine.errors import RequestError
 from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions, AnswerWriter
 from windlass.server.answers.size import estimate_bytes
 from windlass.server.errors import answer_too_large, bad_request
@@ -76,11 +77,12 @@ def check(
     echo: bool = False,
     parsing: ParsingPlan | None = None,
     forced: StructuredOutput | None = None,
+    calls: str = "",
 ) -> GenerationJob:
     """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
 
     logprobs: alternatives per generated token, None for no log-probabilities. chat: in the layout of chats.
-    forced: a form of the answer that another field asks for.
+    forced: a form of the answer that another field asks for. calls: the Lark of calls, which may come instead of a wanted form.
     echo: whether the prompt is repeated, and with log-probabilities if those are asked for.
     """
     if body.stream_options is not None and not body.stream:
@@ -130,7 +132,7 @@ def check(
         chat=chat,
         echo=echo,
         parsing=parsing,
-        structured=forced or structured,
+        structured=forced or (structured and replace(structured, instead=calls)),
     )
 
 
@@ -148,7 +150,7 @@ async def run(
     generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
     writer = make_writer(plan.prompts, generation.tally)
     streaming = bool(job.body.stream)
-    async with aclosing(generation.deltas()) as deltas:
+    async with _blaming(job.structured), aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             if delta.prompt_logprobs is not None:
                 prompt_index = delta.choice // plan.samples
@@ -165,6 +167,17 @@ async def run(
         await exchange.send_json(await state.text.on_thread(writer.pieces) if large else writer.pieces())
 
 
+@asynccontextmanager
+async def _blaming(structured: StructuredOutput | None) -> AsyncIterator[None]:
+    """What the engine says of a grammar, said of the field it was made from."""
+    try:
+        yield
+    except RequestError as error:
+        if structured is None or error.param != "grammar":
+            raise
+        raise bad_request(f"{structured.field}: {error.message}", structured.field, error.code) from None
+
+
 async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> GenerationPlan:
     state, body, info = job.state, job.body, job.info
     sampling = job.sampling
@@ -177,7 +190,9 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
         sampling = replace(sampling, repeats=repeats)
     if job.structured is not None:
         form = job.structured
-        grammar = await state.text.compile_grammar(form.kind, form.value, param=form.field, caller=job.caller)
+        grammar = await state.text.compile_grammar(
+            form.kind, form.value, form.instead, param=form.field, caller=job.caller
+        )
         calls = form.field in CALLING_FIELDS
         grammar = behind_thinking(grammar, state.thinking, job.place, info.eos_token_ids, calls=calls)
         sampling = replace(sampling, grammar=grammar)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.grammar_limits import LIMITS, MAX_CHARACTERS
 from windlass.engine.errors import RequestError
+from windlass.server.text.finite import never_ends
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
 _LONGEST_REASON = 400
 # White space between the parts of a document: a space, or a line break and an indentation. Without a bound a model may go on
 # writing it for ever.
-_JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"(\x20|\x0A[\x20\x09]{0,32})", "lenient": False}
+_JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_pattern": r"(\x20|\x0A[\x20\x09]{0,32})",
+    "lenient": False,
+    "coerce_one_of": False,
+}
 _JSON_OBJECT = '{"type": "object"}'
 
 
@@ -32,7 +37,11 @@ class FormCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def compile(self, kind: str, value: str) -> str:
+    def prepare(self) -> None:
+        """Do what the first grammar would wait for."""
+        self.compile("json_object", "")
+
+    def compile(self, kind: str, value: str, instead: str = "") -> str:
         """The serialized grammar; see `StructuredOutput` for the arguments. Raises RequestError with the reason."""
         try:
             grammar = _serialized(kind, value)
@@ -40,18 +49,20 @@ class FormCompiler:
             raise
         except BaseException as error:  # of several libraries, whose panics are no Exception
             raise RequestError(_reason(kind, str(error) or type(error).__name__)) from None
+        self._check(kind, grammar)
+        if instead:
+            grammar = _either(grammar, instead)
+            self._check(kind, grammar)
+        return grammar
+
+    def _check(self, kind: str, grammar: str) -> None:
         if len(grammar) > MAX_CHARACTERS:
             raise RequestError(f"the grammar has {len(grammar)} characters, at most {MAX_CHARACTERS} are compiled")
-        import numpy as np
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(self._probe, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        mask = np.zeros(-(-self._probe.vocab_size // 32), np.int32)
-        if not matcher.is_error():
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if matcher.is_error() or not mask.any():
+        if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_error():
             raise RequestError(_reason(kind, matcher.get_error() or "nothing at all satisfies it"))
-        return grammar
 
     @cached_property
     def _probe(self) -> LLTokenizer:
@@ -80,6 +91,14 @@ class _Tokens:
 
     def __call__(self, text: bytes) -> list[int]:
         return [self._bytes[byte] for byte in text]
+
+
+def _either(grammar: str, lark: str) -> str:
+    """One grammar or the other, as one."""
+    # llguidance serializes Lark as it is, and a schema as the only one of a list of grammars.
+    form = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    both = [{**form, "name": "form"}, {"lark_grammar": lark, "name": "calls"}]
+    return json.dumps({"grammars": [{"lark_grammar": "start: @form | @calls"}, *both]})
 
 
 def _serialized(kind: str, value: str) -> str:
@@ -111,6 +130,8 @@ def _of_schema(text: str) -> str:
     if "x-guidance" in schema:
         raise ValueError("x-guidance is for the server to set")
     _check_references(schema)
+    if never_ends(schema):
+        raise ValueError("no document satisfies it: what it requires contains itself without end")
     from llguidance import LLMatcher
 
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
@@ -131,4 +152,7 @@ def _check_references(schema: Any) -> None:
 
 def _reason(kind: str, reason: str) -> str:
     what = {"json_schema": "JSON schema", "regex": "pattern", "choice": "list of choices"}.get(kind, "grammar")
-    return f"this {what} cannot be followed: {' '.join(reason.split())[:_LONGEST_REASON]}"
+    line = " ".join(reason.partition("\n<state>")[0].split())[:_LONGEST_REASON]
+    if line.startswith("NoExtension"):
+        line = "nothing at all satisfies it"
+    return f"this {what} cannot be followed: {line}"

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BREAKERS_KEPT = 1 << 16  # ids and sequences, of all lists together
+MAX_GRAMMARS_KEPT = 64  # agents send one schema again and again
+GRAMMARS_AT_ONCE = 2
 GRAMMAR_SECONDS = 4.0  # that a grammar may take to compile
 BATCH = 32  # short prompts tokenized in one job: between jobs others have their turn
 
@@ -68,11 +70,13 @@ class TextService:
             short=settings.text_processes,
             large=1,
             templates=settings.max_concurrent_templates,
+            grammars=GRAMMARS_AT_ONCE,
             max_waiting=settings.max_waiting_text,
         )
         self._text_limits = Limits(settings.text_seconds, settings.text_memory)
         self._template_limits = Limits(settings.template_seconds, settings.template_memory)
         self._breakers: dict[tuple[str, ...], tuple[frozenset[int], frozenset[tuple[int, ...]]]] = {}
+        self._grammars: dict[tuple[str, str, str], str] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="windlass-answers")
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -220,13 +224,21 @@ class TextService:
             )
         return answer
 
-    async def compile_grammar(self, kind: str, value: str, *, param: str, caller: str) -> str:
+    async def compile_grammar(self, kind: str, value: str, instead: str, *, param: str, caller: str) -> str:
         """What `windlass.server.text.grammars` makes of it; raises ApiError 400 naming `param` where it makes nothing."""
-        limits = Limits(GRAMMAR_SECONDS, self._text_limits.memory)
-        with _told(param, "compiling this grammar", limits, "grammar"):
-            grammar: str = await self._pool.run(
-                "compile_grammar", kind, value, size=len(value), limits=limits, caller=caller
-            )
+        key = kind, value, instead
+        grammar: str | None = self._grammars.get(key)
+        if grammar is None:
+            limits = Limits(GRAMMAR_SECONDS, self._text_limits.memory)
+            lane = self._pool.grammars
+            with _told(param, "compiling this grammar", limits, "grammar"):
+                grammar = await self._pool.run(
+                    "compile_grammar", *key, size=len(value) + len(instead), limits=limits, caller=caller, lane=lane
+                )
+            while len(self._grammars) >= MAX_GRAMMARS_KEPT:
+                del self._grammars[next(iter(self._grammars))]
+        self._grammars.pop(key, None)
+        self._grammars[key] = grammar  # the last one used is the last one
         return grammar
 
     async def render(

@@ -75,8 +75,10 @@ def _load(control: socket.socket) -> TextTasks | None:
             return None
         finally:
             limit_memory(None)
+    tasks = TextTasks(tokenizer, template)
     frames.send(control, Done())
-    return TextTasks(tokenizer, template)
+    tasks.prepare_grammars()  # a start does not wait for it
+    return tasks
 
 
 def _obey(control: socket.socket, tasks: TextTasks, children: set[int]) -> None:

@@ -48,11 +48,13 @@ class TextPool:
     short, large: jobs of each kind that run at once. max_waiting: total size of the large jobs that may wait.
     """
 
-    def __init__(self, source: TextSource, *, short: int, large: int, templates: int, max_waiting: int) -> None:
+    def __init__(
+        self, source: TextSource, *, short: int, large: int, templates: int, grammars: int, max_waiting: int
+    ) -> None:
         self._source = source
         self._short, self._large = Lane(short, max_waiting), Lane(large, max_waiting)
-        self.templates = Lane(templates, max_waiting)
-        self._threads = ThreadPoolExecutor(short + large + templates, thread_name_prefix="windlass-text")
+        self.templates, self.grammars = Lane(templates, max_waiting), Lane(grammars, max_waiting)
+        self._threads = ThreadPoolExecutor(short + large + templates + grammars, thread_name_prefix="windlass-text")
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
         self._loaded = False

@@ -172,7 +172,7 @@ def test_bookkeeping_fields_have_no_effect(live: Live) -> None:
         ("suffix", "tail"),
         ("structured_outputs", {"regex": "("}),
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),
-        ("structured_outputs", {}),
+        ("structured_outputs", {"json": 5}),
         ("structured_outputs", {"structural_tag": "x"}),
         ("guided_regex", "["),
         ("guided_choice", []),

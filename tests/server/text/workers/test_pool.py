@@ -35,7 +35,7 @@ TEMPLATE = (
 
 def make_pool(backend: tokenizers.Tokenizer | None = None, template: str | None = TEMPLATE, **options: Any) -> TextPool:
     source = TextSource((backend or toys.byte_level()).to_str(), SPECIAL, template)
-    return TextPool(source, **{"short": 2, "large": 1, "templates": 2, "max_waiting": 100 * MIB, **options})
+    return TextPool(source, **{"short": 2, "large": 1, "templates": 2, "grammars": 1, "max_waiting": 100 * MIB, **options})
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def run(make: Callable[[], Awaitable[Any]]) -> Any:
 
 def render(pool: TextPool, limits: Limits = ROOMY, **variables: Any) -> Awaitable[str]:
     messages = [{"role": "user", "content": "hello"}]
-    return pool.run("render", messages, True, False, variables, size=5, limits=limits, lane=pool.templates)
+    return pool.run("render", messages, True, False, variables, None, size=5, limits=limits, lane=pool.templates)
 
 
 def children_of(pid: int) -> list[int]:

@@ -1,0 +1,316 @@
+"""Structured output over HTTP: every spelling comes to a grammar that takes what was wanted and nothing else, or to a 400."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import tokenizers
+from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.toy_tokenizers import byte_level
+from llguidance import LLMatcher, LLTokenizer
+
+from windlass.engine.errors import RequestError
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = [{"role": "user", "content": "hello"}]
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+OBJECT = (['{"x": 1}', "{}", '{"a": [1, {"b": null}]}'], ["[1]", "x", '{"a": 1}}'])
+POINTS = (['{"x": 1}', '{ "x" : -20}'], ["{}", '{"x": 1.5}', '{"x": 1, "y": 2}', "[]"])
+ABS = (["ab", "abab"], ["", "a", "abc"])
+PETS = (["cat", 'a "dog"\n😀'], ["ca", "cats", "dog"])
+SUMS = (["1+2", "3"], ["1+", "+", "1 2"])
+GBNF = 'root ::= num ("+" num)*\nnum ::= [0-9]+'
+LARK = 'start: NUM ("+" NUM)*\nNUM: /[0-9]+/'
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}{% if x %}<think>{% endif %}"
+)
+
+
+def backend() -> tokenizers.Tokenizer:
+    made = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    made.add_special_tokens(["<tool_call>", "</tool_call>"])
+    made.add_tokens(["<think>", "</think>"])
+    return made
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    size = backend().get_vocab_size()
+    engine = ScriptedEngine(info=model_info(vocab_size=size, max_model_len=4096))
+    with live_server(engine, template=TEMPLATE, backend=backend(), tool_call_parser="hermes") as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    info = shared.engine.info
+    shared.engine.reset()
+    shared.engine.info = info
+    return shared
+
+
+def takes(live: Live, grammar: str | None, text: str) -> bool:
+    """Whether the whole text matches the grammar that the engine was given."""
+    assert grammar is not None
+    known = LLTokenizer(live.tokenizer.backend.to_str(), eos_token=live.tokenizer.eos_token_id)
+    matcher = LLMatcher(known, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = live.tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def check(live: Live, good: list[str], bad: list[str]) -> None:
+    grammar = live.engine.requests[-1].sampling.grammar
+    assert [text for text in good if not takes(live, grammar, text)] == []
+    assert [text for text in bad if takes(live, grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"response_format": {"type": "json_object"}}, OBJECT),
+        ({"response_format": {"type": "json_object", "schema": POINT}}, POINTS),
+        ({"response_format": {"type": "json_schema", "schema": POINT}}, POINTS),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": POINT}}}, POINTS),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": POINT, "strict": None}}}, POINTS),
+        ({"structured_outputs": {"json": POINT}}, POINTS),
+        ({"structured_outputs": {"json": json.dumps(POINT), "regex": None}}, POINTS),
+        ({"structured_outputs": {"json_object": True}}, OBJECT),
+        ({"structured_outputs": {"regex": "(ab)+"}}, ABS),
+        ({"structured_outputs": {"choice": PETS[0]}}, PETS),
+        ({"structured_outputs": {"grammar": GBNF}}, SUMS),
+        ({"guided_json": POINT}, POINTS),
+        ({"guided_json": json.dumps(POINT)}, POINTS),
+        ({"guided_regex": "^(ab)+$"}, ABS),
+        ({"guided_choice": PETS[0]}, PETS),
+        ({"guided_grammar": LARK}, SUMS),
+        ({"guided_grammar": GBNF}, SUMS),
+        ({"grammar": GBNF}, SUMS),
+        ({"json_schema": POINT}, POINTS),
+        ({"json_schema": {}}, (["1", "null", "[]"], ["", "nul"])),
+    ],
+)  # fmt: skip
+def test_every_spelling_in_chats_and_completions(
+    live: Live, fields: dict[str, Any], texts: tuple[list[str], list[str]]
+) -> None:
+    live.complete("a", **fields)
+    check(live, *texts)
+    live.stream(CHAT, {"messages": USER, **fields})
+    check(live, *texts)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {
+            "response_format": None,
+            "structured_outputs": None,
+            "guided_json": None,
+            "grammar": None,
+            "json_schema": None,
+        },
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json_object": False, "json": None, "structural_tag": None}},
+    ],
+)
+def test_what_asks_for_nothing(live: Live, fields: dict[str, Any]) -> None:
+    live.complete("a", **fields)
+    assert live.engine.requests[-1].sampling.grammar is None
+
+
+def deep(levels: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "string"}
+    for _ in range(levels):
+        found = {"type": "object", "properties": {"a": found}, "required": ["a"]}
+    return found
+
+
+def recursive() -> dict[str, Any]:
+    return {
+        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}},
+        "$ref": "#/$defs/node",
+    }
+
+
+def in_format(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+PLACE = "response_format"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"response_format": {}}, "response_format", "type"),
+        ({"response_format": {"type": "regex", "pattern": "a"}}, "response_format", "structured_outputs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"strict": "yes"}}}, "response_format", "strict"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format", "schema"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "xml"),
+        ({"structured_outputs": []}, "structured_outputs", ""),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs", "1 to 4096"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs", "empty"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "text"),
+        ({"guided_choice": ["a"] * 5000}, "guided_choice", "4096"),
+        ({"guided_regex": ""}, "guided_regex", ""),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "guided_json"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one of"),
+        ({"response_format": {"type": "json_object"}, "grammar": GBNF}, "grammar", "response_format"),
+        ({"guided_json": "{"}, "guided_json", "JSON"),
+        ({"guided_json": {"x-guidance": {"lenient": True}}}, "guided_json", "x-guidance"),
+        ({"guided_json": {"type": "string", "description": "x" * 140_000}}, "guided_json", "131072"),
+        ({"guided_regex": "a" * 140_000}, "guided_regex", "131072"),
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
+        ({"guided_regex": "(?=a)a"}, "guided_regex", "look"),
+        ({"guided_regex": r"(a)\1"}, "guided_regex", "backreference"),
+        ({"guided_regex": r"[^\x00-\x{10FFFF}]"}, "guided_regex", "nothing at all"),
+        ({"grammar": 'root ::= "a" | nope'}, "grammar", "nope"),
+        ({"grammar": "root ::= " + "(" * 5000}, "grammar", ""),
+        ({"grammar": "what?"}, "grammar", ""),
+        ({"guided_grammar": "start: nope"}, "guided_grammar", "nope"),
+        ({"guided_grammar": "start: <nope>"}, "guided_grammar", "nope"),
+        (in_format(False), PLACE, "by nothing"),
+        (in_format({"type": "string", "minLength": 5, "maxLength": 2}), PLACE, "minLength"),
+        (in_format({"not": {"type": "string"}}), PLACE, "not"),
+        (in_format({"type": "string", "format": "no-such-format"}), PLACE, "no-such-format"),
+        (in_format({"$ref": "http://127.0.0.1:9/schema"}), PLACE, "127.0.0.1"),
+        (in_format({"$ref": "file:///etc/passwd"}), PLACE, "passwd"),
+        (in_format({"$ref": "#"}), PLACE, "no document"),
+        (in_format(recursive()), PLACE, "no document"),
+        (in_format(deep(80)), PLACE, "recursion"),
+        (in_format({"enum": [[]] * 3000, "type": "object"}), PLACE, "nsatisfiable"),
+        (in_format({"type": "string", "pattern": "(a"}), PLACE, "unclosed"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_named_with_the_reason(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
+    for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": USER, "stream": True})):
+        error = live.refuse(path, {**body, **fields})
+        assert error["param"] == param and error["code"] and says in error["message"], error
+        assert "<state>" not in error["message"] and len(error["message"]) < 700
+    assert live.engine.requests == []
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"guided_regex": "(?:(?:a{1,999}){1,999}){1,999}b"},
+    {"guided_regex": "(a|aa|aaa)*" * 500 + "[ab]{3000}"},
+    {"guided_regex": "(?:x?){9000}x{9000}"},
+    {"guided_regex": "(" * 20_000 + ")" * 20_000},
+    {"guided_json": {"type": "object", "properties": {f"p{i}": {"pattern": f"^(a|b)*a(a|b){{{i}}}$"} for i in range(900)}}},
+    {"guided_json": {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in range(9)]} for i in range(20)]}},
+    {"guided_json": {"enum": [f"v{i}" for i in range(7_000)]}},
+    {"guided_json": {"type": "array", "minItems": 10**9, "items": {"type": "string", "minLength": 10**9}}},
+    {"guided_json": {"$ref": "#/$defs/0", "$defs": {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(60)}}},
+    {"guided_json": {"type": "string", "description": "x" * 10_000_000}},
+    {"guided_json": {"anyOf": [{"const": i} for i in range(20_000)]}},
+    {"guided_grammar": "\n".join(["start: " + "a " * 3000, *(f'a{i}: "x" | ""' for i in range(3000)), 'a: "x" | ""'])},
+    {"grammar": "root ::= " + "(" * 900 + '"a"' + ")*" * 900},
+    {"grammar": 'root ::= "a"{1,1000000000}'},
+]  # fmt: skip
+
+
+def test_hostile_grammars_end_in_time_and_harm_no_stream(live: Live) -> None:
+    live.engine.reply, live.engine.delay = [65] * 4000, 0.01
+    gaps: list[float] = []
+    done: list[bool] = []
+
+    def follow() -> None:
+        body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+        with live.http.stream("POST", TEXT, json=body) as stream:
+            last = time.monotonic()
+            for _ in stream.iter_lines():
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+                if done:
+                    return
+
+    with ThreadPoolExecutor(1) as threads:
+        following = threads.submit(follow)
+        try:
+            for fields in HOSTILE:
+                start = time.monotonic()
+                response = live.post(TEXT, {"prompt": "a", "max_tokens": 1, **fields}, timeout=30)
+                seconds = time.monotonic() - start
+                assert response.status_code in (200, 400), response.text
+                if response.status_code == 400:
+                    assert response.json()["error"]["param"] == next(iter(fields))
+                assert seconds < 15, (seconds, str(fields)[:80])  # it may take 4, and the machine may be busy
+        finally:
+            done.append(True)
+            following.result()
+    assert max(gaps) < 2, max(gaps)
+
+
+def test_compiled_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    live.complete("a", guided_regex="once|twice")
+
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        assert args[0] != "grammar", "it is compiled again"
+        return await original(*args, **kwargs)
+
+    pool = live.state.text._pool
+    original = pool.run
+    monkeypatch.setattr(pool, "run", run)
+    live.complete("b", guided_regex="once|twice")
+    assert len({request.sampling.grammar for request in live.engine.requests}) == 1
+
+
+def test_what_the_engine_says_of_a_grammar_names_the_field(live: Live) -> None:
+    live.engine.refuse = lambda request: RequestError("it grows too large", "grammar", "invalid_grammar")
+    error = live.refuse(TEXT, {"prompt": "a", "guided_regex": "x+"})
+    assert (error["param"], error["code"]) == ("guided_regex", "invalid_grammar") and "too large" in error["message"]
+
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def call(arguments: str, name: str = "look") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+def test_calls_that_are_asked_for_are_held_to_their_schema(live: Live, choice: Any) -> None:
+    live.chat(tools=[LOOK, {"type": "function", "function": {"name": "find"}}], tool_choice=choice)
+    good, bad = (
+        [call('{"city": "Rome"}')],
+        ["Rome", "", call("{}"), call('{"city": 5}'), call('{"city": "Rome"}', "nope")],
+    )
+    (good if choice == "required" else bad).append(call("{}", "find"))
+    check(live, good, bad)
+
+
+def test_a_form_leaves_calls_that_are_up_to_the_model(live: Live) -> None:
+    live.chat(tools=[LOOK], response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}})
+    good, bad = [*POINTS[0], call('{"city": "Rome"}')], [*POINTS[1], call("{}"), call('{"city": "Rome"}', "nope")]
+    check(live, [*good, "<think>hm</think>" + call('{"city": "Rome"}')], bad)
+    live.chat(tools=[LOOK], tool_choice="none", guided_json=POINT)
+    check(live, POINTS[0], [call('{"city": "Rome"}')])
+    error = live.refuse(CHAT, {"messages": USER, "tools": [LOOK], "tool_choice": "required", "guided_json": POINT})
+    assert error["param"] == "guided_json"
+
+
+def test_thinking_may_come_before(live: Live) -> None:
+    """It is told apart by what the prompt ends with."""
+    ask = {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}}
+    live.chat(**ask)
+    check(
+        live,
+        ['{"x": 1}', '<think>a {"y": [}</think>\n\n{"x": 1}'],
+        ["<think>", '<think>hm</think>{"y": 1}', 'hm {"x": 1}'],
+    )
+    live.chat(**ask, chat_template_kwargs={"x": True})
+    check(live, ['hm</think>{"x": 1}', '{"x": </think>\n{"x": 1}'], ['{"x": 1}', 'hm</think>{"y": 1}'])
