@@ -60,8 +60,7 @@ class SamplingParams:
     logprobs: None for none, else the number of most likely alternatives reported beside the drawn token (0 is allowed).
     prompt_logprobs: the same for every prompt token but the first. Such a request takes no prefix hits.
     grammar: what the output has to match, as a grammar serialized by llguidance; None for anything. It ends where the grammar
-    does, also where eos is ignored, and min_tokens keeps no complete output open. grammar_after: it holds behind the first of
-    these tokens in the output only, such as one that closes thinking; until then all may come but eos.
+    does, also where eos is ignored, and min_tokens keeps no complete output open.
     logit_bias: added to the logits. allowed_token_ids: every other id is masked. bad_words: id sequences never completed.
     n: samples drawn from one prefill; outputs carry `index` 0..n-1.
     """
@@ -79,7 +78,6 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repeats: RepeatPenalty | None = None
     grammar: str | None = None
-    grammar_after: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()

@@ -40,10 +40,6 @@ class GrammarCompiler:
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    @property
-    def eos_token_ids(self) -> Sequence[int]:
-        return self._eos
-
     def has(self, grammar: str) -> bool:
         """Whether a matcher of it costs no more than a copy."""
         return grammar in self._fresh

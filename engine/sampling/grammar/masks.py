@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,37 +36,15 @@ class Mask:
 
 
 class _Follower:
-    """A matcher that stands behind the output of one sample, from where its grammar holds."""
+    """A matcher that stands behind the output of one sample."""
 
-    def __init__(self, matcher: LLMatcher, slot: SampleSlot) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: LLMatcher, begin: int) -> None:
+        self.matcher, self._begin = matcher, begin
         self._taken: list[int] = []  # what the matcher has taken
-        self._after = slot.sampling.grammar_after
-        self._begin = slot.num_prompt_tokens if self._after is None else None  # of what it matches, in `token_ids`
-        self._first = self._searched = (
-            slot.num_prompt_tokens
-        )  # before `_searched` there is no token that it comes after
-
-    def holds(self, token_ids: Sequence[int]) -> bool:
-        """Whether the grammar holds for what comes next."""
-        if self._after is None:
-            return True
-        if self._begin is not None and (len(token_ids) < self._begin or token_ids[self._begin - 1] != self._after):
-            self._begin = None  # it was proposed only
-            self._searched = max(self._first, len(token_ids) - _CHANGEABLE)
-        if self._begin is None:
-            for at in range(self._searched, len(token_ids)):
-                if token_ids[at] == self._after:
-                    self._begin = at + 1
-                    self._go_back(0)
-                    break
-            self._searched = max(self._searched, len(token_ids) - _CHANGEABLE)
-        return self._begin is not None
 
     def go_to(self, token_ids: Sequence[int]) -> bool:
         """Stand behind these tokens; False, with the matcher somewhere before, where the grammar has no such text."""
         begin = self._begin
-        assert begin is not None
         shared = min(len(self._taken), len(token_ids) - begin)
         for at in range(max(0, shared - _CHANGEABLE), shared):
             if self._taken[at] != token_ids[begin + at]:
@@ -93,7 +70,6 @@ class GrammarMasks:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._words = -(-compiler.vocab_size // 32)
-        self._before = Mask(_all_but(compiler.eos_token_ids, self._words), complete=False)  # a grammar holds
         self._followers: dict[int, _Follower] = {}
         self._made: dict[tuple[int, int], Mask] = {}  # by sequence and number of its tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-masks")
@@ -136,17 +112,9 @@ class GrammarMasks:
         if follower is None:
             assert slot.sampling.grammar is not None
             matcher = self._compiler.matcher(slot.sampling.grammar)
-            follower = self._followers[slot.seq_id] = _Follower(matcher, slot)
-        if not follower.holds(slot.token_ids):
-            return self._before
+            follower = self._followers[slot.seq_id] = _Follower(matcher, slot.num_prompt_tokens)
         bits = torch.zeros(self._words, dtype=torch.int32)
         if not follower.go_to(slot.token_ids):
             return Mask(bits, complete=False)
         follower.matcher.unsafe_compute_mask_ptr(bits.data_ptr(), 4 * self._words)
         return Mask(bits, follower.matcher.is_stopped() and not follower.matcher.is_error())
-
-
-def _all_but(ids: Sequence[int], words: int) -> Tensor:
-    bits = np.full(32 * words, 1, dtype=np.uint8)
-    bits[list(ids)] = 0
-    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))

@@ -136,29 +136,6 @@ def test_masks_are_what_the_matcher_would_take() -> None:
     assert len(masks) == 0
 
 
-@pytest.mark.parametrize("ngram", [0, 6])
-def test_a_grammar_that_holds_behind_a_token_only(ngram: int) -> None:
-    """Anything but an end may come before it; one that was proposed and not accepted opens nothing."""
-    close = TOKENIZER.encode(" the", add_special_tokens=False).ids[-1]
-    core = make_core(DEMO, deterministic=True, speculative_ngram=ngram)
-    requests = [ask(f"r{i}", DATE, temperature=1.0, seed=i, grammar_after=close) for i in range(6)]
-    found = run(
-        core,
-        [*requests, ask("loop", LOOP, prompt="the cat and the dog and the cat and the dog and", grammar_after=close)],
-    )
-    opened = 0
-    for (name, _), sample in found.items():
-        if close not in sample.token_ids:
-            assert sample.finish_reason == "length" and EOS not in sample.token_ids
-            continue
-        opened += 1
-        place = sample.token_ids.index(close) + 1
-        said = TOKENIZER.decode(sample.token_ids[place:-1], skip_special_tokens=False)
-        assert sample.finish_reason == "stop" and EOS not in sample.token_ids[:-1]
-        assert re.fullmatch(r"\d{4}-\d{2}-\d{2}" if name != "loop" else r"(\w+ and ){20}\w+", said)
-    assert opened >= 3
-
-
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}, {"presence_penalty": 0.1, "logprobs": 1}])
 def test_speculation_changes_nothing(fields: dict[str, Any]) -> None:
     def requests() -> list[EngineRequest]:

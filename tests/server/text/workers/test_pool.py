@@ -35,7 +35,9 @@ TEMPLATE = (
 
 def make_pool(backend: tokenizers.Tokenizer | None = None, template: str | None = TEMPLATE, **options: Any) -> TextPool:
     source = TextSource((backend or toys.byte_level()).to_str(), SPECIAL, template)
-    return TextPool(source, **{"short": 2, "large": 1, "templates": 2, "grammars": 1, "max_waiting": 100 * MIB, **options})
+    return TextPool(
+        source, **{"short": 2, "large": 1, "templates": 2, "grammars": 1, "max_waiting": 100 * MIB, **options}
+    )
 
 
 @pytest.fixture(scope="module")
