@@ -21,9 +21,9 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
 from windlass.engine.evaluation.bench import run_engine_benchmark
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.sampling.accept import Draws, Extended, draw_tokens
+from windlass.engine.sampling.accept import Draws, draw_tokens
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.sampling.slot import Extended, SampleSlot
 from windlass.engine.scheduling.drafting import Pace
 from windlass.kernels import bind
 
