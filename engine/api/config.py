@@ -133,6 +133,22 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextConfig:
+    """How far a sequence may go that drops its oldest tokens.
+
+    shift_context: tokens it holds at once, None for `max_model_len`. max_total_tokens: prompt and output together, None for
+    no bound.
+    """
+
+    shift_context: int | None = None
+    max_total_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("context.shift_context", self.shift_context)
+        _check_at_least_one("context.max_total_tokens", self.max_total_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All engine options, each part handed as it is to whoever has that duty. None: chosen once the model is known.
 
@@ -147,6 +163,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
 
     def __post_init__(self) -> None:
         _check_at_least_one("max_model_len", self.max_model_len)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from windlass.engine.api.context import ContextReport, ContextRule, PassageReuse
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling
@@ -97,6 +98,7 @@ class EngineRequest:
 
     rope_scaling: None means the server's default. rope_update: when frequencies that depend on length change, None for
     the server's or the kind's default. rope_exact: under `recompute`, dynamic follows every token rather than its grid.
+    reuse: what it may take of other prompts beside an equal beginning, None for nothing.
     """
 
     request_id: str
@@ -106,6 +108,8 @@ class EngineRequest:
     rope_update: RopeUpdate | None = None
     rope_exact: bool = False
     cache_salt: str | None = None
+    context: ContextRule = field(default_factory=ContextRule)
+    reuse: PassageReuse | None = None
     priority: int = 0  # lower runs first, as in vLLM
     deadline: float | None = None
 
@@ -133,7 +137,7 @@ class RequestOutput:
     finish_reason: set on the last output of this sample. stop_token_id: the eos or stop id that ended it, if one did
     (that id is the last of `token_ids`).
     cached_tokens: prompt tokens that came from the prefix cache.
-    rotary: what the sample ran under, on its last output unless it failed.
+    rotary, context: what the sample ran under and what became of its context, on its last output unless it failed.
     error: set when the request failed; then it is the last output of the request (all samples).
     """
 
@@ -146,6 +150,7 @@ class RequestOutput:
     stop_token_id: int | None = None
     cached_tokens: int = 0
     rotary: RotaryReport | None = None
+    context: ContextReport | None = None
     error: Exception | None = None
 
 
@@ -176,6 +181,9 @@ class ModelInfo:
     model_rotary_groups: tuple[RotaryGroup, ...]  # under the model's own
     weight_bytes: int
     load_seconds: float
+    shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
+    max_total_tokens: int | None = None  # prompt and output of such a sequence together
+    shift_refusal: str | None = None  # why no sequence of this model may drop tokens
     fingerprint: str = ""  # of the weights and of all that changes what is computed from them
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
@@ -198,7 +206,11 @@ class EngineStats:
     generation_tokens: int = 0
     recomputed_tokens: dict[str, int] = field(
         default_factory=dict
-    )  # by reason: preemption, full_prefix_hit, rope_update
+    )  # by reason: preemption, full_prefix_hit, rope_update, cache_reuse
+    context_shifts: int = 0  # times that a sequence dropped its oldest tokens
+    dropped_tokens: int = 0  # those
+    reused_passages: int = 0  # passages taken up at another place
+    reused_tokens: int = 0  # those of them that were not computed again
     key_moves: int = 0  # cached tokens whose keys were re-rotated to other frequencies
     spec_decode_num_drafts: int = 0  # proposals of speculative decoding
     spec_decode_num_draft_tokens: int = 0  # tokens in them

@@ -190,6 +190,7 @@ def _to_tuple(output: RequestOutput) -> tuple[Any, ...]:
         output.stop_token_id,
         output.cached_tokens,
         output.rotary,
+        output.context,
         portable_error(output.error) if output.error is not None else None,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from windlass.engine.api.context import ContextReport
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.wire import FrameReader, PromptLogprobs, StepDone, decode, encode
@@ -25,6 +26,7 @@ def test_no_field_of_an_output_is_lost_or_shifted() -> None:
         "stop_token_id": 6,
         "cached_tokens": 7,
         "rotary": report,
+        "context": ContextReport(2048, 16, 160, 10, 96, 2),
         "error": RequestError("no", "field", "code"),
     }
     assert set(values) == {field.name for field in dataclasses.fields(RequestOutput)}
