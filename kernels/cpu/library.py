@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch  # loads libgomp, which the library below then shares
 
-from windlass.kernels.cpu.structs import AttentionArguments, compiled_fields, declared_fields
+from windlass.kernels.cpu.structs import AttentionArguments, compiled_fields, declared_fields, differing
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
 # Worst to best among those of one kind of processor; the index is the level in windlass_can_run.
@@ -175,8 +175,10 @@ def runnable(path: Path) -> tuple[str, ...]:
     Raises OSError for a file that does not load and AttributeError for one that was compiled from other sources.
     """
     handle = ctypes.CDLL(str(path))
+    if others := differing(handle):
+        raise AttributeError(f"compiled from other sources: {'; '.join(others)}")
     if compiled_fields(handle) != declared_fields():
-        raise AttributeError("its struct of attention arguments is another one")
+        raise AttributeError("compiled from other sources: AttentionArguments has other fields")
     return tuple(
         isa
         for level, isa in enumerate(ISAS)
@@ -198,7 +200,7 @@ def _attempt() -> tuple[Library | None, str | None]:
             return None, f"{ISA_VARIABLE}={wanted} is not one of {', '.join(available)} (or off) on this processor"
         return bind(path, wanted or available[-1]), None
     except (OSError, AttributeError) as error:
-        return None, f"{path.name} does not load ({error}); reinstall windlass to rebuild it"
+        return None, f"{path.name} does not load ({error}); rebuild it: pip install -e . (in a checkout: make install)"
 
 
 def unavailable_reason() -> str | None:

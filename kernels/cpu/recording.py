@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.kernels import backend
 from windlass.kernels.cpu.arena import Arena, ArenaTensors
 from windlass.kernels.cpu.library import SIGNATURES, Function, Library
-from windlass.kernels.cpu.structs import values_of
+from windlass.kernels.cpu.structs import RECORDED_CALL, values_of
 
 # Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
 _REPEATABLE = (
@@ -90,7 +90,7 @@ class CompiledRecording(backend.Recording):
             packed += struct.pack("=" + "".join(kinds), *map(_as_number, arguments))
         data = ctypes.create_string_buffer(bytes(packed), len(packed))
         calls = b"".join(
-            struct.pack("=qqq", _REPEATABLE.index(name), self.library.addresses[name], ctypes.addressof(data) + offset)
+            RECORDED_CALL.pack(_REPEATABLE.index(name), self.library.addresses[name], ctypes.addressof(data) + offset)
             for (name, _), offset in zip(self.calls, offsets, strict=True)
         )
         return ctypes.create_string_buffer(calls, len(calls)), data

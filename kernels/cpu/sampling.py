@@ -17,16 +17,15 @@ from torch import Tensor
 from windlass.kernels import draws
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import Library, load
+from windlass.kernels.cpu.structs import DrawFields
 from windlass.kernels.draws import MIN_TEMPERATURE, Filters, LogitsChanges, Penalties, TopLogprobs
 
 LOWEST = torch.finfo(torch.float32).min
 MAX_VOCAB = 1 << 19  # weights are at most 1 and multiples of 2^-34: so many sum up exactly in float64
 _SPAN = 128
 
-_LONG, _FLOAT, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_double, ctypes.c_void_p
 
-
-class CompiledDraw(ctypes.Structure):
+class CompiledDraw(DrawFields):
     """One row to draw from: what is done to its logits, how it is narrowed, and what came of it.
 
     row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output), decreased (with decrease): addresses
@@ -35,36 +34,6 @@ class CompiledDraw(ctypes.Structure):
     exclude_from: 1 is off. uniform: [0, 1).
     token: the drawn id where status is OK, else -1.
     """
-
-    _fields_ = (
-        ("row", _LONG),
-        ("allowed", _POINTER),
-        ("num_allowed", _LONG),
-        ("forbidden", _POINTER),
-        ("num_forbidden", _LONG),
-        ("biased", _POINTER),
-        ("bias", _POINTER),
-        ("num_biased", _LONG),
-        ("counted", _POINTER),
-        ("in_output", _POINTER),
-        ("num_counted", _LONG),
-        ("decreased", _POINTER),
-        ("decrease", _POINTER),
-        ("num_decreased", _LONG),
-        ("mask", _POINTER),
-        ("repetition", _FLOAT),
-        ("frequency", _FLOAT),
-        ("presence", _FLOAT),
-        ("temperature", _FLOAT),
-        ("floor", _FLOAT),
-        ("status", ctypes.c_int32),
-        ("top_k", _LONG),
-        ("top_p", _DOUBLE),
-        ("typical_p", _DOUBLE),
-        ("exclude_from", _DOUBLE),
-        ("uniform", _DOUBLE),
-        ("token", _LONG),
-    )
 
     if TYPE_CHECKING:
         row: int

@@ -7,6 +7,7 @@ import struct
 from typing import Any, NamedTuple
 
 _POINTER, _LONG, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_int
+_INT64, _DOUBLE = ctypes.c_int64, ctypes.c_double
 _LETTERS = {_POINTER: "P", _LONG: "l", _FLOAT: "f", _INT: "i"}
 
 
@@ -50,6 +51,49 @@ class AttentionArguments(ctypes.Structure):
         ("causal", _INT),
     )
 
+
+class DrawFields(ctypes.Structure):
+    """One row to draw: the same as `Draw` in src/sampling.h; `windlass.kernels.cpu.sampling.CompiledDraw` explains it."""
+
+    _fields_ = (
+        ("row", _INT64),
+        ("allowed", _POINTER),
+        ("num_allowed", _INT64),
+        ("forbidden", _POINTER),
+        ("num_forbidden", _INT64),
+        ("biased", _POINTER),
+        ("bias", _POINTER),
+        ("num_biased", _INT64),
+        ("counted", _POINTER),
+        ("in_output", _POINTER),
+        ("num_counted", _INT64),
+        ("decreased", _POINTER),
+        ("decrease", _POINTER),
+        ("num_decreased", _INT64),
+        ("mask", _POINTER),
+        ("repetition", _FLOAT),
+        ("frequency", _FLOAT),
+        ("presence", _FLOAT),
+        ("temperature", _FLOAT),
+        ("floor", _FLOAT),
+        ("status", _INT),
+        ("top_k", _INT64),
+        ("top_p", _DOUBLE),
+        ("typical_p", _DOUBLE),
+        ("exclude_from", _DOUBLE),
+        ("uniform", _DOUBLE),
+        ("token", _INT64),
+    )
+
+
+RECORDED_CALL = struct.Struct("=qqq")  # `Call` in src/repeat.h: kind, function, address of its arguments
+
+# The sizes in bytes of what both sides lay out, by the names that C++ has for them.
+SIZES = {
+    "AttentionArguments": ctypes.sizeof(AttentionArguments),
+    "Draw": ctypes.sizeof(DrawFields),
+    "Call": RECORDED_CALL.size,
+}
 
 # Packing all fields at once takes a third of the time of setting them one by one.
 _pack_attention = struct.Struct("@" + "".join(_LETTERS[kind] for _, kind in AttentionArguments._fields_)).pack
@@ -97,3 +141,14 @@ def declared_fields() -> tuple[dict[str, FieldPlace], int]:
     names = [name for name, _ in AttentionArguments._fields_]
     places = {name: getattr(AttentionArguments, name) for name in names}
     return {n: FieldPlace(p.offset, p.size) for n, p in places.items()}, ctypes.sizeof(AttentionArguments)
+
+
+def differing(handle: ctypes.CDLL) -> list[str]:
+    """The structs that a library was compiled with in another size than here, with both sizes; unknown ones have -1.
+
+    Raises AttributeError for a library that tells no sizes.
+    """
+    size_of = handle.windlass_struct_size
+    size_of.argtypes, size_of.restype = (ctypes.c_char_p,), _LONG
+    compiled = {name: size_of(name.encode()) for name in SIZES}
+    return [f"{name}: {compiled[name]} bytes, not {size}" for name, size in SIZES.items() if compiled[name] != size]

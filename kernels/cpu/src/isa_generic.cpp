@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 
 #include <omp.h>
 #if defined(__aarch64__) && defined(__linux__)
@@ -71,4 +72,14 @@ EXPORT const FieldPlace *windlass_attention_fields() {
     };
 #undef PLACE
     return places;
+}
+
+// The size in bytes of a struct that Python lays out as well (kernels/cpu/structs.py), or -1 for a name that is none here.
+EXPORT long windlass_struct_size(const char *name) {
+#define SIZE(type) if (!std::strcmp(name, #type)) return sizeof(type)
+    SIZE(AttentionArguments);
+    SIZE(Draw);
+    SIZE(Call);
+#undef SIZE
+    return -1;
 }

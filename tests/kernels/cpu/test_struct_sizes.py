@@ -1,0 +1,40 @@
+"""A library that was compiled from other headers than this Python mirrors is refused in one line that says what to do."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from helpers.cpu_kernels import kernels
+
+from windlass.kernels.cpu import library, structs
+from windlass.kernels.cpu.sampling import CompiledDraw
+
+
+def test_every_struct_has_the_size_that_the_compiler_gave_it() -> None:
+    kernels("generic")
+    handle = ctypes.CDLL(str(library.find()))
+    assert structs.differing(handle) == []
+    assert handle.windlass_struct_size(b"Draw") == ctypes.sizeof(CompiledDraw)
+    assert handle.windlass_struct_size(b"Drawing") == -1
+
+
+@pytest.mark.parametrize("name", structs.SIZES)
+def test_a_library_with_another_size_is_not_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels("generic")
+    compiled = structs.SIZES[name]
+    monkeypatch.setitem(structs.SIZES, name, compiled + 8)
+    monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    reason = str(library.unavailable_reason())
+    assert f"{name}: {compiled} bytes, not {compiled + 8}" in reason
+    assert "rebuild it: pip install -e ." in reason and "\n" not in reason
+    with pytest.raises(library.KernelsUnavailableError, match="rebuild it"):
+        library.load()
+
+
+def test_a_library_that_tells_no_sizes_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels("generic")
+    older = ctypes.CDLL(None)  # has none of our functions
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: older)
+    monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    assert "rebuild it: pip install -e ." in str(library.unavailable_reason())
