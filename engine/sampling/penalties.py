@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.request import SamplingParams
-from windlass.engine.sampling.grammar.masks import Mask
+from windlass.engine.sampling.grammar.mask import Mask
 from windlass.engine.sampling.repeats import Repeats
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.thinking import forced_token

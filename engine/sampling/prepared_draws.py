@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from windlass.engine.sampling.grammar.masks import GrammarMasks, Mask
+from windlass.engine.sampling.grammar.mask import Mask
+from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.penalties import LogitsProcessor, changes_logits, penalties_of
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.uniform import exclusion_chance, uniform

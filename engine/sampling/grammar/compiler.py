@@ -11,16 +11,24 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.engine.api.grammar_limits import LIMITS
 from windlass.engine.errors import RequestError
+from windlass.engine.sampling.grammar.mask import Mask, next_mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # grammars that are not compiled again
 _LONGEST_ERROR = 500
+
+
+class _Fresh(NamedTuple):
+    """A matcher that has taken no token, and what it lets come first."""
+
+    matcher: LLMatcher
+    mask: Mask
 
 
 class GrammarCompiler:
@@ -31,9 +39,10 @@ class GrammarCompiler:
 
     def __init__(self, directory: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._file, self._vocab_size, self._eos = directory / "tokenizer.json", vocab_size, list(eos_token_ids)
-        self._lock = threading.Lock()
+        self._compiling = threading.Lock()  # held for as long as a grammar takes
         self._tokenizer: LLTokenizer | None = None
-        self._fresh: OrderedDict[str, LLMatcher] = OrderedDict()  # matchers at their beginning, the last used ones last
+        self._lock = threading.Lock()  # held for a moment: a step may wait for it
+        self._fresh: OrderedDict[str, _Fresh] = OrderedDict()  # the last used ones last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine-grammar")
 
     @property
@@ -46,28 +55,45 @@ class GrammarCompiler:
 
     def compile_soon(self, grammar: str) -> Future[None]:
         """Compile in the background; the future raises what `matcher` would."""
-        return self._pool.submit(self._compile, grammar)
+        return self._pool.submit(self._compile_only, grammar)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at its beginning, the caller's own. Raises RequestError for one that cannot be used."""
-        self._compile(grammar)
-        with self._lock:
-            return self._fresh[grammar].deep_copy()
+        return self.begin(grammar)[0]
 
-    def _compile(self, grammar: str) -> None:
+    def begin(self, grammar: str) -> tuple[LLMatcher, Mask]:
+        """The same with the mask of the first token, which is shared and never written to."""
+        fresh = self._known(grammar) or self._compile(grammar)
+        with self._lock:
+            return fresh.matcher.deep_copy(), fresh.mask
+
+    def _compile_only(self, grammar: str) -> None:
+        self._compile(grammar)
+
+    def _known(self, grammar: str) -> _Fresh | None:
         with self._lock:
             if grammar in self._fresh:
                 self._fresh.move_to_end(grammar)
-                return
+            return self._fresh.get(grammar)
+
+    def _compile(self, grammar: str) -> _Fresh:
+        with self._compiling:
+            if (known := self._known(grammar)) is not None:
+                return known
             from llguidance import LLMatcher, LLParserLimits
 
             matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-            if matcher.is_error():
+            # The first mask of a large grammar takes longer than any other: it is made here, where no step waits for it.
+            mask = None if matcher.is_error() else next_mask(matcher, self._vocab_size)
+            if mask is None or matcher.is_error():
                 reason = " ".join(matcher.get_error().split())[:_LONGEST_ERROR]
                 raise RequestError(f"this grammar cannot be used: {reason}", "grammar")
-            self._fresh[grammar] = matcher
+            fresh = _Fresh(matcher, mask)
+        with self._lock:
+            self._fresh[grammar] = fresh
             while len(self._fresh) > _KEPT:
                 self._fresh.popitem(last=False)
+        return fresh
 
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
+from windlass.engine.sampling.grammar.mask import Mask, next_mask, no_token
 from windlass.engine.sampling.slot import SampleSlot
 
 if TYPE_CHECKING:
@@ -24,22 +21,11 @@ if TYPE_CHECKING:
 _CHANGEABLE = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """bits: int32 [ceil(V / 32)], bit i % 32 of word i // 32 set where token i may come; none are where the matcher failed.
-
-    complete: nothing may follow but an end.
-    """
-
-    bits: Tensor
-    complete: bool
-
-
 class _Follower:
     """A matcher that stands behind the output of one sample."""
 
-    def __init__(self, matcher: LLMatcher, begin: int) -> None:
-        self.matcher, self._begin = matcher, begin
+    def __init__(self, matcher: LLMatcher, first: Mask, begin: int) -> None:
+        self._matcher, self._first, self._begin = matcher, first, begin
         self._taken: list[int] = []  # what the matcher has taken
 
     def go_to(self, token_ids: Sequence[int]) -> bool:
@@ -53,14 +39,18 @@ class _Follower:
         self._go_back(shared)
         wanted = list(token_ids[begin + shared :])
         # Asked before they are taken: a token that does not fit would put the matcher into an error for good.
-        fitting = wanted[: self.matcher.validate_tokens(wanted)] if wanted else wanted
-        if fitting and self.matcher.consume_tokens(fitting):
+        fitting = wanted[: self._matcher.validate_tokens(wanted)] if wanted else wanted
+        if fitting and self._matcher.consume_tokens(fitting):
             self._taken += fitting
         return len(self._taken) == len(token_ids) - begin
 
+    def mask(self, vocab_size: int) -> Mask:
+        """Of the tokens after those it stands behind; the first was made with the matcher, since it may take long."""
+        return next_mask(self._matcher, vocab_size) if self._taken else self._first
+
     def _go_back(self, count: int) -> None:
         if count < len(self._taken):
-            self.matcher.rollback(len(self._taken) - count)
+            self._matcher.rollback(len(self._taken) - count)
             del self._taken[count:]
 
 
@@ -69,7 +59,6 @@ class GrammarMasks:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self._words = -(-compiler.vocab_size // 32)
         self._followers: dict[int, _Follower] = {}
         self._made: dict[tuple[int, int], Mask] = {}  # by sequence and number of its tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-masks")
@@ -111,10 +100,8 @@ class GrammarMasks:
         follower = self._followers.get(slot.seq_id)
         if follower is None:
             assert slot.sampling.grammar is not None
-            matcher = self._compiler.matcher(slot.sampling.grammar)
-            follower = self._followers[slot.seq_id] = _Follower(matcher, slot.num_prompt_tokens)
-        bits = torch.zeros(self._words, dtype=torch.int32)
+            matcher, first = self._compiler.begin(slot.sampling.grammar)
+            follower = self._followers[slot.seq_id] = _Follower(matcher, first, slot.num_prompt_tokens)
         if not follower.go_to(slot.token_ids):
-            return Mask(bits, complete=False)
-        follower.matcher.unsafe_compute_mask_ptr(bits.data_ptr(), 4 * self._words)
-        return Mask(bits, follower.matcher.is_stopped() and not follower.matcher.is_error())
+            return no_token(self._compiler.vocab_size)
+        return follower.mask(self._compiler.vocab_size)

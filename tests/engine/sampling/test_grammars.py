@@ -6,9 +6,11 @@ import json
 import math
 import random
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 import torch
 from helpers.engines import Finished, greedy, make_core, run
@@ -134,6 +136,65 @@ def test_masks_are_what_the_matcher_would_take() -> None:
     assert masks.mask(slot).complete
     masks.forget(0)
     assert len(masks) == 0
+
+
+class Watched:
+    """A matcher that notes in which thread its masks are made, and after how many tokens; its copies note in the same list."""
+
+    def __init__(self, inner: Any, notes: list[tuple[str, int]]) -> None:
+        self._inner, self._notes, self._taken = inner, notes, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        self._notes.append((threading.current_thread().name, self._taken))
+        self._inner.unsafe_compute_mask_ptr(address, size)
+
+    def consume_tokens(self, token_ids: list[int]) -> bool:
+        self._taken += len(token_ids)
+        taken: bool = self._inner.consume_tokens(token_ids)
+        return taken
+
+    def deep_copy(self) -> Watched:
+        return Watched(self._inner.deep_copy(), self._notes)
+
+
+def test_the_first_mask_is_made_with_the_grammar_and_in_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes: list[tuple[str, int]] = []
+    monkeypatch.setattr(llguidance, "LLMatcher", lambda *a, **fields: Watched(LLMatcher(*a, **fields), notes))
+    core = make_core(DEMO)
+    found = run(core, [ask("x", DATE, n=2, temperature=1.0, seed=5), ask("y", DATE, temperature=1.0, seed=6)])
+    assert all(re.fullmatch(r"\d{4}-\d{2}-\d{2}", text(sample)) for sample in found.values())
+    first = [thread for thread, taken in notes if taken == 0]
+    later = [thread for thread, taken in notes if taken > 0]
+    assert len(first) == 1 and first[0].startswith("engine-grammar")
+    assert len(later) >= 3 * 2 and all(thread.startswith("engine-masks") for thread in later)
+
+
+def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = GrammarCompiler(DEMO, VOCAB, [EOS])
+    masks, request = GrammarMasks(compiler), ask("x", DATE)
+    compiler.matcher(DATE)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any, **fields: Any) -> LLMatcher:
+        begun.set()
+        assert may_end.wait(30)
+        return LLMatcher(*arguments, **fields)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", slow)
+    compiled = compiler.compile_soon(OBJECT)
+    assert begun.wait(30) and compiler.has(DATE) and not compiler.has(OBJECT)
+    prompt = list(request.prompt_token_ids)
+    masks.prepare([SampleSlot(0, 0, request.sampling, 0, len(prompt), prompt, (EOS,))])
+    waiting = threading.Thread(target=masks._wait, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive() and not compiled.done()
+    may_end.set()
+    compiled.result(30)
+    assert compiler.has(OBJECT)
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}, {"presence_penalty": 0.1, "logprobs": 1}])

@@ -1,0 +1,35 @@
+"""A mask: which tokens a matcher lets come next, as bits. It knows no samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """bits: int32 [ceil(V / 32)], bit i % 32 of word i // 32 set where token i may come; none are where the matcher failed.
+
+    complete: nothing may follow but an end.
+    """
+
+    bits: Tensor
+    complete: bool
+
+
+def no_token(vocab_size: int) -> Mask:
+    """The mask of a text that the grammar does not have."""
+    return Mask(torch.zeros(-(-vocab_size // 32), dtype=torch.int32), complete=False)
+
+
+def next_mask(matcher: LLMatcher, vocab_size: int) -> Mask:
+    """What may come where the matcher stands. The interpreter's lock is released meanwhile."""
+    bits = no_token(vocab_size).bits
+    matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.nbytes)
+    return Mask(bits, matcher.is_stopped() and not matcher.is_error())
