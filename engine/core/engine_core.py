@@ -56,7 +56,7 @@ class EngineCore:
         cache = _allocate(config, model, plan)
         bases = [group.base for group in spec.rotary_groups]
         tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, bases, decoder.backend)
-        grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
+        self._grammars = grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
         self._compiling = CompilingRequests(grammars, config.scheduling.max_waiting)
         sampler = Sampler(spec.vocab_size, decoder.backend, GrammarMasks(grammars))
         self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size)
@@ -87,6 +87,10 @@ class EngineCore:
             room=room,
             most_seconds=most_seconds,
         )
+
+    def prepare_ahead(self) -> None:
+        """Have the vocabulary for grammars made in the background: it would hold up the streams beside the first grammar."""
+        self._grammars.prepare_soon()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""

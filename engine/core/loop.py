@@ -1,7 +1,7 @@
 """The loop that drives an engine core: take what came in, step while there is work, hand out what the step made.
 
 It is the same loop in the engine process and in a thread (InlineClient). It knows queues of messages, not how they
-travel, and reaches the core only through the six methods of `Core`, so it needs no torch.
+travel, and reaches the core only through the methods of `Core`, so it needs no torch.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _logger = logging.getLogger("windlass.engine")
 
 ProgressCallback = Callable[[str, int, int], None]
 
+IDLE_MOMENT = 0.25  # seconds without work or messages after which there is time for what may be needed later
 STATS_INTERVAL = 0.2  # seconds between snapshots pushed along with steps
 
 
@@ -58,6 +59,10 @@ class Core(Protocol):
     def has_work(self) -> bool: ...
 
     def step(self) -> list[RequestOutput]: ...
+
+    def prepare_ahead(self) -> None:
+        """Begin, beside the steps, what the first requests of some kind would otherwise wait for; called once."""
+        ...
 
     def stats(self) -> EngineStats:
         """A snapshot that drains the `*_seconds` samples."""
@@ -85,6 +90,7 @@ class EngineLoop:
         self._inbox = inbox
         self._emit = emit
         self._pushed_stats_at = -STATS_INTERVAL
+        self._prepared_ahead = False
 
     def run(self) -> None:
         """Serve until closed. Whatever a step raises is a defect of the engine and leaves this method."""
@@ -101,9 +107,13 @@ class EngineLoop:
 
     def _next(self, block: bool) -> Message | None:
         try:
-            return self._inbox.get(block)
+            return self._inbox.get(block, None if self._prepared_ahead else IDLE_MOMENT)
         except Empty:
-            return None
+            if not block:
+                return None
+        self._prepared_ahead = True
+        self._core.prepare_ahead()
+        return self._inbox.get()
 
     def _handle(self, message: Message) -> None:
         match message:

@@ -54,6 +54,7 @@ class ScriptedCore:
         self._steps = 0
         self._tokens = 0
         self._aborts = 0
+        self.prepared_ahead = 0
         self._queue_samples: list[float] = []
         self.info = scripted_info(config)
 
@@ -67,6 +68,9 @@ class ScriptedCore:
             raise QueueFullError("the queue is full", retry_after=7.0)
         self._running[request.request_id] = _Running(request)
         self._queue_samples.append(1.0)
+
+    def prepare_ahead(self) -> None:
+        self.prepared_ahead += 1
 
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None):

@@ -1,11 +1,13 @@
 """Turns grammars into matchers: the vocabulary they need, and the grammars that were compiled before.
 
-Responsible for doing slow work once and beside the steps. llguidance is imported when the first grammar comes, and then the
-tokenizer's file is read for the bytes behind each id: nothing else in the engine knows them, and nothing else is done with them.
+Responsible for doing slow work once and beside the steps. llguidance is imported when the first grammar comes or there is nothing
+else to do, and then the tokenizer's file is read for the bytes behind each id: nothing else in the engine knows them, and nothing
+else is done with them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -52,6 +54,18 @@ class GrammarCompiler:
     def has(self, grammar: str) -> bool:
         """Whether a matcher of it costs no more than a copy."""
         return grammar in self._fresh
+
+    def prepare_soon(self) -> None:
+        """Make in the background what any grammar needs: tenths of a second, in which no other Python code runs here.
+
+        What is wrong with the model is told when a grammar comes.
+        """
+        if self._file.is_file():
+            self._pool.submit(self._prepare)
+
+    def _prepare(self) -> None:
+        with self._compiling, contextlib.suppress(RequestError):
+            self._vocabulary()
 
     def compile_soon(self, grammar: str) -> Future[None]:
         """Compile in the background; the future raises what `matcher` would."""
