@@ -37,15 +37,17 @@ class RepeatPenalty:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """After so many tokens of thinking comes the token that closes it, unless it has come.
+    """After so many tokens of thinking come those that close it, unless it has been closed.
 
-    open: ids that begin the thinking, at the beginning of the output or after at most two further tokens; where they do not
-    stand there, nothing is thought. Empty: the output begins inside the thinking.
+    close: the marker's ids, one or more. opens: spellings of what begins the thinking, at the beginning of the output or after
+    at most two further tokens; where none stands there, nothing is thought. Empty: the output begins inside the thinking.
+    closes: further spellings of what closes it.
     """
 
     tokens: int
-    close: int
-    open: tuple[int, ...] = ()
+    close: tuple[int, ...]
+    opens: tuple[tuple[int, ...], ...] = ()
+    closes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

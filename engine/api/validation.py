@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from windlass.engine.api.grammar_limits import MAX_CHARACTERS
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
 
 MAX_SAMPLES = 64
+_MOST_MARKERS, _LONGEST_MARKER = 128, 64  # of thinking: spellings, tokens
 
 
 def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
@@ -55,7 +56,7 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
     if s.thinking is not None:
         if s.thinking.tokens < 0:
             raise RequestError("thinking_budget must not be negative", "thinking_budget")
-        _check_ids("thinking_budget", (s.thinking.close, *s.thinking.open), vocab_size)
+        _check_markers("thinking_budget", (s.thinking.close, *s.thinking.opens, *s.thinking.closes), vocab_size)
     for word in s.bad_words:
         _check_ids("bad_words", word, vocab_size)
     if s.grammar is not None and len(s.grammar) > MAX_CHARACTERS:
@@ -66,6 +67,15 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
         _check_ids("allowed_token_ids", s.allowed_token_ids, vocab_size)
         if not s.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
+
+
+def _check_markers(param: str, markers: Collection[Collection[int]], vocab_size: int) -> None:
+    if len(markers) > _MOST_MARKERS or not all(1 <= len(marker) <= _LONGEST_MARKER for marker in markers):
+        raise RequestError(
+            f"{param}: there may be {_MOST_MARKERS} markers of 1 to {_LONGEST_MARKER} tokens each", param
+        )
+    for marker in markers:
+        _check_ids(param, marker, vocab_size)
 
 
 def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -19,35 +19,67 @@ from windlass.kernels import bind
 OPEN, CLOSE, TEXT = 1, 2, 3
 
 
-def expected(budget: ThinkingBudget, output: list[int]) -> int | None:
-    """The same by walking: where thinking begins, how much has come, whether it is over."""
-    begins = [at for at in range(3) if output[at : at + 1] == [OPEN]] if budget.open else [0]
-    for begin in begins:
-        thought = output[begin + len(budget.open) :]
-        if len(thought) == budget.tokens and CLOSE not in thought:
-            return CLOSE
-    return None
+def outputs(budget: ThinkingBudget, length: int) -> Iterator[tuple[list[int], set[int]]]:
+    """Every output of so many tokens that the budget lets come about, and the places where a token was forced."""
+
+    def longer(output: list[int], forced: set[int]) -> Iterator[tuple[list[int], set[int]]]:
+        if len(output) == length:
+            yield output, forced
+            return
+        token = forced_token(budget, [OPEN, TEXT, *output], 2)  # the prompt is of no concern
+        if token is not None:
+            yield from longer([*output, token], {*forced, len(output)})
+            return
+        for free in (OPEN, CLOSE, TEXT):
+            yield from longer([*output, free], forced)
+
+    return longer([], set())
 
 
-@pytest.mark.parametrize("opening", [(), (OPEN,)])
-def test_what_is_forced(opening: tuple[int, ...]) -> None:
-    """Every output of up to six tokens, for every budget."""
+def text(tokens: Iterable[int]) -> str:
+    return "".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("close", [(CLOSE,), (CLOSE, TEXT), (CLOSE, CLOSE, TEXT), (TEXT, CLOSE, TEXT)])
+@pytest.mark.parametrize("opens", [(), ((OPEN,),), ((OPEN, TEXT), (OPEN, OPEN))])
+@pytest.mark.parametrize("closes", [(), ((OPEN, CLOSE),)])
+def test_what_is_forced(
+    close: tuple[int, ...], opens: tuple[tuple[int, ...], ...], closes: tuple[tuple[int, ...], ...]
+) -> None:
+    """In every output of eight tokens: the rest of the marker where the budget is spent, and nothing anywhere else."""
     met = 0
     for tokens in range(4):
-        budget = ThinkingBudget(tokens, CLOSE, opening)
-        for length in range(7):
-            for output in product((OPEN, CLOSE, TEXT), repeat=length):
-                prompt = [OPEN, TEXT]  # of no concern
-                found = forced_token(budget, [*prompt, *output], len(prompt))
-                assert found == expected(budget, list(output)), (budget, output)
-                met += found is not None
+        for output, forced in outputs(ThinkingBudget(tokens, close, opens, closes), 8):
+            said = text(output)
+            begins = [lead + len(o) for lead in range(3) for o in opens if said.startswith(text(o), lead)]
+            begin = begins[0] if opens and begins else 0
+            spent = begin + tokens
+            thought = said[begin:spent]
+            if (opens and not begins) or any(text(one) in thought for one in (close, *closes)) or spent >= len(said):
+                assert not forced, (tokens, output)
+                continue
+            met += 1
+            behind = spent + len(forced)
+            assert forced == set(range(spent, behind)) and 1 <= len(forced) <= len(close), (tokens, output)
+            if behind < len(said):
+                assert said[begin:behind].endswith(text(close))
+                # Less would not have closed it.
+                assert not any((thought + text(close[-n:])).endswith(text(close)) for n in range(1, len(forced)))
+            else:
+                assert any((thought + text(close[n:])).endswith(text(close)) for n in range(len(close)))
+                assert text(close).find(said[spent:]) >= 0
     assert met > 10
 
 
 def test_a_marker_of_several_tokens() -> None:
-    budget = ThinkingBudget(2, 9, (5, 6, 7))
+    budget = ThinkingBudget(2, (9,), ((5, 6, 7), (5, 8)))
     assert forced_token(budget, [0, 5, 6, 7, 1, 1], 1) == 9
+    assert forced_token(budget, [0, 5, 8, 1, 1], 1) == 9
     assert forced_token(budget, [0, 5, 6, 8, 1, 1], 1) is None
+    budget = ThinkingBudget(2, (7, 8, 9), closes=((4, 5),))
+    assert [forced_token(budget, [0, 1, 1, *(7, 8, 9)[:n]], 1) for n in range(4)] == [7, 8, 9, None]
+    assert [forced_token(budget, [0, 1, 7, *(8, 9)[:n]], 1) for n in range(3)] == [8, 9, None]  # it had begun to close
+    assert forced_token(budget, [0, 4, 5], 1) is None  # closed in other words
 
 
 def run(sampling: SamplingParams, draft: tuple[int, ...]) -> list[int]:
@@ -64,18 +96,47 @@ def run(sampling: SamplingParams, draft: tuple[int, ...]) -> list[int]:
     return tokens[1:12]
 
 
-@pytest.mark.parametrize("draft", [(), (TEXT,), (TEXT, TEXT, TEXT), (CLOSE, TEXT)])
+@pytest.mark.parametrize("draft", [(), (TEXT,), (TEXT, TEXT, TEXT), (CLOSE, TEXT), (CLOSE, 4, 5)])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("tokens", [0, 1, 4])
-def test_it_is_forced_once(tokens: int, temperature: float, draft: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("close", [(CLOSE,), (CLOSE, 4, 5)])
+def test_it_is_forced_once(tokens: int, temperature: float, draft: tuple[int, ...], close: tuple[int, ...]) -> None:
     """Whatever else the request forbids, and with proposals or without."""
-    sampling = SamplingParams(
-        temperature=temperature, top_k=1, thinking=ThinkingBudget(tokens, CLOSE), bad_words=((CLOSE,),)
-    )
-    assert run(sampling, draft) == [TEXT] * tokens + [CLOSE] + [TEXT] * (10 - tokens)
+    budget = ThinkingBudget(tokens, close)
+    sampling = SamplingParams(temperature=temperature, top_k=1, thinking=budget, bad_words=((CLOSE,), (4,)))
+    assert run(sampling, draft) == ([TEXT] * tokens + [*close] + [TEXT] * 11)[:11]
+
+
+def test_a_forced_token_costs_no_draw() -> None:
+    """What is drawn before and behind the marker is what the same places would have had without it."""
+    vocab = 64
+    torch.manual_seed(3)
+    logits = torch.randn(1, vocab)
+    sampler = Sampler(vocab, bind("cpu", "float32"))
+
+    def drawn(seq_id: int, budget: ThinkingBudget | None) -> list[int]:
+        tokens, sampling = [0], SamplingParams(temperature=1.0, thinking=budget)
+        while len(tokens) < 20:
+            slot = SampleSlot(seq_id, 0, sampling, 77, 1, tokens)
+            (result,) = draw_tokens(sampler, logits, [Draws(0, (slot,), ())])
+            tokens = [*tokens, *result.token_ids]
+        return tokens[1:]
+
+    free, held = drawn(1, None), drawn(2, ThinkingBudget(5, (1, 2, 3), closes=((60, 61, 62, 63),)))
+    assert held == [*free[:5], 1, 2, 3, *free[8:]]
 
 
 def test_budgets_that_are_refused() -> None:
-    for budget in (ThinkingBudget(-1, CLOSE), ThinkingBudget(1, 8), ThinkingBudget(1, CLOSE, (8,))):
+    bad = [
+        ThinkingBudget(-1, (CLOSE,)),
+        ThinkingBudget(1, (CLOSE, 8)),
+        ThinkingBudget(1, (CLOSE,), ((8,),)),
+        ThinkingBudget(1, (CLOSE,), (), ((8,),)),
+        ThinkingBudget(1, ()),
+        ThinkingBudget(1, (CLOSE,), ((),)),
+        ThinkingBudget(1, (CLOSE,) * 65),
+        ThinkingBudget(1, (CLOSE,), ((OPEN,),) * 128),
+    ]
+    for budget in bad:
         with pytest.raises(RequestError, match="thinking_budget"):
             validate_request(EngineRequest("r", [1], SamplingParams(thinking=budget)), vocab_size=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.api.request import ThinkingBudget
+from windlass.engine.sampling.thinking import forced_token
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -171,9 +173,28 @@ def test_a_parser_that_the_operator_names() -> None:
 )
 def test_a_budget_reaches_the_engine(live: Live, fields: dict[str, Any], opening: str) -> None:
     live.chat(thinking_budget=7, **fields)
-    (close,) = live.tokenizer.encode("</think>", add_special_tokens=False)
-    expected = ThinkingBudget(7, close, tuple(live.tokenizer.encode(opening, add_special_tokens=False)))
-    assert live.engine.requests[-1].sampling.thinking == expected
+    close = live.tokenizer.encode("</think>", add_special_tokens=False)
+    opens = (tuple(live.tokenizer.encode(opening, add_special_tokens=False)),) if opening else ()
+    assert live.engine.requests[-1].sampling.thinking == ThinkingBudget(7, tuple(close), opens)
+
+
+def test_a_budget_whose_markers_are_words() -> None:
+    """They are forced as the template spells them; every other spelling opens or ends the thinking as well."""
+    with live_server(reasoning_parser="granite", template=TEMPLATE + "{# Here is my response: #}") as live:
+        live.chat(thinking_budget=7)
+        budget = live.engine.requests[-1].sampling.thinking
+
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(live.tokenizer.encode(text, add_special_tokens=False))
+
+        assert budget is not None and (budget.tokens, budget.close) == (7, ids("Here is my response:"))
+        assert len(budget.close) > 1
+        for answer in ("</think>", "so.\n\nHere's my response:\n\n17", "so. Here is my response: 17"):
+            output = ids("Here is my thought process:\n")[: len(ids("Here is my thought process:"))]
+            thought = ids(answer)
+            limits = replace(budget, tokens=len(thought))
+            assert forced_token(limits, [*output, *thought], 0) is None, answer
+            assert forced_token(replace(budget, tokens=2), [*output, *ids("so it")[:2]], 0) == budget.close[0]
 
 
 def test_a_budget_where_nothing_is_thought(live: Live) -> None:
@@ -184,7 +205,7 @@ def test_a_budget_where_nothing_is_thought(live: Live) -> None:
     assert live.refuse(PATH, {"messages": USER, "thinking_budget": -1})["param"] == "thinking_budget"
 
 
-@pytest.mark.parametrize("parser, reason", [("none", "no thinking"), ("qwen3", "is several tokens")])
+@pytest.mark.parametrize("parser, reason", [("none", "no thinking")])
 def test_a_budget_that_cannot_be_kept(parser: str, reason: str) -> None:
     with live_server(reasoning_parser=parser) as live:
         error = live.refuse(PATH, {"messages": USER, "thinking_budget": 5})

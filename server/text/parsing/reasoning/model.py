@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn thinking on and off
 _EFFORT = "reasoning_effort"
 _BUDGET = "thinking_budget"
+_BESIDE = ("", " ", "\n", "\n\n")  # what may share a token with a marker
 _HARMONY_EFFORTS = ("low", "medium", "high")
 
 
@@ -38,10 +39,14 @@ class ThinkingModel:
 
     def __init__(self, parser: str, tokenizer: Tokenizer) -> None:
         template = tokenizer.chat_template
+        self._template = template or ""
+        self._budgets: dict[
+            tuple[str, ...], ThinkingBudget
+        ] = {}  # by closing markers: dozens of texts are tokenized for one
         self.name = format_of_template(template) if parser == AUTO else parser
         self.format = FORMATS.get(self.name)
         self._tokenizer = tokenizer
-        self._read = variables_read(template or "", (*_SWITCHES, _EFFORT))
+        self._read = variables_read(self._template, (*_SWITCHES, _EFFORT))
 
     def place(self, prompt: str, continued: str | None) -> Place:
         """Where an answer to the rendered prompt begins; see `ThinkingFormat.place`."""
@@ -64,7 +69,7 @@ class ThinkingModel:
     def budget(self, tokens: int | None, place: Place) -> ThinkingBudget | None:
         """What ends the thinking of an answer that begins at `place` after so many tokens; None: nothing needs to.
 
-        Raises ApiError where the model's thinking cannot be ended so.
+        Raises ApiError where thinking is not told apart.
         """
         if tokens is None:
             return None
@@ -76,16 +81,27 @@ class ThinkingModel:
             raise bad_request(
                 "this server tells no thinking apart (--reasoning-parser)", _BUDGET, "unsupported_parameter"
             )
-        close = next((ids[0] for ids in map(self.ids, closes) if len(ids) == 1), None)
-        if close is None:
-            raise bad_request(
-                f"the token that ends thinking cannot be forced: {closes[0]!r} is several tokens of this model",
-                _BUDGET,
-                "unsupported_parameter",
-            )
         if place == "behind":
             return None
-        return ThinkingBudget(tokens, close, () if place == "inside" else tuple(self.ids(opens[0])))
+        if closes not in self._budgets:
+            close = tuple(self.ids(min(closes, key=lambda one: (len(self.ids(one)) > 1, one not in self._template))))
+            others = tuple(found for found in self._spellings(closes) if found != close)
+            self._budgets[closes] = ThinkingBudget(0, close, self._spellings(opens), others)
+        known = self._budgets[closes]
+        return replace(known, tokens=tokens, opens=() if place == "inside" else known.opens)
+
+    def _spellings(self, markers: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The token ids that these texts may have in an answer: white space beside a text may be in its first and last token.
+
+        Those that hold another one are left out.
+        """
+        texts = [before + marker + behind for marker in markers for before in _BESIDE for behind in _BESIDE]
+        found = sorted({tuple(self.ids(text)) for text in texts}, key=lambda ids: (len(ids), ids))
+        kept = list[tuple[int, ...]]()
+        for ids in found:
+            if not any(ids[at : at + len(short)] == short for short in kept for at in range(len(ids))):
+                kept.append(ids)
+        return tuple(kept)
 
     def ids(self, marker: str) -> list[int]:
         """Token ids of a marker: one, mostly."""
