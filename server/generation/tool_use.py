@@ -75,7 +75,7 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: 
             )
         return ToolUse(tools)
     older = body.functions is not None
-    template = tokenizer.chat_template or ""
+    template = tokenizer.template_for(True) or ""
     facts = TemplateFacts.of(template)
     once = older or isinstance(choice, dict) or facts.single_call  # more could not be sent back
     several = body.parallel_tool_calls is not False and not once

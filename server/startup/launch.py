@@ -231,7 +231,7 @@ def _make_app(client: ProcessClient, path: Path, settings: ServerSettings, templ
 
     tokenizer = Tokenizer.from_directory(path)
     if template is not None:
-        tokenizer.chat_template = template
+        tokenizer.chat_template, tokenizer.tool_template = template, None
     app = create_app(client, tokenizer, settings)
     app.openapi()  # kept for whoever asks: making it would hold up streams
     return app

@@ -58,14 +58,20 @@ class TextService:
     def __init__(self, tokenizer: Tokenizer, settings: ServerSettings) -> None:
         self._tokenizer = tokenizer
         self._settings = settings
-        self._template_source = tokenizer.chat_template
-        self._template_facts = TemplateFacts.of(tokenizer.chat_template or "")
-        self._call_form = format_of(settings.tool_call_parser, tokenizer.chat_template).form
+        # By whether functions are on offer.
+        sources = {tools: tokenizer.template_for(tools) for tools in (False, True)}
+        self._template_facts = {
+            tools: None if source is None else TemplateFacts.of(source) for tools, source in sources.items()
+        }
+        self._call_form = {
+            tools: format_of(settings.tool_call_parser, source).form for tools, source in sources.items()
+        }
         self._pool = TextPool(
             TextSource(
                 tokenizer=tokenizer.backend.to_str(),
                 special_tokens=tokenizer.special_tokens,
-                chat_template=self._template_source,
+                chat_template=tokenizer.chat_template,
+                tool_template=tokenizer.tool_template,
             ),
             short=settings.text_processes,
             large=1,
@@ -259,7 +265,8 @@ class TextService:
         max_model_len: refuse messages before rendering them if their text alone cannot fit into so many tokens.
         truncated: their tokens will be cut, so they may be longer than that.
         """
-        if self._template_source is None:
+        facts = self._template_facts[bool(tools)]
+        if facts is None:
             raise bad_request(
                 "this model has no chat template: use /v1/completions, or start the server with a chat template",
                 "messages",
@@ -277,8 +284,7 @@ class TextService:
             raise bad_request("continue_final_message needs a last message of role assistant", "continue_final_message")
         # Turning thousands of messages into plain data takes a while, too.
         many = len(messages) > 64 or bool(tools)
-        facts = self._template_facts
-        prepared = messages, facts, variables, tools, self._call_form
+        prepared = messages, facts, variables, tools, self._call_form[bool(tools)]
         plain, size = await self.on_thread(_prepare, *prepared) if many else _prepare(*prepared)
         with _told("messages", "the chat template, on these messages,", self._template_limits, "template"):
             text: str = await self._pool.run(
@@ -288,6 +294,7 @@ class TextService:
                 continuing,
                 variables,
                 tools if facts.tools else None,
+                bool(tools),
                 size=size,
                 limits=self._template_limits,
                 caller=caller,

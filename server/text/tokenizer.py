@@ -26,7 +26,8 @@ class Tokenizer:
     """A loaded tokenizer. Every method may be called from any thread.
 
     vocab_size: one more than the largest id. special_tokens: named tokens (bos_token, eos_token, …) as text.
-    chat_template: the default template's source; chat_templates: all of them by name ("default", "tool_use", …).
+    chat_template: the default template's source; tool_template: that of chats with functions, where they have one of their own;
+    chat_templates: all of them by name ("default", "tool_use", …).
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.chat_template = self.chat_templates.get("default")
+        self.tool_template = self.chat_templates.get("tool_use")
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(index for index, token in added.items() if token.special)
         ids = backend.get_vocab(with_added_tokens=True).values()
@@ -49,6 +51,10 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         self.pieces = PieceDecoder.for_tokenizer(backend)
         self._bytes: dict[int, bytes] = {}
+
+    def template_for(self, tools: bool) -> str | None:
+        """The source of the template for a chat. tools: whether functions are on offer."""
+        return self.tool_template if tools and self.tool_template is not None else self.chat_template
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:

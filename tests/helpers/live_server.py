@@ -119,6 +119,7 @@ def live_server(
     engine: ScriptedEngine | None = None,
     *,
     template: str | None = TEMPLATE,
+    tool_template: str | None = None,
     connections: ConnectionSettings | None = None,
     backend: tokenizers.Tokenizer | None = None,
     tls: ssl.SSLContext | None = None,
@@ -126,7 +127,8 @@ def live_server(
 ) -> Iterator[Live]:
     """Serve until the block ends. `settings` are fields of ServerSettings. backend: another tokenizer than the toy one."""
     engine = engine or ScriptedEngine()
-    templates = {} if template is None else {"default": template}
+    named = {"default": template, "tool_use": tool_template}
+    templates = {name: text for name, text in named.items() if text is not None}
     tokenizer = Tokenizer(backend or byte_level(), SPECIAL_TOKENS, templates)
     app = create_app(engine, tokenizer, ServerSettings(served_model_name=MODEL, **settings))
     listener = socket.create_server(("127.0.0.1", 0))

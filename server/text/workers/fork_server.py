@@ -65,17 +65,20 @@ def _load(control: socket.socket) -> TextTasks | None:
         return None
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(source.tokenizer), source.special_tokens)
     frames.send(control, Done())
-    template = None
-    if source.chat_template is not None:
+    templates = list[ChatTemplate | None]()
+    for text in (source.chat_template, source.tool_template):
+        if text is None:
+            templates.append(None)
+            continue
         limit_memory(COMPILE_MEMORY)
         try:
-            template = ChatTemplate(source.chat_template, source.special_tokens)
+            templates.append(ChatTemplate(text, source.special_tokens))
         except (ChatTemplateError, MemoryError) as error:
             frames.send(control, Refused(str(error) or "compiling it takes too much memory"))
             return None
         finally:
             limit_memory(None)
-    tasks = TextTasks(tokenizer, template)
+    tasks = TextTasks(tokenizer, *templates)
     frames.send(control, Done())
     tasks.prepare_grammars()  # a start does not wait for it
     return tasks

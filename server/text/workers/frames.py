@@ -20,11 +20,15 @@ _IDS_AT_ONCE = 100_000  # packed or unpacked in one go, which holds the interpre
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """What a text process loads: tokenizer.json as text, named special tokens, and the chat template, if there is one."""
+    """What a text process loads: tokenizer.json as text, named special tokens, and the chat template, if there is one.
+
+    tool_template: of chats with functions, where that is another one.
+    """
 
     tokenizer: str
     special_tokens: dict[str, str]
     chat_template: str | None
+    tool_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

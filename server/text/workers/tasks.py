@@ -23,9 +23,11 @@ from windlass.server.text.workers.frames import pack_ids, unpack_ids
 class TextTasks:
     """The jobs by name. Methods raise RequestError or ChatTemplateError where the input is at fault."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, tool_template: ChatTemplate | None = None
+    ) -> None:
         self._tokenizer = tokenizer
-        self._template = template
+        self._template, self._tool_template = template, tool_template or template
         self._grammars = FormCompiler(tokenizer)
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
@@ -93,10 +95,12 @@ class TextTasks:
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None,
+        with_tools: bool = False,
     ) -> str:
-        """A conversation as one text; see `ChatTemplate.render`."""
-        assert self._template is not None
-        return self._template.render(
+        """A conversation as one text; see `ChatTemplate.render`. with_tools: by the template for chats with functions."""
+        template = self._tool_template if with_tools else self._template
+        assert template is not None
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,

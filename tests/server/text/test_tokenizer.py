@@ -127,6 +127,11 @@ def test_named_chat_templates(tmp_path, form):
     )
     ours = Tokenizer.from_directory(tmp_path)
     assert ours.chat_template == "D" and ours.chat_templates == named
+    theirs = reference(tmp_path)
+    for tools in (None, [{"type": "function"}]):
+        assert ours.template_for(bool(tools)) == theirs.get_chat_template(tools=tools) == ("T" if tools else "D")
+    ours.tool_template = None
+    assert ours.template_for(True) == "D"
 
 
 def test_chat_template_files_in_order_of_precedence(tmp_path):

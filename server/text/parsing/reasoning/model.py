@@ -38,7 +38,7 @@ class ThinkingModel:
     """
 
     def __init__(self, parser: str, tokenizer: Tokenizer) -> None:
-        template = tokenizer.chat_template
+        template = tokenizer.chat_template or tokenizer.tool_template
         self._template = template or ""
         self._budgets: dict[
             tuple[str, ...], ThinkingBudget
@@ -46,7 +46,7 @@ class ThinkingModel:
         self.name = format_of_template(template) if parser == AUTO else parser
         self.format = FORMATS.get(self.name)
         self._tokenizer = tokenizer
-        self._read = variables_read(self._template, (*_SWITCHES, _EFFORT))
+        self._read = variables_read(self._template + (tokenizer.tool_template or ""), (*_SWITCHES, _EFFORT))
 
     def place(self, prompt: str, continued: str | None) -> Place:
         """Where an answer to the rendered prompt begins; see `ThinkingFormat.place`."""
