@@ -16,6 +16,7 @@ from typing import Any
 from windlass.server.http.connections import Connections
 from windlass.server.http.occasional import Occasional
 from windlass.server.http.refusals import REFUSALS
+from windlass.server.http.tls import use_small_buffers
 from windlass.server.http.uvicorn_protocol import HttpProtocol
 
 ACCEPTS_PER_TURN = 32  # of the event loop: requests in progress wait no longer than these take
@@ -43,6 +44,8 @@ class Acceptor:
         self._listener = listener
         self._connections = connections
         self._make_protocol = make_protocol
+        if tls is not None:
+            use_small_buffers()
         # Who ends a connection waits for the other end's word only so long.
         self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_shutdown_timeout": TLS_GOODBYE_SECONDS}
         self._loop = asyncio.get_running_loop()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ssl
+from asyncio import sslproto
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
+
+READ_BYTES = 32 * 1024  # two records of TLS
 
 
 def make_context(
@@ -37,3 +40,11 @@ def make_context(
             raise LoadError(f"--ssl-ca-certs {ca_certs} cannot be used ({error}): give certificates in PEM") from None
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def use_small_buffers() -> None:
+    """Have asyncio read connections under TLS in pieces of READ_BYTES, in this process from now on.
+
+    It would take 256 KiB for each connection when it comes, also for one that never says a word.
+    """
+    sslproto.SSLProtocol.max_size = READ_BYTES

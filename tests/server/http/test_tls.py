@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import ssl
@@ -16,7 +17,7 @@ from helpers.live_server import Live, live_server
 from helpers.raw_client import wait_for
 
 from windlass.engine.errors import LoadError
-from windlass.server.http.tls import make_context
+from windlass.server.http.tls import READ_BYTES, make_context
 from windlass.server.options.connection_settings import ConnectionSettings
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates with")
@@ -74,6 +75,17 @@ def test_answers_and_streams(live: Live, files: Files) -> None:
         httpx.get(f"{live.url}/health", timeout=10)
 
 
+def test_a_connection_takes_little_memory(live: Live, files: Files) -> None:
+    wait_for(lambda: len(live.registry) == 0)
+    raw = socket.create_connection(("127.0.0.1", httpx.URL(live.url).port))
+    with trusting(files).wrap_socket(raw, server_hostname="127.0.0.1") as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        (held,) = live.registry._holders
+        protocol = held.transport._transport._ssl_protocol  # type: ignore[attr-defined]
+        assert len(protocol._ssl_buffer) == READ_BYTES
+
+
 def test_what_is_no_handshake_counts_and_ends(live: Live, files: Files) -> None:
     wait_for(lambda: len(live.registry) == 0)
     port = httpx.URL(live.url).port
@@ -98,6 +110,48 @@ def test_what_is_no_handshake_counts_and_ends(live: Live, files: Files) -> None:
             while wrong.recv(4096):  # an alert, perhaps, and the end
                 pass
     assert httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10).status_code == 200
+
+
+def client_hello(files: Files) -> bytes:
+    """The first bytes of a client."""
+    outgoing = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        trusting(files).wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="127.0.0.1").do_handshake()
+    return outgoing.read()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["nothing", "half a hello", "a hello and no more"])
+def test_a_handshake_that_stops_is_counted_and_ends_in_time(files: Files, share: float) -> None:
+    """Also one that says a byte now and then: the time is that of the first request's head, from the beginning."""
+    bounds = ConnectionSettings(header_seconds=1.0, max_connections=8, max_per_address=3)
+    hello = client_hello(files)
+    begun = hello[: int(share * len(hello))]
+    with live_server(tls=make_context(files.cert, files.key), connections=bounds) as live:
+        port = httpx.URL(live.url).port
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+        try:
+            for one in held:
+                one.sendall(begun)
+                one.settimeout(20)
+            wait_for(lambda: len(live.registry) == 3)
+            with socket.create_connection(("127.0.0.1", port)) as another:  # the address has all that it may have
+                another.settimeout(20)
+                with contextlib.suppress(ConnectionResetError):
+                    assert another.recv(1) == b""
+            if 0 < share < 1:
+                with contextlib.suppress(OSError):
+                    for at in range(len(begun), len(begun) + 8):
+                        held[0].sendall(hello[at : at + 1])
+                        time.sleep(0.3)
+            for one in held:
+                with contextlib.suppress(ConnectionResetError):
+                    while one.recv(4096):  # the server's part of the handshake, and the end
+                        pass
+            wait_for(lambda: len(live.registry) == 0)
+        finally:
+            for one in held:
+                one.close()
+        assert httpx.get(f"{live.url}/health", verify=trusting(files), timeout=10).status_code == 200
 
 
 def test_clients_show_a_certificate_where_they_are_asked_for_one(files: Files) -> None:
