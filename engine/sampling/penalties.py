@@ -76,7 +76,8 @@ class LogitsProcessor:
         allowed, forbidden = self._allowed, self._forbidden(slot, complete=mask is not None and mask.complete)
         if (budget := self._sampling.thinking) is not None:
             forced = forced_token(budget, slot.token_ids, slot.num_prompt_tokens)
-            if forced is not None:
+            # A grammar may want a character finished first.
+            if forced is not None and (mask is None or mask.allows(forced)):
                 allowed, forbidden = self._ids((forced,)), self._nothing
         bias_ids, bias = self._bias_ids, self._bias
         bits = None if mask is None else mask.bits

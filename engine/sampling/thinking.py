@@ -10,27 +10,37 @@ from collections.abc import Sequence
 from windlass.engine.api.request import ThinkingBudget
 
 _MOST_LEAD = 2  # tokens, of white space mostly, that may stand before an opening marker
+_MOST_DELAY = 3  # tokens that may finish a character whose first byte was the last of the budget
 
 
 def forced_token(budget: ThinkingBudget, token_ids: Sequence[int], num_prompt_tokens: int) -> int | None:
-    """The token that must come next, if one must. token_ids: prompt and output so far."""
-    drawn, close = len(token_ids) - num_prompt_tokens, budget.close
-    longest = _MOST_LEAD + max(map(len, budget.opens), default=0)
-    if not budget.tokens <= drawn < longest + budget.tokens + len(close):
+    """The token that must come next, if one must. token_ids: prompt and output so far.
+
+    Where something else came at its place, as a grammar had it, it must come at one of the next.
+    """
+    drawn = len(token_ids) - num_prompt_tokens
+    longest = _MOST_LEAD + max(map(len, budget.opens), default=0) + len(budget.close) + _MOST_DELAY
+    if not budget.tokens <= drawn < longest + budget.tokens:
         return None  # as at nearly every step
     output = list(token_ids[num_prompt_tokens:])
     begin = _begin(budget, output)
-    if begin is None or drawn < begin + budget.tokens:
+    if begin is None:
         return None
-    thought, forced = output[begin : begin + budget.tokens], output[begin + budget.tokens :]
-    if any(_stands_in(thought, marker) for marker in (close, *budget.closes)):
-        return None
-    # The thinking may be about to close by itself: what stands of the marker is not said twice.
-    said = next(
-        n for n in range(min(len(close) - 1, len(thought)), -1, -1) if thought[len(thought) - n :] == [*close[:n]]
-    )
-    left = close[said:]
-    return left[len(forced)] if len(forced) < len(left) and (*forced,) == left[: len(forced)] else None
+    for tokens in range(budget.tokens, min(budget.tokens + _MOST_DELAY, drawn - begin) + 1):
+        thought, behind = output[begin : begin + tokens], output[begin + tokens :]
+        if any(_stands_in(thought, marker) for marker in (budget.close, *budget.closes)):
+            return None
+        left = _left(budget.close, thought)
+        if len(behind) < len(left) and _starts(left, behind, 0):
+            return left[len(behind)]
+    return None
+
+
+def _left(close: Sequence[int], thought: list[int]) -> list[int]:
+    """What closes the thinking: it may have begun to close by itself, and what stands of the marker is not said twice."""
+    most = min(len(close) - 1, len(thought))
+    said = next(n for n in range(most, -1, -1) if thought[len(thought) - n :] == [*close[:n]])
+    return [*close[said:]]
 
 
 def _begin(budget: ThinkingBudget, output: list[int]) -> int | None:

@@ -22,6 +22,9 @@ class Mask:
     bits: Tensor
     complete: bool
 
+    def allows(self, token_id: int) -> bool:
+        return bool(int(self.bits[token_id // 32]) >> (token_id % 32) & 1)
+
 
 def no_token(vocab_size: int) -> Mask:
     """The mask of a text that the grammar does not have."""

@@ -82,6 +82,12 @@ def test_a_marker_of_several_tokens() -> None:
     assert forced_token(budget, [0, 4, 5], 1) is None  # closed in other words
 
 
+def test_where_something_else_had_to_come_first() -> None:
+    budget = ThinkingBudget(2, (7, 8))
+    assert [forced_token(budget, [0, 1, 1, *(5, 5, 5, 5)[:n]], 1) for n in range(5)] == [7, 7, 7, 7, None]
+    assert [forced_token(budget, [0, 1, 1, 5, *(7, 8)[:n]], 1) for n in range(3)] == [7, 8, None]
+
+
 def run(sampling: SamplingParams, draft: tuple[int, ...]) -> list[int]:
     """Greedy output of a model that wants TEXT always; each step proposes `draft`."""
     sampler = Sampler(8, bind("cpu", "float32"))

@@ -6,6 +6,8 @@ import json
 
 import pytest
 import tokenizers
+from helpers.engines import greedy, make_core, run
+from helpers.grammar_draws import DEMO, demo_tokenizer
 from helpers.toy_tokenizers import byte_level
 from llguidance import LLMatcher, LLTokenizer
 
@@ -88,3 +90,28 @@ def test_granites_words() -> None:
 @pytest.mark.parametrize("parser, place", [("none", "before"), ("qwen3", "behind"), ("gpt_oss", "behind")])
 def test_where_nothing_is_thought(parser: str, place: Place) -> None:
     assert behind_thinking(JSON, ThinkingModel(parser, tokenizer(True)), place, (EOS,)) is JSON
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4])
+def test_a_budget_in_words_that_ends_inside_a_character(tokens: int) -> None:
+    """The character is finished first, since the words and the answer behind it could not come otherwise."""
+    text = demo_tokenizer()
+    model = ThinkingModel("granite", text)
+    budget = model.budget(tokens, "inside")
+    assert budget is not None and len(budget.close) > 1
+    first = [i for i in range(text.vocab_size) if text.token_bytes(i) in (b"\xe2", b"\xc3")]
+    request = greedy(
+        "x",
+        text.encode("It is"),
+        max_tokens=60,
+        ignore_eos=False,
+        thinking=budget,
+        grammar=behind_thinking(REGEX, model, "inside", (2,)),
+        logit_bias=dict.fromkeys(first, 40.0),
+    )
+    sample = run(make_core(DEMO), [request])["x", 0]
+    assert sample.outputs[-1].error is None and sample.finish_reason == "stop"
+    close = list(budget.close)
+    begin = next(at for at in range(len(sample.token_ids)) if sample.token_ids[at : at + len(close)] == close)
+    assert tokens <= begin <= tokens + 2
+    b"".join(map(text.token_bytes, sample.token_ids)).decode()  # whole characters
