@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class KeyRange(NamedTuple):
+    """Keys [begin, end) of a sequence, the row of q in which its first query meets them, and how far a query sees back."""
+
+    begin: int
+    end: int
+    row: int
+    reach: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,8 +30,11 @@ class AttentionCall:
     A query's *index* is its place in its sequence: the last row of sequence b has index seq_lens[b] - 1. Scores are
     q.k * scale * score_scale, then soft_cap * tanh(score / soft_cap) (Gemma 2), then what a query does not see is hidden.
 
-    Queries are [T, Hq, D]. With *query versions* they are [V, T, Hq, D], and the key at index j of sequence b meets the
-    version that belongs to the first range whose end lies behind j; all ranges share one softmax.
+    Queries are [T, Hq, D]. With *ranges* they are [N, Hq, D], N >= T: a row for every version of a query. A key that was
+    rotated at position s and shall stand at e meets the query turned by s - e, so moving keys costs a version of the query
+    and no byte of any page. The slots of a sequence are cut into ranges; the first query of sequence b meets the keys of
+    range r in row range_rows[b, r] of q, its next queries row by row behind that. All ranges of a query share one softmax.
+    Ranges need `causal`, no window (that is what reaches are for) and no chunk: ValueError otherwise.
     """
 
     block_tables: Tensor  # [B, max_blocks] int32; -1 is allowed where no query sees any key of the block
@@ -35,8 +47,18 @@ class AttentionCall:
     sink_logits: Tensor | None = None  # [Hq] float32, learned logits that stand in the softmax's denominator only
     causal: bool = True  # whether keys behind a query are hidden from it
     chunk: int | None = None  # a query at index i sees keys of its own chunk i // chunk only
-    range_ends: Tensor | None = None  # [B, R] int64, rising; the last is seq_lens at least
-    range_versions: Tensor | None = None  # [B, R] int32, 0 to V - 1
+    range_ends: Tensor | None = None  # [B, R] int64, rising, padding repeats ends; the last is seq_lens at least
+    range_rows: Tensor | None = None  # [B, R] int64, rows of q; -1: a hole, whose keys and table entries are never read
+    range_reaches: Tensor | None = None  # [B, R] int64; index i sees key j where j <= i and i - j < reach
+
+    def __post_init__(self) -> None:
+        given = [part is not None for part in (self.range_ends, self.range_rows, self.range_reaches)]
+        if not any(given):
+            return
+        if not all(given):
+            raise ValueError("range_ends, range_rows and range_reaches come together")
+        if self.window is not None or self.chunk is not None or not self.causal:
+            raise ValueError("attention over ranges is causal, without a window or chunk of its own")
 
     @classmethod
     def of_single_tokens(
@@ -55,8 +77,8 @@ class AttentionCall:
         return self.score_scale.shape[0]
 
     @property
-    def has_versions(self) -> bool:
-        """Whether q has a dimension of versions."""
+    def has_ranges(self) -> bool:
+        """Whether keys are met in ranges, and q has a row for every version of a query."""
         return self.range_ends is not None
 
     @property
@@ -68,6 +90,10 @@ class AttentionCall:
     def only_single_tokens(self) -> bool:
         """Whether every sequence has one new token: row b of q is then that of sequence b."""
         return self.score_scale.shape[0] == self.seq_lens.shape[0]
+
+    def queries(self, q: Tensor, tokens: Tensor | slice) -> Tensor:
+        """What of q a call for some tokens only takes: their rows, or all where ranges name rows."""
+        return q if self.has_ranges else q[tokens]
 
     def scaled(self, q: Tensor) -> Tensor:
         """q [T, Hq, D] in float32, times the scales of its rows."""
@@ -86,7 +112,10 @@ class AttentionCall:
         return first, end
 
     def single_tokens(self) -> tuple[Tensor, AttentionCall] | None:
-        """The rows [N] of q that are the only new token of their sequence, and the call for them alone; None without any."""
+        """The tokens [N] that are the only new one of their sequence, and the call for them alone; None without any.
+
+        That call takes these rows of q (see `queries`), or the whole q where there are ranges.
+        """
         sequences = (self.query_start.diff() == 1).nonzero().squeeze(1)
         if not sequences.numel():
             return None
@@ -98,12 +127,13 @@ class AttentionCall:
             seq_lens=self.seq_lens[sequences],
             score_scale=self.score_scale[rows],
             range_ends=None if self.range_ends is None else self.range_ends[sequences],
-            range_versions=None if self.range_versions is None else self.range_versions[sequences],
+            range_rows=None if self.range_rows is None else self.range_rows[sequences],
+            range_reaches=None if self.range_reaches is None else self.range_reaches[sequences],
         )
         return rows, call
 
     def sequences(self, fewest: int = 1) -> Iterator[tuple[slice, int, AttentionCall]]:
-        """Rows of q, length, and call of every sequence that has at least so many new tokens, one by one."""
+        """Tokens, length, and call of every sequence that has at least so many new tokens, one by one; see `single_tokens`."""
         starts, lengths = self.query_start.tolist(), self.seq_lens.tolist()
         for b, length in enumerate(lengths):
             rows, one = slice(starts[b], starts[b + 1]), slice(b, b + 1)
@@ -116,7 +146,8 @@ class AttentionCall:
                 seq_lens=self.seq_lens[one],
                 score_scale=self.score_scale[rows],
                 range_ends=None if self.range_ends is None else self.range_ends[one],
-                range_versions=None if self.range_versions is None else self.range_versions[one],
+                range_rows=None if self.range_rows is None else self.range_rows[one],
+                range_reaches=None if self.range_reaches is None else self.range_reaches[one],
             )
             yield rows, length, call
 
@@ -128,11 +159,52 @@ class AttentionCall:
         if self.batch_size != 1 or not self.causal:
             raise ValueError("only causal attention of one sequence goes token by token")
         count = self.num_tokens
+        rows = self.range_rows
+        if rows is not None:
+            following = rows + torch.arange(count, device=rows.device)[:, None]  # [Q, R]
+            rows = torch.where(rows < 0, rows, following)
         return replace(
             self,
             block_tables=self.block_tables.expand(count, -1),
             query_start=torch.arange(count + 1, device=self.seq_lens.device),
             seq_lens=self.seq_lens - torch.arange(count - 1, -1, -1, device=self.seq_lens.device),
-            range_ends=None if self.range_ends is None else self.range_ends.expand(count, -1),
-            range_versions=None if self.range_versions is None else self.range_versions.expand(count, -1),
+            range_ends=None if self.range_ends is None else self.range_ends.repeat(count, 1),
+            range_rows=rows,
+            range_reaches=None if self.range_reaches is None else self.range_reaches.repeat(count, 1),
         )
+
+    def some_tokens(self, begin: int, end: int) -> AttentionCall:
+        """The call for some of the new tokens of one sequence, which see no key behind the last of them.
+
+        For causal calls of one sequence (see `sequences`).
+        """
+        rows = self.range_rows
+        return replace(
+            self,
+            query_start=torch.tensor([0, end - begin], device=self.seq_lens.device),
+            seq_lens=self.seq_lens - (self.num_tokens - end),
+            score_scale=self.score_scale[begin:end],
+            range_rows=None if rows is None else torch.where(rows < 0, rows, rows + begin),
+        )
+
+    def key_ranges(self) -> list[KeyRange]:
+        """What the queries of a call of one sequence with ranges see, in order; holes and what no query sees are left out.
+
+        Raises ValueError where the ranges end before the last key, IndexError for a row below -1.
+        """
+        if self.range_ends is None or self.range_rows is None or self.range_reaches is None:
+            raise ValueError("the call has no ranges")
+        length, found, begin = int(self.seq_lens[0]), list[KeyRange](), 0
+        ends, rows, reaches = (part[0].tolist() for part in (self.range_ends, self.range_rows, self.range_reaches))
+        if length and not (ends and ends[-1] >= length):
+            raise ValueError(f"the last range ends before key {length - 1}")
+        for end, row, reach in zip(ends, rows, reaches, strict=True):
+            end = min(end, length)
+            first = max(begin, length - self.num_tokens - reach + 1)  # of the first query
+            begin = max(begin, end)
+            if row == -1 or reach <= 0 or first >= end:
+                continue
+            if row < -1:
+                raise IndexError(f"range_rows: {row} is no row of q")
+            found.append(KeyRange(first, end, row, reach))
+        return found

@@ -229,12 +229,21 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """q as it is, and under it versions of some of its rows, each rotated by one more angle; see `AttentionCall`.
+
+        q: [T, Hq, D] rotated, any row and head strides. rows: [M] int64, M > 0. cos, sin: [M, d/2] float32, d <= D; of width 0
+        for plain copies. Returns [T + M, Hq, D] in q's dtype, contiguous: row T + m is q[rows[m]], the half-split pairs of its
+        first d dims rotated in float32 by the m-th angle. Raises ValueError, and IndexError for a row that q lacks.
+        """
+
+    @abstractmethod
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         """Attention of each sequence's new tokens over its cached keys, in float32.
 
-        q: [T, Hq, D] rotated, or [V, T, Hq, D] with query versions. Returns [T, Hq, Dv] in q's dtype. Only keys and values
-        that some query sees are read. Raises ValueError where q and the call disagree, and, if deterministic, for a call
-        that no deterministic form does.
+        q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only keys and values that some
+        query sees are read. Raises ValueError where q and the call disagree, and IndexError for a block or a row of q that is
+        none.
         """
 
     # Drawing

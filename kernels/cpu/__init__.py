@@ -24,6 +24,7 @@ from windlass.kernels.cpu.rotary import (
     rotary_angles,
     rotate_and_append,
     rotate_refusal,
+    turn_queries,
 )
 from windlass.kernels.cpu.sampling import CompiledDraw, draw_tokens, drawing_memory, token_logprobs
 
@@ -59,5 +60,6 @@ __all__ = [
     "runnable",
     "soft_cap",
     "token_logprobs",
+    "turn_queries",
     "unavailable_reason",
 ]

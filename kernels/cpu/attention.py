@@ -22,7 +22,7 @@ def call_refusal(call: AttentionCall) -> str | None:
     """What such a call asks for that the functions below do not do, or None."""
     if not call.causal or call.chunk is not None:
         return "queries see keys behind them, or only those of their chunk"
-    return "several versions of a query" if call.has_versions else None
+    return None
 
 
 def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | None:
@@ -47,17 +47,19 @@ def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | N
 def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library | None = None) -> Tensor:
     """Attention of one new token per sequence over its cached keys (its own, the last, included).
 
-    q: [B, Hq, D] rotated, any row and head strides. Of the call: query_start is not looked at; seq_lens may be int32 or
-    int64, 0 gives a row of zeros; rows of one sequence may share a table (`table.expand(B, -1)`), then they also share the
-    loads of its keys. A row's bits depend on its own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError,
-    and IndexError for a visible block that the table or the pages lack.
+    q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Of the call:
+    query_start is not looked at; seq_lens may be int32 or int64, 0 gives a row of zeros; rows of one sequence may share a
+    table (`table.expand(B, -1)`), then they also share the loads of its keys (without ranges). A row's bits depend on its
+    own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible block that the table
+    or the pages lack, or a row that q lacks.
     """
     reason = attention_refusal(q, pages, call)
     check(reason is None, f"paged_attention_decode: {reason}")
     tables, seq_lens, sinks = call.block_tables, call.seq_lens, call.sink_logits
-    batch, heads, _ = q.shape
+    batch, heads = call.batch_size, q.shape[1]
     sizes = page_sizes(pages.key, pages.value, pages.key_scale)
     wide = seq_lens.dtype == torch.int64
+    _check_rows(q, call, batch, "paged_attention_decode")
     check(
         tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
         f"paged_attention_decode: block_tables must be int32 [{batch}, max_blocks]",
@@ -88,19 +90,20 @@ def paged_attention_prefill(
 ) -> Tensor:
     """Causal attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
-    q: [T, Hq, D] rotated, any row and head strides. Sequences with fewer than `fewest` queries are passed over: their rows
-    of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on the chunk it came in
-    nor on the rows beside it. Returns out. Raises ValueError, and IndexError for a visible block that the tables or the
-    pages lack.
+    q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
+    passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on
+    the chunk it came in nor on the rows beside it. Returns out. Raises ValueError, and IndexError for a visible block that
+    the tables or the pages lack, or a row that q lacks.
     """
     name = "paged_attention_prefill"
     reason = attention_refusal(q, pages, call)
     check(reason is None, f"{name}: {reason}")
     tables, query_start, seq_lens, sinks = call.block_tables, call.query_start, call.seq_lens, call.sink_logits
-    tokens, heads, _ = q.shape
+    tokens, heads = call.num_tokens, q.shape[1]
     sizes = page_sizes(pages.key, pages.value, pages.key_scale)
     value_dim = sizes.value_dim
     batch = seq_lens.shape[0]
+    _check_rows(q, call, tokens, name)
     check(
         tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
         f"{name}: block_tables must be int32 [{batch}, max_blocks]",
@@ -133,6 +136,20 @@ def paged_attention_prefill(
     return out
 
 
+def _check_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
+    """ValueError unless q has the rows that a call for so many tokens takes, and its ranges are as the kernels read them."""
+    ends, rows, reaches = call.range_ends, call.range_rows, call.range_reaches
+    if ends is None or rows is None or reaches is None:
+        check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
+        return
+    for part in (ends, rows, reaches):
+        fits = part.dim() == 2 and part.shape == (call.batch_size, ends.shape[1]) and part.is_cpu
+        check(
+            fits and part.dtype == torch.int64 and part.is_contiguous(),
+            f"{name}: range_ends, range_rows and range_reaches must be int64 [{call.batch_size}, R], contiguous",
+        )
+
+
 def _arguments(
     q: Tensor,
     pages: KVPages,
@@ -145,7 +162,6 @@ def _arguments(
 ) -> AttentionArguments:
     """What has been checked, as the kernels take it. wide: lengths are int64."""
     key_scales, value_scales, sinks, ends = pages.key_scale, pages.value_scale, call.sink_logits, call.range_ends
-    q_version, q_row, q_head = q.stride()[:3] if call.has_versions else (0, *q.stride()[:2])
     return attention_arguments(
         *(q.data_ptr(), pages.key.data_ptr(), pages.value.data_ptr()),
         0 if key_scales is None else key_scales.data_ptr(),
@@ -155,9 +171,10 @@ def _arguments(
         *(call.seq_lens.data_ptr(), call.score_scale.data_ptr()),
         0 if sinks is None else sinks.data_ptr(),
         0 if ends is None else ends.data_ptr(),
-        0 if call.range_versions is None else call.range_versions.data_ptr(),
+        0 if call.range_rows is None else call.range_rows.data_ptr(),
+        0 if call.range_reaches is None else call.range_reaches.data_ptr(),
         out.data_ptr(),
-        *(q_version, q_row, q_head),
+        *(q.shape[0], q.stride(0), q.stride(1)),
         *(sizes.num_blocks, sizes.block_size, sizes.kv_heads, q.shape[-1], sizes.value_dim),
         *(tables.stride(0), tables.shape[1]),
         *(call.seq_lens.shape[0], q.shape[-2], 0 if ends is None else ends.shape[1]),
@@ -173,5 +190,9 @@ def _raise_for(code: int, name: str) -> None:
         raise MemoryError(f"{name}: no memory for partial results")
     if code == 2:
         raise IndexError(f"{name}: a visible key lies in a block that the tables or the pages lack")
+    if code == 4:
+        raise IndexError(f"{name}: range_rows name a row that q lacks")
+    if code == 5:
+        raise ValueError(f"{name}: the last range ends before the last key")
     if code:
         raise ValueError(f"{name}: the compiled kernels do not do what the call asks for")

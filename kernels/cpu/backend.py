@@ -42,6 +42,7 @@ from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 # Rows of bfloat16 from which torch's product leads where the processor multiplies them natively (measured on Zen 4: as
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
 _FEWEST_NATIVE_ROWS = 12
+_RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
 
 
 class CompiledBackend(Backend):
@@ -184,6 +185,9 @@ class CompiledBackend(Backend):
             library=self._library,
         )
 
+    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotary.turn_queries(q, rows, cos, sin, library=self._library)
+
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         if attention.call_refusal(call):
             return self._torch.paged_attention(q, pages, call)
@@ -195,7 +199,7 @@ class CompiledBackend(Backend):
         singles = call.single_tokens()
         if singles is not None:
             rows, own = singles
-            out[rows] = self._decode(q[rows], pages, own)
+            out[rows] = self._decode(own.queries(q, rows), pages, own)
         return out
 
     def _decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
@@ -203,7 +207,11 @@ class CompiledBackend(Backend):
 
     def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         """Each query as the last token of a sequence of its own length: the bits that decoding gives."""
-        return self._decode(q, pages, call.token_by_token())
+        if not call.has_ranges:
+            return self._decode(q, pages, call.token_by_token())
+        # Partial results of every range take memory; a row's bits are the same in any company.
+        parts = [(t, min(t + _RANGE_ROWS, call.num_tokens)) for t in range(0, call.num_tokens, _RANGE_ROWS)]
+        return torch.cat([self._decode(q, pages, call.some_tokens(*part).token_by_token()) for part in parts])
 
     def row_maxima(self, logits: Tensor) -> tuple[list[int], list[float]]:
         return self._torch.row_maxima(logits)

@@ -73,6 +73,10 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
         *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
     ],
+    "turn_queries": [
+        *(*_TENSOR3, _INT, _POINTER, _POINTER, _LONG, _POINTER, _LONG),  # q, rows, cos, sin
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # out: tokens, turned ones, heads, dim, half
+    ],
     "rotary_angles": [
         *(_POINTER, _LONG, _LONG, _LONG),  # inverse frequencies: groups, rows, half
         *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER),  # rows, positions, tokens, cos, sin
@@ -128,6 +132,7 @@ class Library:
     rerotate_cached_keys: Function
     rotate_and_append_int8: Function
     rerotate_cached_keys_int8: Function
+    turn_queries: Function
     rotary_angles: Function
     rms_norm: Function
     gated_activation: Function

@@ -40,6 +40,7 @@ _REPEATABLE = (
     "embed_rows",
     "linear_panels",
     "widen_blocks",
+    "turn_queries",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

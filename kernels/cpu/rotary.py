@@ -1,4 +1,4 @@
-"""Rotary position embedding on the CPU, through the compiled kernels: angles, rotation with append, re-rotation of cached keys.
+"""Rotary position embedding on the CPU, through the compiled kernels: angles, rotation with append, re-rotation, turned queries.
 
 Checks what would make the C code read or write astray, and raises with what is wrong. Knows nothing of requests or models.
 """
@@ -180,6 +180,47 @@ def rerotate_cached_keys(
         raise MemoryError("rerotate_cached_keys: no memory for a head")
     if code:
         raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+
+
+def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library | None = None) -> Tensor:
+    """q as it is, and under it versions of some of its rows, each rotated by one more angle.
+
+    q: [T, H, D] float32, bfloat16 or float16, any row and head strides. rows: [M] int64, contiguous. cos, sin: [M, d/2]
+    float32, d <= D. Returns [T + M, H, D], contiguous: row T + m is q[rows[m]] with its half-split pairs rotated in float32;
+    what is not rotated is copied bit by bit. Raises ValueError, and IndexError for a row that q lacks.
+    """
+    check(
+        q.dim() == 3 and q.dtype in TYPE_CODES and q.is_cpu and (q.shape[2] < 2 or q.stride(2) == 1),
+        f"turn_queries: q is {q.dtype} {tuple(q.shape)}, not a float CPU tensor [T, H, D] with adjacent elements",
+    )
+    (tokens, heads, dim), count, half = q.shape, rows.shape[0], cos.shape[-1]
+    check(2 * half <= dim, f"turn_queries: {2 * half} rotary dims in heads of {dim}")
+    check(vector_ok(rows, torch.int64, count), f"turn_queries: rows must be int64, contiguous [{count}]")
+    check(
+        table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
+        f"turn_queries: cos and sin must be float32 [{count}, d/2] with adjacent elements",
+    )
+    out = torch.empty((tokens + count, heads, dim), dtype=q.dtype)
+    code = (library or load()).turn_queries(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        TYPE_CODES[q.dtype],
+        rows.data_ptr(),
+        cos.data_ptr(),
+        cos.stride(0),
+        sin.data_ptr(),
+        sin.stride(0),
+        out.data_ptr(),
+        tokens,
+        count,
+        heads,
+        dim,
+        half,
+    )
+    if code:
+        raise IndexError(f"turn_queries: a row is none of {tokens}")
+    return out
 
 
 def rotary_angles(

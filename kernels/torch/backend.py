@@ -118,6 +118,9 @@ class TorchBackend(Backend):
             raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
 
+    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return reference.turn_queries(q, rows, cos, sin)
+
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         if batched.attention_refusal(call):
             return reference.paged_attention(q, pages, call)

@@ -23,7 +23,7 @@ Attention = Callable[[Tensor, KVPages, AttentionCall], Tensor]
 
 def attention_refusal(call: AttentionCall) -> str | None:
     """Why the functions below cannot do what is asked, or None when they can."""
-    return "several versions of a query" if call.has_versions else None
+    return "keys in ranges" if call.has_ranges else None
 
 
 def check(call: AttentionCall) -> None:
@@ -41,23 +41,25 @@ def paged_attention(
     decode: Attention | None = None,
     prefill: Attention | None = None,
 ) -> Tensor:
-    """See `reference.paged_attention`; raises ValueError with what `attention_refusal` says. Decode rows cost memory in
+    """See `reference.paged_attention`; raises ValueError with what `attention_refusal` says, of which calls with a `decode`
+    and a `prefill` of their own are free. Decode rows cost memory in
     B * max(seq_lens), prefill rows a mask of 256 * seq_len bytes, or 64 MiB of scores under a soft cap or with sinks.
 
     decode: what runs the single-token rows, `decode_attention` unless a backend has better. prefill: what runs a longer
     run of one sequence, `prefill_attention` unless the caller wants another.
     """
-    check(call)
+    if decode is None or prefill is None:
+        check(call)
     decode, prefill = decode or decode_attention, prefill or prefill_attention
     if call.only_single_tokens:
         return decode(q, pages, call)
-    out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
+    out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
     singles = call.single_tokens()
     if singles is not None:
         rows, own = singles
-        out[rows] = decode(q[rows], pages, own)
+        out[rows] = decode(own.queries(q, rows), pages, own)
     for part, _, own in call.sequences(fewest=2):
-        out[part] = prefill(q[part], pages, own)
+        out[part] = prefill(own.queries(q, part), pages, own)
     return out
 
 

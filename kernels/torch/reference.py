@@ -23,6 +23,7 @@ def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
+MAX_SCORE_BYTES = 64 << 20  # of the scores that attention over ranges holds at once
 SMALLEST_SCALE = 2.0**-100  # of an int8 head; below it the head counts as zeros
 
 
@@ -110,6 +111,17 @@ def rerotate_cached_keys(
         int8_layout.put_scales(pages.value_scale, targets, int8_layout.take_scales(pages.value_scale, sources))
 
 
+def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """q as it is, and under it versions of some of its rows, each rotated by one more angle.
+
+    q: [T, H, D]. rows: [M] int64. cos, sin: [M, d/2] float32, d <= D. Returns [T + M, H, D] in q's dtype, contiguous: row T + m
+    is q[rows[m]], its half-split pairs rotated in float32 by the m-th angle. Raises IndexError for a row that q lacks.
+    """
+    if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < q.shape[0]:
+        raise IndexError(f"turn_queries: a row is none of {q.shape[0]}")
+    return torch.cat((q, rotate_half_split(q[rows], cos, sin).to(q.dtype)))
+
+
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of inv_freq[:, rows] * positions, formed in float64.
 
@@ -123,15 +135,24 @@ def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Te
 def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     """Attention of each sequence's new tokens over its cached keys, in float32; every field of `AttentionCall` is taken.
 
-    q: [T, Hq, D] rotated, or [V, T, Hq, D] with query versions. Returns [T, Hq, Dv] in q's dtype. Only keys and values that
-    some query sees are read. Raises ValueError where q and the call disagree about versions.
+    q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only keys and values that some query
+    sees are read. With ranges, queries go in blocks whose scores take 64 MiB at most. Raises ValueError where q and the call
+    disagree about tokens or the ranges end before the last key, and IndexError for a row that q lacks.
     """
-    if q.dim() != 3 + call.has_versions:
-        raise ValueError(f"q has {q.dim()} dimensions, not {3 + call.has_versions}")
-    num_heads, num_kv_heads, block_size = q.shape[-2], pages.num_kv_heads, pages.block_size
-    out = q.new_empty(q.shape[-3], num_heads, pages.value_dim)
+    if q.shape[0] < call.num_tokens or (q.shape[0] > call.num_tokens and not call.has_ranges):
+        raise ValueError(f"q has {q.shape[0]} rows for {call.num_tokens} tokens")
+    num_heads, num_kv_heads = q.shape[-2], pages.num_kv_heads
+    out = q.new_empty(call.num_tokens, num_heads, pages.value_dim)
     for rows, length, own in call.sequences():
         num_queries = rows.stop - rows.start
+        if own.has_ranges:
+            step = max(1, MAX_SCORE_BYTES // (4 * num_heads * max(length, 1)))
+            for begin in range(0, num_queries, step):
+                end_query = min(begin + step, num_queries)
+                found = _attend_ranges(q, pages, own.some_tokens(begin, end_query))
+                out[rows.start + begin : rows.start + end_query] = found.to(q.dtype)
+            continue
+        block_size = pages.block_size
         first, end = call.visible(torch.arange(length - num_queries, length), length)  # [Q], on the host
         first_key, end_key = int(first[0]), int(end[-1])
         first_block = first_key // block_size
@@ -140,34 +161,48 @@ def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         keys = pages.keys_of(table, q.shape[-1]).flatten(0, 1)[seen]  # [S, Hkv, D]
         values = pages.values_of(table).flatten(0, 1)[seen]  # [S, Hkv, Dv]
         key_index = torch.arange(first_key, end_key, device=q.device)
-        scores = _scores(q[..., rows, :, :], keys, own, key_index) * (call.scale * own.score_scale[:, None])
-        if call.soft_cap is not None:
-            scores = soft_cap(scores, call.soft_cap)
+        query = q[rows].float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, -1)
+        scores = torch.einsum("qhgd,khd->hgqk", query, keys)
         first, end = first[:, None].to(q.device), end[:, None].to(q.device)
-        scores.masked_fill_((key_index < first) | (key_index >= end), float("-inf"))
-        if call.sink_logits is not None:
-            sinks = call.sink_logits.view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_queries, 1)
-            scores = torch.cat((scores, sinks), dim=-1)
-        weights = scores.softmax(dim=-1)[..., : len(keys)]
-        out[rows] = torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_heads, -1).to(q.dtype)
+        hidden = (key_index < first) | (key_index >= end)
+        out[rows] = _weigh(scores, values, hidden, own).to(q.dtype)
     return out
 
 
-def _scores(q: Tensor, keys: Tensor, call: AttentionCall, key_index: Tensor) -> Tensor:
-    """Products of one sequence's queries [(V,) Q, Hq, D] with keys [S, Hkv, D], float32 [Hkv, Hq / Hkv, Q, S]."""
-    query = q.float().view(*q.shape[:-2], keys.shape[1], q.shape[-2] // keys.shape[1], q.shape[-1])
-    if call.range_ends is None or call.range_versions is None:
-        return torch.einsum("qhgd,khd->hgqk", query, keys)
-    # The first range whose end lies behind the key.
-    place = torch.searchsorted(call.range_ends[0].contiguous(), key_index, right=True)  # [S]
-    if int(place[-1]) >= call.range_ends.shape[1]:
-        raise ValueError(f"the last range ends before key {int(key_index[-1])}")
-    versions = call.range_versions[0, place]
-    scores: Tensor = query.new_empty(*query.shape[2:4], query.shape[1], keys.shape[0])
-    for version in sorted(set(versions.tolist())):
-        own = versions == version
-        scores[..., own] = torch.einsum("qhgd,khd->hgqk", query[version], keys[own])
-    return scores
+def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+    """The new tokens of one sequence over its ranges: float32 [Q, Hq, Dv]."""
+    num_queries, num_heads, num_kv_heads, block_size = call.num_tokens, q.shape[1], pages.num_kv_heads, pages.block_size
+    index = torch.arange(num_queries, device=q.device)[:, None] + (int(call.seq_lens[0]) - num_queries)  # [Q, 1]
+    scores = [torch.zeros(num_kv_heads, num_heads // num_kv_heads, num_queries, 0, device=q.device)]
+    values = [torch.zeros(0, num_kv_heads, pages.value_dim, device=q.device)]
+    hidden = [torch.zeros(num_queries, 0, dtype=torch.bool, device=q.device)]
+    for begin, end, row, reach in call.key_ranges():
+        if row + num_queries > q.shape[0]:
+            raise IndexError(f"range_rows: q has no rows {row} to {row + num_queries - 1}")
+        first_block = begin // block_size
+        table = call.block_tables[0, first_block : -(-end // block_size)].long()
+        seen = slice(begin - first_block * block_size, end - first_block * block_size)
+        keys = pages.keys_of(table, q.shape[-1]).flatten(0, 1)[seen]  # [S, Hkv, D]
+        query = q[row : row + num_queries].float().view(num_queries, num_kv_heads, num_heads // num_kv_heads, -1)
+        scores.append(torch.einsum("qhgd,khd->hgqk", query, keys))
+        values.append(pages.values_of(table).flatten(0, 1)[seen])  # [S, Hkv, Dv]
+        key_index = torch.arange(begin, end, device=q.device)
+        hidden.append((key_index > index) | (index - key_index >= reach))
+    return _weigh(torch.cat(scores, dim=-1), torch.cat(values), torch.cat(hidden, dim=-1), call)
+
+
+def _weigh(scores: Tensor, values: Tensor, hidden: Tensor, call: AttentionCall) -> Tensor:
+    """Of one sequence, from products [Hkv, Hq / Hkv, Q, S], values [S, Hkv, Dv] and hidden [Q, S] the result [Q, Hq, Dv]."""
+    num_kv_heads, group, num_queries, num_keys = scores.shape
+    scores = scores * (call.scale * call.score_scale[:, None])
+    if call.soft_cap is not None:
+        scores = soft_cap(scores, call.soft_cap)
+    scores.masked_fill_(hidden, float("-inf"))
+    if call.sink_logits is not None:
+        sinks = call.sink_logits.view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_queries, 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :num_keys]
+    return torch.einsum("hgqk,khd->qhgd", weights, values).reshape(num_queries, num_kv_heads * group, -1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

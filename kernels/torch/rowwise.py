@@ -8,6 +8,8 @@ of this. Additions, products and casts round correctly wherever they stand and m
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,12 +71,10 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])
 
 
-attention_refusal = batched.attention_refusal
-
-
 def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-    """See `reference.paged_attention`; raises ValueError with what `attention_refusal` says."""
-    batched.check(call)
+    """See `reference.paged_attention`."""
+    if call.has_ranges:
+        return _attend_ranges(q, pages, call)
     out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
     query = _rows(call.scaled(q))
     for rows, length, own in call.sequences():
@@ -82,6 +82,21 @@ def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         first, end = call.visible(index, length)
         for i, t in enumerate(range(rows.start, rows.stop)):
             out[t] = batched.attend_rows(query[t], pages, own, first[i : i + 1], end[i : i + 1])[0]
+    return out
+
+
+def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+    """Token by token, the versions that one meets its keys in taken together in a fresh buffer."""
+    out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
+    for rows, length, own in call.sequences():
+        for i, t in enumerate(range(rows.start, rows.stop)):
+            one = own.some_tokens(i, i + 1)
+            if one.range_rows is None or int(one.range_rows.max()) >= q.shape[0]:
+                raise IndexError(f"range_rows: sequence of {length} keys: q has {q.shape[0]} rows")
+            versions = q[one.range_rows[0].clamp(min=0)]  # [R, Hq, D]
+            places = torch.arange(len(versions), device=q.device)
+            one = replace(one, range_rows=torch.where(one.range_rows < 0, one.range_rows, places))
+            out[t] = reference.paged_attention(versions, pages, one)[0]
     return out
 
 

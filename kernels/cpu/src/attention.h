@@ -7,6 +7,8 @@
 // before them. While a chunk is worked on, the next one is asked for with all its heads, in the order in which it lies in
 // memory: one head at a time would be a stride that the hardware does not follow (measured: a third of the bandwidth).
 //
+// A call with ranges (attention_ranges.h) brings its own cuts: those of each range, with the row of q that meets it.
+//
 // Rows that share one table are the queries of one prompt. They go in packs, which share the loads of the chunks that all
 // of a pack see; every row still passes through the same cuts and chunks as it would alone, so its bits are the same.
 
@@ -51,14 +53,29 @@ struct Operands : AttentionArguments {
     }
 };
 
+// Keys [begin, end) of a row, and the row of q that meets them.
+struct Cut { long begin, end, query; };
+
 struct Attention : Operands {
     using Operands::Operands;
+    const long *range_first = nullptr;  // of calls with ranges: cuts before each row, and the cuts; see attention_ranges.h
+    const Cut *range_cuts = nullptr;
 
+    INLINE_MEMBER const Cut &range_cut(long b, long cut) const { return range_cuts[range_first[b] + cut]; }
     INLINE_MEMBER long first_key(long b) const { return window ? max_of(0, length(b) - window) : 0; }
-    INLINE_MEMBER long first_cut(long b) const { return first_key(b) / SPLIT; }
-    INLINE_MEMBER long cuts(long b) const { return length(b) <= 0 ? 0 : ceil_div(length(b), SPLIT) - first_cut(b); }
-    INLINE_MEMBER long begin_of(long b, long cut) const { return max_of(cut * SPLIT, first_key(b)); }
-    INLINE_MEMBER long end_of(long b, long cut) const { return min_of((cut + 1) * SPLIT, length(b)); }
+    INLINE_MEMBER long first_cut(long b) const { return range_cuts ? 0 : first_key(b) / SPLIT; }
+    INLINE_MEMBER long cuts(long b) const {
+        if (range_cuts) return range_first[b + 1] - range_first[b];
+        return length(b) <= 0 ? 0 : ceil_div(length(b), SPLIT) - first_cut(b);
+    }
+    INLINE_MEMBER long begin_of(long b, long cut) const {
+        return range_cuts ? range_cut(b, cut).begin : max_of(cut * SPLIT, first_key(b));
+    }
+    INLINE_MEMBER long end_of(long b, long cut) const {
+        return range_cuts ? range_cut(b, cut).end : min_of((cut + 1) * SPLIT, length(b));
+    }
+    // The row of q that meets the cut.
+    INLINE_MEMBER long query_of(long b, long cut) const { return range_cuts ? range_cut(b, cut).query : b; }
     // Where key `at` of row b and head 0 stands among all [slot][kv head] of the pages.
     INLINE_MEMBER long entry(long b, long at) const {
         return ((long)tables[b * table_row + at / block_size] * block_size + at % block_size) * kv_heads;
@@ -92,13 +109,13 @@ struct Scratch {
     }
 };
 
-// The queries of `rows` rows and one kv head, scaled for the softmax in base 2.
-static void load_queries(const Attention &p, const Scratch &s, long b, long rows, long head) {
+// The queries of `rows` rows from b on and one kv head, scaled for the softmax in base 2. query: the first one's row of q.
+static void load_queries(const Attention &p, const Scratch &s, long b, long query, long rows, long head) {
     const long group = p.group();
     for (long r = 0; r < rows; r++) {
         const float scale = (p.soft_cap != 0.0f ? p.scale : p.scale * LOG2_E) * p.score_scale[b + r];
         for (long i = 0; i < group; i++) {
-            const long source = (b + r) * p.q_row + (head * group + i) * p.q_head;
+            const long source = (query + r) * p.q_row + (head * group + i) * p.q_head;
             float *target = s.query + (r * group + i) * s.query_row;
             with_type(p.q_type, [&](auto *type) {
                 const auto *q = (decltype(type))p.q + source;

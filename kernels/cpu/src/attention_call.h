@@ -7,7 +7,7 @@
 #include <cstdint>
 
 struct AttentionArguments {
-    const void *q;                                  // [versions, tokens, heads, dim]
+    const void *q;                                  // [q_rows, heads, dim]; without ranges row t is token t's
     const void *keys, *values;                      // pages
     const float *key_scales, *value_scales;         // of int8 pages, else null
     const int32_t *tables;                          // [batch, table_columns]
@@ -15,10 +15,10 @@ struct AttentionArguments {
     const void *lengths;                            // [batch]
     const float *score_scale;                       // [tokens]
     const float *sinks;                             // [heads], or null
-    const int64_t *range_ends;                      // [batch, ranges], or null: one version
-    const int32_t *range_versions;                  // [batch, ranges]
+    const int64_t *range_ends;                      // [batch, ranges], or null: each token has its own row of q for all keys
+    const int64_t *range_rows, *range_reaches;      // [batch, ranges]; see attention_ranges.h
     void *out;                                      // [tokens, heads, value_dim]
-    long q_version, q_row, q_head;                  // strides of q
+    long q_rows, q_row, q_head;                     // rows of q, strides of q
     long num_blocks, block_size, kv_heads, dim, value_dim;
     long table_row, table_columns;
     long batch, heads, ranges;
@@ -29,7 +29,8 @@ struct AttentionArguments {
 
 // Whether the call asks for what no kernel does.
 static inline bool unknown_to_the_kernels(const AttentionArguments &a) {
-    return !a.causal || a.chunk != 0 || a.range_ends != nullptr;
+    return !a.causal || a.chunk != 0 || (a.range_ends && a.window != 0);
 }
 
-constexpr int NO_MEMORY = 1, NO_SUCH_BLOCK = 2, NOT_DONE_HERE = 3;  // what the entry points return, 0 for success
+// What the entry points return, 0 for success.
+constexpr int NO_MEMORY = 1, NO_SUCH_BLOCK = 2, NOT_DONE_HERE = 3, NO_SUCH_ROW = 4, KEYS_WITHOUT_RANGE = 5;

@@ -298,7 +298,7 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     for (long h = 0; h < heads; h++) {
         const Scratch s = all.from(h * rows * group);
         if (!loaded) {
-            load_queries(p, s, b, rows, head + h);
+            load_queries(p, s, b, p.query_of(b, cut), rows, head + h);
             for (long i = 0; i < rows * group; i++) arrange_query<T>(s.query + i * s.query_row, p.dim);
         }
         clear_results(s, rows * group);

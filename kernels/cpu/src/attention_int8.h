@@ -202,7 +202,7 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     for (long h = 0; h < heads; h++) {
         const Scratch s = all.from(h * queries);
         if (!loaded) {
-            load_queries(p, s, b, rows, head + h);
+            load_queries(p, s, b, p.query_of(b, cut), rows, head + h);
             for (long i = 0; i < queries; i++) Products::prepare(p, s.query + i * s.query_row);
         }
         clear_results(s, queries);

@@ -6,11 +6,13 @@
 // it: scores, running softmax in base 2, weighted values. Panels that no row of a tile sees are left out.
 //
 // Blocks stand at absolute places and a row's sums run in one order, so its bits depend neither on how the prompt was cut
-// into chunks nor on its neighbours. They are not those of the decode kernel, whose sums run in another order.
+// into chunks nor on its neighbours. Ranges (attention_ranges.h) are passed over one after the other, each with its version of
+// the unit's queries; weighted values, maxima and sums go on from one to the next. The bits are not those of the decode kernel, whose sums run in another order.
 
 #pragma once
 
 #include "attention.h"
+#include "attention_ranges.h"
 #include "int8_pages.h"
 #include "simd.h"
 
@@ -225,29 +227,36 @@ INLINE float soften_row(float *scores, long first, long last, long begin, long e
     return shrink;
 }
 
-// The query of a token and head, scaled for scores in base 2 but for a soft cap; element d goes to x[d * step].
-INLINE void load_query(const Prefill &p, long token, long head, float *x, long step) {
+// The query of a token and head, which lies in row `row` of q, scaled for scores in base 2 but for a soft cap; element d goes
+// to x[d * step].
+INLINE void load_query(const Prefill &p, long token, long row, long head, float *x, long step) {
     const float scale = (p.soft_cap != 0.0f ? p.scale : p.scale * LOG2_E) * p.score_scale[token];
     with_type(p.q_type, [&](auto *type) {
-        const auto *q = (decltype(type))p.q + token * p.q_row + head * p.q_head;
+        const auto *q = (decltype(type))p.q + row * p.q_row + head * p.q_head;
         for (long d = 0; d < p.dim; d++) x[d * step] = widen(q[d]) * scale;
     });
 }
 
-static NOINLINE void start_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+// The queries of a unit, the first of which lies in row `query` of q.
+static NOINLINE void load_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
     const long group = p.group(), rows = unit.count * group, padded = round_up(rows, TILE_ROWS);
     for (long r = 0; r < padded; r++) {
         float *target = w.query + r / TILE_ROWS * TILE_ROWS * p.dim + r % TILE_ROWS;
-        if (r < rows) load_query(p, unit.token + r / group, head * group + r % group, target, TILE_ROWS);
+        if (r < rows) load_query(p, unit.token + r / group, query + r / group, head * group + r % group, target, TILE_ROWS);
         else for (long d = 0; d < p.dim; d++) target[d * TILE_ROWS] = 0.0f;
-        w.top[r] = -__builtin_inff();
-        w.total[r] = 0.0f;
     }
+}
+
+// Nothing seen yet.
+static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit &unit) {
+    const long padded = round_up(unit.count * p.group(), TILE_ROWS);
+    for (long r = 0; r < padded; r++) w.top[r] = -__builtin_inff(), w.total[r] = 0.0f;
     for (long i = 0; i < padded * w.padded_values; i += W) store(w.acc + i, vf{});
 }
 
-// All rows of a unit over the packed block that begins at key `start` and of which `there` keys from `skip` on are packed.
-static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there) {
+// All rows of a unit over the packed block that begins at key `start` and of which keys [skip, there) are packed. reach:
+// keys a row sees up to itself.
+static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there, long reach) {
     const long group = p.group(), rows = unit.count * group;
     for (long r0 = 0; r0 < rows; r0 += PASS_ROWS) {
         const long tiles = ceil_div(min_of(PASS_ROWS, rows - r0), TILE_ROWS);
@@ -256,7 +265,7 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
         for (long t = 0; t < tiles; t++) {
             const long early = unit.position + (r0 + t * TILE_ROWS) / group;
             const long late = unit.position + min_of(r0 + (t + 1) * TILE_ROWS - 1, rows - 1) / group;
-            const long begin = max_of(skip, p.window ? early - p.window + 1 - start : 0);
+            const long begin = max_of(skip, early - reach + 1 - start);
             const long end = min_of(there, late + 1 - start);
             first[t] = begin / PANEL * PANEL, last[t] = round_up(end, PANEL);
             if (begin >= end) first[t] = last[t] = 0;
@@ -271,7 +280,8 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
             const long t = i / TILE_ROWS, r = r0 + i;
             if (first[t] == last[t]) continue;
             const long at = unit.position + min_of(r, rows - 1) / group - start;
-            const long begin = max_of(skip, p.window ? at - p.window + 1 : 0), end = min_of(there, at + 1);
+            // A row past the reach of a range that others of its tile still see begins where the tile ends.
+            const long begin = min_of(last[t], max_of(skip, at - reach + 1)), end = min_of(there, at + 1);
             w.shrink[r] = soften_row(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, w.top[r], w.total[r]);
         }
         for (long d = 0; d < w.padded_values; d += PANEL)
@@ -308,18 +318,26 @@ static void finish_unit(const Prefill &p, const Unit &unit, long head, const flo
     }
 }
 
-template <class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
-    start_unit(p, w, unit, head);
+// A unit over one range. Rows of other ranges go on from what is gathered.
+template <class T>
+static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, long head, const Range &range) {
     const int32_t *table = p.tables + unit.b * p.table_row;
-    const long first_key = p.window ? max_of(0, unit.position - p.window + 1) : 0, end_key = unit.position + unit.count;
+    const long first_key = range.first_seen(unit.position), end_key = min_of(range.end, unit.position + unit.count);
+    if (first_key >= end_key) return;
+    load_unit(p, w, unit, head, range.query + unit.token - p.query_start[unit.b]);
     for (long start = first_key / BLOCK_KEYS * BLOCK_KEYS; start < end_key; start += BLOCK_KEYS) {
         const long skip = max_of(0, first_key - start), there = min_of(BLOCK_KEYS, end_key - start);
         Block<T> block;
         block.find(p, table, head, start, skip, there);
         pack_keys(block, skip, there, p.dim, w.keys);
         pack_values(block, skip, there, p.value_dim, w.values);
-        pass_block(p, w, unit, start, skip, there);
+        pass_block(p, w, unit, start, skip, there, range.reach);
     }
+}
+
+template <class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+    clear_unit(p, w, unit);
+    each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<T>(p, w, unit, head, range); });
     finish_unit(p, unit, head, w.acc, w.padded_values, w.top, w.total);
 }
 

@@ -38,7 +38,7 @@ static NOINLINE void round_queries(const Prefill &p, const Workspace &w, const U
     const vf magic = splat(MAGIC);
     for (long r = 0; r < round_up(rows, STEP_ROWS); r++) {
         float x[MOST_DIM] = {};
-        if (r < rows) load_query(p, unit.token + r / group, head * group + r % group, x, 1);
+        if (r < rows) load_query(p, unit.token + r / group, unit.token + r / group, head * group + r % group, x, 1);
         vf most = {}, poison = {};
         for (long d = 0; d < padded; d += W) {
             most = larger((vf)((vu)load(x + d) & 0x7fffffffu), most);

@@ -9,6 +9,7 @@
 #include "attention_prefill.h"
 #include "attention_prefill_int8.h"
 #include "attention_prefill_int8_blocks.h"
+#include "attention_ranges.h"
 #include "names.h"
 #include "simd.h"
 #include "tiles.h"
@@ -40,7 +41,7 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
     }
     if (!queries) return 0;
 #if WINDLASS_INT8_PREFILL
-    const bool with_codes = sizeof(T) == 1 && prefill_codes::fit(p);
+    const bool with_codes = sizeof(T) == 1 && !p.range_ends && prefill_codes::fit(p);
     const long fewest_rows = with_codes ? prefill_codes::FEWEST_UNIT_ROWS : FEWEST_ROWS;
     const long fitting_rows = with_codes ? prefill_codes::fitting_rows(p) : UNIT_FLOATS / (p.dim + p.value_dim);
 #else
@@ -79,18 +80,15 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
 }
 
 // Sequences with fewer than `fewest` queries are passed over, their rows of out untouched. NO_SUCH_BLOCK: a query sees one
-// that the tables or the pages lack.
+// that the tables or the pages lack. With ranges as in attention_rows.h.
 EXPORT int WINDLASS_NAME(paged_attention_prefill)(const AttentionArguments *arguments, long fewest) {
     const Prefill p(*arguments);
     if (unknown_to_the_kernels(p)) return NOT_DONE_HERE;
     for (long b = 0; b < p.batch; b++) {
         const long queries = p.queries(b), length = p.length(b);
         if (queries < fewest || queries < 1) continue;
-        const long last = ceil_div(length, p.block_size);
-        const long first = p.window ? max_of(0, length - queries - p.window + 1) / p.block_size : 0;
-        if (length < queries || last > p.table_columns) return NO_SUCH_BLOCK;
-        for (long i = first; i < last; i++)
-            if (p.tables[b * p.table_row + i] < 0 || p.tables[b * p.table_row + i] >= p.num_blocks) return NO_SUCH_BLOCK;
+        if (length < queries) return NO_SUCH_BLOCK;
+        if (const int code = check_ranges(p, b, p.query_start[b], queries)) return code;
     }
     if (p.page_type == 0) return prefill_all<float>(p, max_of(1, fewest));
     if (p.page_type == 1) return prefill_all<bf16>(p, max_of(1, fewest));

@@ -11,6 +11,7 @@
 #include "attention_int8.h"
 #include "attention_int8_floats.h"
 #include "attention_int8_quads.h"
+#include "attention_ranges.h"
 #include "names.h"
 #include "simd.h"
 
@@ -76,15 +77,18 @@ template <class T> static int attend_alone(const Attention &p) {
                     const long at = unit / ceil_div(p.kv_heads, heads), head = unit % ceil_div(p.kv_heads, heads) * heads;
                     const long b = owner[at], cut = p.first_cut(b) + at - first[b], here = min_of(heads, p.kv_heads - head);
                     const long begin = p.begin_of(b, cut), end = p.end_of(b, cut);
-                    const bool goes_on = unit + 1 < stop && at + 1 < first[b + 1] && pieces == 1;
-                    if (unit == r * run || at == first[b]) {
+                    const bool follows = unit > r * run && at > first[b] && pieces == 1;
+                    // Between two ranges there may be a hole.
+                    const bool goes_on = unit + 1 < stop && at + 1 < first[b + 1] && pieces == 1 && p.begin_of(b, cut + 1) == end;
+                    if (!follows || p.end_of(b, cut - 1) != begin) {
                         if constexpr (sizeof(T) == 1) {
                             codes::Ahead(p, p.codes(), b, head, here, begin / PANEL_TOKENS * PANEL_TOKENS, min_of(begin / CHUNK * CHUNK + CHUNK, end)).ask(1 << 20);
                         } else {
                             Ahead<T>(p, b, head, here, begin, min_of(begin + CHUNK_KEYS<T>, end)).ask(1 << 20);
                         }
                     }
-                    attend_cut<T>(p, s, b, 1, head, here, cut, goes_on ? p.length(b) : end, unit > r * run && at > first[b] && pieces == 1);
+                    attend_cut<T>(p, s, b, 1, head, here, cut, goes_on ? p.end_of(b, cut + 1) : end,
+                                  follows && p.query_of(b, cut) == p.query_of(b, cut - 1));
                     for (long i = 0; i < here * group; i++)
                         keep_part(p, s, i, parts + (at * p.heads + head * group + i) * part_row);
                 }
@@ -161,24 +165,17 @@ template <class T> static int attend_packed(const Attention &p) {
     return failed;
 }
 
-// Whether every block that row b looks at is one of the pages.
-static bool blocks_are_there(const Attention &p, long b) {
-    const long last = ceil_div(max_of(0, p.length(b)), p.block_size);
-    if (last > p.table_columns) return false;
-    const int32_t *table = p.tables + b * p.table_row;
-    for (long i = p.first_key(b) / p.block_size; i < last; i++)
-        if (table[i] < 0 || table[i] >= p.num_blocks) return false;
-    return true;
-}
-
 // One token per sequence. A length of 0 gives a row of zeros. NO_SUCH_BLOCK: the tables name one in a query's sight that
-// they or the pages lack. With a table_row of 0 all rows share the first one's table.
+// they or the pages lack. With a table_row of 0 all rows share the first one's table. With ranges, NO_SUCH_ROW: one that is met by
+// a row that q lacks; KEYS_WITHOUT_RANGE: the last ends before the last key.
 EXPORT int WINDLASS_NAME(paged_attention_decode)(const AttentionArguments *arguments) {
-    const Attention p(*arguments);
+    Attention p(*arguments);
     if (unknown_to_the_kernels(p)) return NOT_DONE_HERE;
     for (long b = 0; b < p.batch; b++)
-        if (!blocks_are_there(p, b)) return NO_SUCH_BLOCK;
-    const bool packed = p.table_row == 0 && p.batch > 1;
+        if (const int code = check_ranges(p, b, b, 1)) return code;
+    RangeCuts cuts;
+    if (p.range_ends && cuts.find(p)) return NO_MEMORY;
+    const bool packed = p.table_row == 0 && p.batch > 1 && !p.range_ends;
     const auto attend = [&](auto *page) {
         typedef __typeof__(*page) T;
         return packed ? attend_packed<T>(p) : attend_alone<T>(p);

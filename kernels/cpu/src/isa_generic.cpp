@@ -64,8 +64,8 @@ EXPORT const FieldPlace *windlass_attention_fields() {
 #define PLACE(field) {#field, offsetof(AttentionArguments, field), sizeof(AttentionArguments::field)}
     static const FieldPlace places[] = {
         PLACE(q), PLACE(keys), PLACE(values), PLACE(key_scales), PLACE(value_scales), PLACE(tables), PLACE(query_start),
-        PLACE(lengths), PLACE(score_scale), PLACE(sinks), PLACE(range_ends), PLACE(range_versions), PLACE(out),
-        PLACE(q_version), PLACE(q_row), PLACE(q_head), PLACE(num_blocks), PLACE(block_size), PLACE(kv_heads), PLACE(dim),
+        PLACE(lengths), PLACE(score_scale), PLACE(sinks), PLACE(range_ends), PLACE(range_rows), PLACE(range_reaches),
+        PLACE(out), PLACE(q_rows), PLACE(q_row), PLACE(q_head), PLACE(num_blocks), PLACE(block_size), PLACE(kv_heads), PLACE(dim),
         PLACE(value_dim), PLACE(table_row), PLACE(table_columns), PLACE(batch), PLACE(heads), PLACE(ranges), PLACE(window),
         PLACE(chunk), PLACE(scale), PLACE(soft_cap), PLACE(q_type), PLACE(page_type), PLACE(lengths_are_64), PLACE(causal),
         {nullptr, sizeof(AttentionArguments), 0},

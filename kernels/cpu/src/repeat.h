@@ -67,6 +67,7 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
             case 8: code = make(call, WINDLASS_NAME(embed_rows)); break;
             case 9: code = make(call, panels::WINDLASS_NAME(linear_panels)); break;
             case 10: code = make(call, blocks::WINDLASS_NAME(widen_blocks)); break;
+            case 11: code = make(call, WINDLASS_NAME(turn_queries)); break;
         }
         if (code) return code;
     }

@@ -1,4 +1,4 @@
-// Rotary position embedding: angles, rotation with the append to the cache, and re-rotation of cached keys.
+// Rotary position embedding: angles, rotation with the append to the cache, re-rotation of cached keys, and versions of queries.
 
 #pragma once
 
@@ -218,6 +218,30 @@ EXPORT int WINDLASS_NAME(rerotate_cached_keys)(void *key_pages, void *value_page
             const long row = kv_heads * value_dim;
             __builtin_memcpy((T *)value_pages + targets[n] * row, (const T *)value_pages + sources[n] * row,
                              row * sizeof(T));
+        }
+    });
+    return 0;
+}
+
+// out = q [tokens, heads, dim] as it is, then q[rows[m]] for every m, rotated by the m-th of `turned` angles: the versions of queries
+// that attention_ranges.h tells of. out is contiguous, of q's type. Returns 2 for a row that q lacks, with nothing written.
+EXPORT int WINDLASS_NAME(turn_queries)(const void *q, long q_row, long q_head, int q_type, const int64_t *rows, const float *cos,
+                                       long cos_row, const float *sin, long sin_row, void *out, long tokens, long turned,
+                                       long heads, long dim, long half) {
+    for (long m = 0; m < turned; m++)
+        if (rows[m] < 0 || rows[m] >= tokens) return 2;
+    with_type(q_type, [&](auto *type) {
+        typedef __typeof__(*type) T;
+#pragma omp parallel for num_threads(threads_for((tokens + turned) * heads * dim, tokens + turned)) schedule(static)
+        for (long n = 0; n < tokens + turned; n++) {
+            const long m = n - tokens;
+            const T *source = (const T *)q + (m < 0 ? n : (long)rows[m]) * q_row;
+            T *target = (T *)out + n * heads * dim;
+            for (long h = 0; h < heads; h++, source += q_head, target += dim) {
+                const long turns = m < 0 ? 0 : 2 * half;
+                if (turns) rotate_head<false>(source, target, turns, half, cos + m * cos_row, sin + m * sin_row, 1.0f);
+                __builtin_memcpy(target + turns, source + turns, (dim - turns) * sizeof(T));
+            }
         }
     });
     return 0;

@@ -68,7 +68,8 @@ def test_every_field_holds_what_it_is_named_for() -> None:
         **{"q": q.data_ptr(), "keys": pages.key.data_ptr(), "values": pages.value.data_ptr(), "out": out.data_ptr()},
         **{"key_scales": None, "value_scales": None, "tables": tables.data_ptr(), "query_start": None},
         **{"lengths": lengths.data_ptr(), "score_scale": ones.data_ptr(), "sinks": sinks.data_ptr()},
-        **{"range_ends": None, "range_versions": None, "ranges": 0, "q_version": 0, "q_row": 72, "q_head": 8},
+        **{"range_ends": None, "range_rows": None, "range_reaches": None, "ranges": 0},
+        **{"q_rows": 2, "q_row": 72, "q_head": 8},
         **{"num_blocks": 5, "block_size": 16, "kv_heads": 3, "dim": 8, "value_dim": 4, "table_row": 7},
         **{"table_columns": 6, "batch": 2, "heads": 6, "window": 11, "chunk": 0, "scale": 0.25, "soft_cap": 3.0},
         **{"q_type": 0, "page_type": 2, "lengths_are_64": 0, "causal": 1},
@@ -86,9 +87,16 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     expected |= {"query_start": call.query_start.data_ptr(), "lengths": call.seq_lens.data_ptr(), "sinks": None}
     expected |= {"table_columns": 7, "window": 0, "soft_cap": 0.0, "scale": 0.5, "page_type": 3, "lengths_are_64": 1}
     assert {name: getattr(watched.found, name) for name, _ in AttentionArguments._fields_} == expected
+    ends, plain, all_of_it = torch.tensor([[1, 1]] * 2), torch.tensor([[0, 0], [1, 1]]), torch.full((2, 2), 9)
+    call = replace(call, range_ends=ends, range_rows=plain, range_reaches=all_of_it)
+    out = cpu.paged_attention_prefill(torch.zeros(5, 6, 8), codes, call, library=watched.library)
+    found = watched.found
+    addresses = (found.range_ends, found.range_rows, found.range_reaches)
+    assert addresses == (ends.data_ptr(), plain.data_ptr(), all_of_it.data_ptr())
+    assert (found.ranges, found.q_rows, found.batch, len(out)) == (2, 5, 2, 2)
 
 
-@pytest.mark.parametrize("change", [{"causal": 0}, {"chunk": 4}, {"range_ends": 8}], ids=str)
+@pytest.mark.parametrize("change", [{"causal": 0}, {"chunk": 4}, {"range_ends": 8, "window": 3}], ids=str)
 def test_the_kernels_refuse_what_they_do_not_do(form: Library, change: dict[str, int]) -> None:
     """Whoever fills the struct himself; Python refuses such a call before."""
     arguments = AttentionArguments(causal=1, kv_heads=1, heads=1, block_size=16)  # of no sequence

@@ -238,7 +238,6 @@ def test_refusals_say_why() -> None:
     assert "fit" in refusal(case.q[:, :3])
     assert "behind" in refusal(causal=False)
     assert "chunk" in refusal(chunk=8)
-    assert "versions" in refusal(range_ends=torch.tensor([[4]]), range_versions=torch.zeros(1, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match="block_table"):
         cpu.paged_attention_decode(case.q, pages, replace(call, block_tables=case.table.long()))
     with pytest.raises(ValueError, match="window"):

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import AttentionCall, KVPages, bind, cpu
+from windlass.kernels import AttentionCall, KVPages, bind
 from windlass.kernels.torch import batched, reference, rowwise
 
 BLOCK, DIM, VALUE_DIM = 4, 6, 5
-WITHOUT_VERSIONS = [reference.paged_attention, batched.paged_attention, rowwise.paged_attention]
+FORMS = [reference.paged_attention, batched.paged_attention, rowwise.paged_attention]
 
 
 class Case:
@@ -26,20 +26,16 @@ class Case:
         shapes: list[tuple[int, int]],
         heads: int = 4,
         kv_heads: int = 2,
-        versions: int = 0,
         sinks: bool = False,
         **options: Any,
     ) -> None:
-        self.shapes, self.versions, self.options = shapes, versions, options
+        self.shapes, self.options = shapes, options
         tokens, lengths = sum(new for _, new in shapes), [old + new for old, new in shapes]
-        self.q = torch.randn(max(versions, 1), tokens, heads, DIM)
+        self.q = torch.randn(tokens, heads, DIM)
         self.keys = [torch.randn(length, kv_heads, DIM) for length in lengths]
         self.values = [torch.randn(length, kv_heads, VALUE_DIM) for length in lengths]
         self.score_scale = torch.rand(tokens) + 0.5
         self.sinks = torch.randn(heads) * 3 if sinks else None
-        # Up to three ranges each; the last may end past the keys.
-        self.ends = [[*sorted(torch.randint(0, n + 1, (2,)).tolist()), n + b % 2] for b, n in enumerate(lengths)]
-        self.of_range = torch.randint(0, max(versions, 1), (len(shapes), 3), dtype=torch.int32)
 
     def sees(self, i: int, j: int) -> bool:
         """Whether a query at index i sees the key at index j."""
@@ -50,22 +46,17 @@ class Case:
             return False
         return chunk is None or i // chunk == j // chunk
 
-    def version(self, b: int, j: int) -> int:
-        if not self.versions:
-            return 0
-        return int(self.of_range[b, next(r for r, end in enumerate(self.ends[b]) if j < end)])
-
     def expected(self) -> torch.Tensor:
-        heads, group = self.q.shape[2], self.q.shape[2] // self.keys[0].shape[1]
+        heads, group = self.q.shape[1], self.q.shape[1] // self.keys[0].shape[1]
         cap, row = self.options.get("soft_cap"), 0
-        out = torch.zeros(self.q.shape[1], heads, VALUE_DIM, dtype=torch.float64)
+        out = torch.zeros(self.q.shape[0], heads, VALUE_DIM, dtype=torch.float64)
         for b, (old, new) in enumerate(self.shapes):
             for i in range(old, old + new):
                 seen = [j for j in range(old + new) if self.sees(i, j)]
                 for h in range(heads):
                     total = 0.0 if self.sinks is None else math.exp(float(self.sinks[h]))
                     for j in seen:
-                        query, key = self.q[self.version(b, j), row, h].double(), self.keys[b][j, h // group].double()
+                        query, key = self.q[row, h].double(), self.keys[b][j, h // group].double()
                         score = float(query @ key) * 0.4 * float(self.score_scale[row])
                         weight = math.exp(score if cap is None else cap * math.tanh(score / cap))
                         total += weight
@@ -91,9 +82,6 @@ class Case:
         call = AttentionCall(
             table, start, torch.tensor(lengths), self.score_scale, 0.4, sink_logits=self.sinks, **self.options
         )
-        if not self.versions:
-            return self.q[0], KVPages(key, value), call
-        call = replace(call, range_ends=torch.tensor(self.ends), range_versions=self.of_range)
         return self.q, KVPages(key, value), call
 
 
@@ -112,73 +100,16 @@ options = st.fixed_dictionaries(
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), shapes=shapes, options=options)
-@pytest.mark.parametrize("attention", WITHOUT_VERSIONS)
+@pytest.mark.parametrize("attention", FORMS)
 def test_every_form(attention, seed, shapes, options):  # type: ignore[no-untyped-def]
     torch.manual_seed(seed)
     case = Case(shapes, **options)
     torch.testing.assert_close(attention(*case.operands()).double(), case.expected(), rtol=1e-5, atol=5e-6)
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**31), shapes=shapes, options=options, versions=st.integers(1, 4))
-def test_query_versions(seed, shapes, options, versions):  # type: ignore[no-untyped-def]
-    torch.manual_seed(seed)
-    case = Case(shapes, versions=versions, **options)
-    found = reference.paged_attention(*case.operands())
-    torch.testing.assert_close(found.double(), case.expected(), rtol=1e-5, atol=5e-6)
-
-
-def test_versions_that_are_alike_change_nothing() -> None:
-    case = Case([(30, 5), (0, 9)], versions=3, sinks=True)
-    case.q[1:] = case.q[0]
-    q, pages, call = case.operands()
-    plain = replace(call, range_ends=None, range_versions=None)
-    torch.testing.assert_close(reference.paged_attention(q, pages, call), reference.paged_attention(q[0], pages, plain))
-
-
-def test_versions_give_a_key_the_position_it_is_looked_at_from() -> None:
-    """Keys rotated at their slots, the middle ones looked at as if they stood 7 later: the query is turned back by 7."""
-    angles = torch.tensor([0.9, 0.13, 0.007], dtype=torch.float64)
-
-    def rotated(x: torch.Tensor, position: int) -> torch.Tensor:
-        cos, sin = ((position * angles).cos()[None].float(), (position * angles).sin()[None].float())
-        return reference.rotate_half_split(x[None], cos, sin)[0]
-
-    case = Case([(20, 1)], heads=2, kv_heads=1, versions=2)
-    raw_query, raw_keys = torch.randn(2, DIM), torch.randn(21, 1, DIM)
-    case.ends, case.of_range = [[5, 12, 21]], torch.tensor([[0, 1, 0]], dtype=torch.int32)
-    case.q = torch.stack((rotated(raw_query, 20), rotated(raw_query, 20 - 7)))[:, None]
-    case.keys = [torch.stack([rotated(key, j) for j, key in enumerate(raw_keys)])]
-    found = reference.paged_attention(*case.operands())
-    moved = Case([(20, 1)], heads=2, kv_heads=1)
-    moved.q, moved.values, moved.score_scale = case.q[:1], case.values, case.score_scale
-    moved.keys = [torch.stack([rotated(key, j + 7 * (5 <= j < 12)) for j, key in enumerate(raw_keys)])]
-    torch.testing.assert_close(found.double(), moved.expected(), rtol=1e-5, atol=5e-6)
-
-
-def test_what_a_form_does_not_do_it_refuses() -> None:
-    q, pages, call = Case([(9, 3)], versions=2).operands()
-    assert "versions" in (batched.attention_refusal(call) or "")
-    assert "versions" in (rowwise.attention_refusal(call) or "")
-    for form in (batched, rowwise):
-        with pytest.raises(ValueError, match="versions"):
-            form.paged_attention(q, pages, call)
-    assert cpu.attention_refusal(q, pages, call) is not None
-    with pytest.raises(ValueError, match=r"paged_attention_(decode|prefill)"):
-        cpu.paged_attention_prefill(q, pages, call)
-    plain = replace(call, range_ends=None, range_versions=None)
-    assert batched.attention_refusal(plain) is None
-    with pytest.raises(ValueError, match="dimensions"):
-        reference.paged_attention(q, pages, plain)
-    with pytest.raises(ValueError, match="dimensions"):
-        reference.paged_attention(q[0], pages, call)
-    with pytest.raises(ValueError, match="last range ends before key 11"):
-        reference.paged_attention(q, pages, replace(call, range_ends=torch.tensor([[2, 5, 11]])))
-
-
 @pytest.mark.parametrize(
     "options",
-    [{"causal": False}, {"chunk": 6}, {"causal": False, "chunk": 6}, {"versions": 2}, {"sinks": True}],
+    [{"causal": False}, {"chunk": 6}, {"causal": False, "chunk": 6}, {"sinks": True}],
     ids=str,
 )
 def test_whoever_asks_for_attention_gets_it_whatever_the_fields(options: dict[str, Any]) -> None:
@@ -188,16 +119,22 @@ def test_whoever_asks_for_attention_gets_it_whatever_the_fields(options: dict[st
 
 
 def test_parts_of_a_call() -> None:
-    _q, _, call = Case([(9, 3), (14, 1), (0, 8), (3, 1)], versions=2).operands()
-    assert (call.batch_size, call.num_tokens, call.only_single_tokens, call.has_versions) == (4, 13, False, True)
+    _q, _, plain = Case([(9, 3), (14, 1), (0, 8), (3, 1)]).operands()
+    ends = torch.tensor([[5, 12], [0, 15], [8, 8], [4, 4]])
+    firsts, reaches = torch.tensor([[0, 13], [-1, 3], [4, -1], [12, 16]]), torch.full((4, 2), 9)
+    call = replace(plain, range_ends=ends, range_rows=firsts, range_reaches=reaches)
+    assert (call.batch_size, call.num_tokens, call.only_single_tokens, call.has_ranges) == (4, 13, False, True)
+    assert not plain.has_ranges
+    whole = torch.randn(17, 1, 1)
+    assert call.queries(whole, slice(0, 2)) is whole and len(plain.queries(whole, slice(0, 2))) == 2
     found = call.single_tokens()
     assert found is not None
     rows, singles = found
     assert rows.tolist() == [3, 12] and singles.only_single_tokens and singles.query_start.tolist() == [0, 1, 2]
     assert torch.equal(singles.block_tables, call.block_tables[[1, 3]]) and singles.seq_lens.tolist() == [15, 4]
     assert torch.equal(singles.score_scale, call.score_scale[[3, 12]])
-    assert singles.range_ends is not None and call.range_ends is not None
-    assert torch.equal(singles.range_ends, call.range_ends[[1, 3]])
+    assert singles.range_ends is not None and singles.range_rows is not None
+    assert torch.equal(singles.range_ends, ends[[1, 3]]) and torch.equal(singles.range_rows, firsts[[1, 3]])
     parts = list(call.sequences(fewest=2))
     assert [(rows, length) for rows, length, _ in parts] == [(slice(0, 3), 12), (slice(4, 12), 8)]
     for b, (rows, length, own) in zip((0, 2), parts, strict=True):
@@ -209,8 +146,14 @@ def test_parts_of_a_call() -> None:
             range(length - own.num_tokens + 1, length + 1)
         )
         assert torch.equal(alone.block_tables, call.block_tables[b].expand(own.num_tokens, -1))
+        assert alone.range_rows is not None and alone.range_ends is not None
+        wanted = [[r if r < 0 else r + i for r in firsts[b].tolist()] for i in range(own.num_tokens)]
+        assert alone.range_rows.tolist() == wanted and alone.range_ends.tolist() == [ends[b].tolist()] * own.num_tokens
+        some = own.some_tokens(1, 3)
+        assert (some.num_tokens, some.seq_lens.tolist()) == (2, [length - own.num_tokens + 3])
+        assert some.range_rows is not None and some.range_rows.tolist() == wanted[1:2]
     with pytest.raises(ValueError, match="token by token"):
         call.token_by_token()
     with pytest.raises(ValueError, match="token by token"):
-        replace(parts[0][2], causal=False).token_by_token()
+        replace(next(plain.sequences(fewest=2))[2], causal=False).token_by_token()
     assert Case([(9, 3), (0, 8)]).operands()[2].single_tokens() is None

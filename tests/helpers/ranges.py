@@ -1,0 +1,202 @@
+"""Attention over ranges as it is meant: unrotated keys, each placed where it stands for, plain softmax, all in float64.
+
+Knows neither query versions nor pages; `RangeCase` makes the operands that kernels take from the same numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from windlass.kernels import AttentionCall, KVPages
+from windlass.kernels.torch import reference
+
+FAR = 2**62
+
+
+def rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Half-split pairs of the first dims of x [..., H, D] turned by angles [..., d/2], float64."""
+    half = angles.shape[-1]
+    cos, sin = angles.cos()[..., None, :], angles.sin()[..., None, :]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+@dataclass
+class Part:
+    """A range that ends before slot `end` and whose keys stand `shift` further on than they are stored."""
+
+    end: int
+    shift: int = 0
+    reach: int = FAR
+    hole: bool = False
+
+
+@dataclass
+class RangeCase:
+    """Sequences of (cached, new) tokens with their ranges. base: the position that slot 0 is stored at."""
+
+    shapes: list[tuple[int, int]]
+    parts: list[list[Part]]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 32
+    value_dim: int = 32
+    pairs: int = 16
+    block_size: int = 16
+    page_type: torch.dtype = torch.float32
+    base: int = 0
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    inv_freq: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inv_freq = 1e4 ** -(torch.arange(self.pairs, dtype=torch.float64) / max(self.pairs, 1))
+        tokens = sum(new for _, new in self.shapes)
+        self.raw_q = torch.randn(tokens, self.heads, self.dim, dtype=torch.float64)
+        self.score_scale = torch.rand(tokens) + 0.5
+        self.keys, self.values = [], []  # as the pages hold them, in float64
+        self.scales: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.exact: list[Tensor] = []  # unrotated
+        for old, new in self.shapes:
+            raw = torch.randn(old + new, self.kv_heads, self.dim, dtype=torch.float64)
+            stored = rotated(raw, self.angles(self.base + torch.arange(old + new))).float()
+            value = torch.randn(old + new, self.kv_heads, self.value_dim)
+            if self.page_type == torch.int8:
+                codes = *reference.quantize(stored), *reference.quantize(value)
+                self.scales.append(codes)
+                stored, value = codes[0].float() * codes[1][..., None], codes[2].float() * codes[3][..., None]
+            stored, value = stored.to(self.wide_type), value.to(self.wide_type)
+            # Rounded pages hold other keys than were meant: those are what is placed.
+            rounded = rotated(stored.double(), -self.angles(self.base + torch.arange(old + new)))
+            self.exact.append(raw if self.page_type == torch.float32 else rounded)
+            self.keys.append(stored)
+            self.values.append(value)
+
+    @property
+    def wide_type(self) -> torch.dtype:
+        return torch.float32 if self.page_type == torch.int8 else self.page_type
+
+    def angles(self, positions: Tensor) -> Tensor:
+        return positions.double()[..., None] * self.inv_freq
+
+    def seen(self, b: int) -> list[list[tuple[int, int]]]:
+        """Of every new token of sequence b the keys that it sees, each with its shift."""
+        old, new = self.shapes[b]
+        found = []
+        for i in range(old, old + new):
+            row, begin = [], 0
+            for part in self.parts[b]:
+                for j in range(begin, min(part.end, i + 1)):
+                    if not part.hole and i - j < part.reach:
+                        row.append((j, part.shift))
+                begin = max(begin, part.end)
+            found.append(row)
+        return found
+
+    def expected(self) -> Tensor:
+        out, row = torch.zeros(len(self.raw_q), self.heads, self.value_dim, dtype=torch.float64), 0
+        group = self.heads // self.kv_heads
+        for b, (old, _) in enumerate(self.shapes):
+            for n, seen in enumerate(self.seen(b)):
+                q = rotated(self.raw_q[row], self.angles(torch.tensor(self.base + old + n)))  # [Hq, D]
+                at = torch.tensor([j for j, _ in seen])
+                stands = torch.tensor([self.base + j + shift for j, shift in seen])
+                keys = rotated(self.exact[b][at], self.angles(stands)).repeat_interleave(group, 1)  # [S, Hq, D]
+                scores = torch.einsum("hd,shd->hs", q, keys) * (self.dim**-0.5 * self.score_scale[row].double())
+                if self.soft_cap is not None:
+                    scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+                if self.sinks is not None:
+                    scores = torch.cat((scores, self.sinks.double()[:, None]), dim=1)
+                weights = scores.softmax(dim=1)[:, : len(seen)]
+                values = self.values[b][at].double().repeat_interleave(group, 1)
+                out[row] = torch.einsum("hs,shd->hd", weights, values)
+                row += 1
+        return out
+
+    def pages(self) -> tuple[KVPages, Tensor]:
+        """Shuffled pages and their table: -1 where nobody sees a key of a block, NaN where nobody sees the key."""
+        size = self.block_size
+        counts = [-(-(old + new) // size) for old, new in self.shapes]
+        free = torch.randperm(sum(counts)).tolist()
+        shape = sum(counts), size, self.kv_heads
+        key = torch.full((*shape, self.dim), torch.nan, dtype=self.wide_type)
+        value = torch.full((*shape, self.value_dim), torch.nan, dtype=self.wide_type)
+        scales = torch.full((2, *shape), torch.nan)
+        table = torch.full((len(counts), max(counts) + 1), -1, dtype=torch.int32)
+        if self.page_type == torch.int8:
+            key, value = torch.randint(-127, 128, key.shape).char(), torch.randint(-127, 128, value.shape).char()
+        for b in range(len(self.shapes)):
+            keys = {j for row in self.seen(b) for j, _ in row}
+            for block in sorted({j // size for j in keys}):
+                table[b, block] = free.pop()
+            for j in keys:
+                place = int(table[b, j // size]), j % size
+                if self.page_type == torch.int8:
+                    codes = self.scales[b]
+                    key[place], value[place] = codes[0][j], codes[2][j]
+                    scales[0][place], scales[1][place] = codes[1][j], codes[3][j]
+                else:
+                    key[place], value[place] = self.keys[b][j], self.values[b][j]
+        if self.page_type == torch.int8:
+            return KVPages.of_codes(key, scales[0], value, scales[1]), table
+        return KVPages(key, value), table
+
+    def versions(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Rotated queries [T, Hq, D], then rows, cos and sin for `turn_queries`, and range_rows [B, R]."""
+        positions, first = [], []
+        for old, new in self.shapes:
+            first.append(len(positions))
+            positions += range(self.base + old, self.base + old + new)
+        q = rotated(self.raw_q, self.angles(torch.tensor(positions))).float()
+        rows, turns, ranges = [], [], torch.full((len(self.shapes), max(map(len, self.parts))), -1)
+        for b, (_, new) in enumerate(self.shapes):
+            for r, part in enumerate(self.parts[b]):
+                if part.hole:
+                    continue
+                ranges[b, r] = first[b] if part.shift == 0 else len(q) + len(rows)
+                if part.shift:
+                    rows += range(first[b], first[b] + new)
+                    turns += [-part.shift] * new
+        angles = self.angles(torch.tensor(turns, dtype=torch.float64))
+        return q, torch.tensor(rows, dtype=torch.int64), angles.cos().float(), angles.sin().float(), ranges
+
+    def operands(self) -> tuple[Tensor, KVPages, AttentionCall]:
+        q, rows, cos, sin, range_rows = self.versions()
+        pages, table = self.pages()
+        ends, reaches = torch.zeros_like(range_rows), torch.full_like(range_rows, FAR)
+        for b, parts in enumerate(self.parts):
+            ends[b] = parts[-1].end
+            ends[b, : len(parts)] = torch.tensor([part.end for part in parts])
+            reaches[b, : len(parts)] = torch.tensor([part.reach for part in parts])
+        start = torch.tensor([0, *(new for _, new in self.shapes)]).cumsum(0)
+        call = AttentionCall(
+            table,
+            start,
+            torch.tensor([old + new for old, new in self.shapes]),
+            self.score_scale,
+            self.dim**-0.5,
+            soft_cap=self.soft_cap,
+            sink_logits=self.sinks,
+            range_ends=ends,
+            range_rows=range_rows,
+            range_reaches=reaches,
+        )
+        return reference.turn_queries(q, rows, cos, sin), pages, call
+
+
+def random_parts(old: int, new: int, count: int, rng: random.Random, far: int = 3000) -> list[Part]:
+    """Ranges that end anywhere, blocks regardless; every new token sees its own key."""
+    ends = sorted(rng.randint(0, old + new) for _ in range(count - 1))
+    parts, begin = [], 0
+    for end in [*ends, old + new + rng.choice([0, 0, 5])]:
+        part = Part(end, rng.choice([0, 0, 7, -3, rng.randint(-far, far)]), rng.choice([FAR, FAR, 0, -1, 3, 40, 300]))
+        part.hole = rng.random() < 0.25
+        if end > old and end > begin:
+            part.hole, part.reach = False, max(part.reach, 1)
+        parts.append(part)
+        begin = max(begin, end)
+    return parts

@@ -1,0 +1,97 @@
+"""Attention over ranges in plain torch, against unrotated keys that stand where they are meant to; what a call refuses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.ranges import FAR, Part, RangeCase, random_parts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.kernels import AttentionCall
+from windlass.kernels.attention_call import KeyRange
+from windlass.kernels.backend import BackendOptions
+from windlass.kernels.torch import batched, reference, rowwise
+from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+
+SHAPES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=3)
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+
+
+def case_of(shapes: list[tuple[int, int]], count: int, seed: int = 1, **options: object) -> RangeCase:
+    rng = random.Random(seed)
+    return RangeCase(shapes, [random_parts(old, new, count, rng) for old, new in shapes], **options)  # type: ignore[arg-type]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    shapes=SHAPES,
+    count=st.integers(1, 9),
+    page_type=st.sampled_from(TYPES),
+    sinks=st.booleans(),
+    soft_cap=st.sampled_from([None, 2.0]),
+    base=st.sampled_from([0, 10_000_000]),
+)
+def test_any_ranges(seed, shapes, count, page_type, sinks, soft_cap, base):  # type: ignore[no-untyped-def]
+    torch.manual_seed(seed)
+    extra = torch.randn(4) * 3 if sinks else None
+    case = case_of(shapes, count, seed, page_type=page_type, sinks=extra, soft_cap=soft_cap, base=base)
+    operands, expected = case.operands(), case.expected()
+    options = BackendOptions(torch.device("cpu"))
+    for backend in (TorchBackend(options), RowIndependentBackend(options)):
+        found = backend.paged_attention(*operands)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_have_the_bits_they_have_alone() -> None:
+    case = case_of([(50, 9), (30, 1), (0, 12)], 6)
+    q, pages, call = case.operands()
+    whole = rowwise.paged_attention(q, pages, call)
+    for rows, _, own in call.sequences():
+        assert torch.equal(rowwise.paged_attention(q, pages, own), whole[rows])
+        for i in range(own.num_tokens):
+            assert torch.equal(rowwise.paged_attention(q, pages, own.some_tokens(i, i + 1))[0], whole[rows][i])
+
+
+def test_blocks_of_queries_change_nothing_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands = case_of([(50, 40)], 6).operands()
+    whole = reference.paged_attention(*operands)
+    monkeypatch.setattr(reference, "MAX_SCORE_BYTES", 7 * 4 * 4 * 90)  # seven queries
+    torch.testing.assert_close(reference.paged_attention(*operands), whole, rtol=1e-6, atol=1e-6)
+
+
+def test_what_a_call_sees() -> None:
+    case = RangeCase([(17, 4)], [[Part(4), Part(9, hole=True), Part(9), Part(15, shift=5, reach=8), Part(30)]])
+    _, _, call = case.operands()
+    assert call.key_ranges() == [
+        KeyRange(0, 4, 0, FAR),
+        KeyRange(10, 15, 4, 8),  # the first query, at index 17, sees from 10 on
+        KeyRange(15, 21, 0, FAR),
+    ]
+    with pytest.raises(ValueError, match="no ranges"):
+        replace(call, range_ends=None, range_rows=None, range_reaches=None).key_ranges()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    q, pages, call = RangeCase([(30, 11)], [[Part(10, hole=True), Part(20, shift=3), Part(41)]]).operands()
+    assert call.range_ends is not None
+    for form in (reference, rowwise):
+        with pytest.raises(ValueError, match="last range ends before key 40"):
+            form.paged_attention(q, pages, replace(call, range_ends=call.range_ends - 1))
+        for row in (-2, len(q) - 10, len(q) + 5):
+            with pytest.raises(IndexError, match="row"):
+                form.paged_attention(q, pages, replace(call, range_rows=torch.tensor([[-1, row, 0]])))
+    with pytest.raises(ValueError, match="keys in ranges"):
+        batched.paged_attention(q, pages, call)
+    with pytest.raises(ValueError, match="rows for"):
+        reference.paged_attention(q, pages, replace(call, range_ends=None, range_rows=None, range_reaches=None))
+    with pytest.raises(ValueError, match="come together"):
+        replace(call, range_rows=None)
+    for other in ({"window": 5}, {"chunk": 5}, {"causal": False}):
+        with pytest.raises(ValueError, match="causal, without"):
+            replace(call, **other)  # type: ignore[arg-type]
+    assert isinstance(call, AttentionCall)
