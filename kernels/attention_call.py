@@ -15,12 +15,14 @@ from torch import Tensor
 
 
 class KeyRange(NamedTuple):
-    """Keys [begin, end) of a sequence, the row of q in which its first query meets them, and how far a query sees back."""
+    """Keys [begin, end) of a sequence, the row of q in which its first query meets them, how far a query sees back, and what
+    its distance from a key is more than the places between them."""
 
     begin: int
     end: int
     row: int
     reach: int
+    gap: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,10 +52,18 @@ class AttentionCall:
     range_ends: Tensor | None = None  # [B, R] int64, rising, padding repeats ends; the last is seq_lens at least
     range_rows: Tensor | None = None  # [B, R] int64, rows of q; -1: a hole, whose keys and table entries are never read
     range_reaches: Tensor | None = None  # [B, R] int64; index i sees key j where j <= i and i - j < reach
+    alibi_slopes: Tensor | None = (
+        None  # [Hq] float32; capped scores lose slope * distance (2108.12409); with range_gaps only
+    )
+    range_gaps: Tensor | None = None  # [B, R] int64; the distance of index i from key j is i - j + gap
 
     def __post_init__(self) -> None:
         given = [part is not None for part in (self.range_ends, self.range_rows, self.range_reaches)]
+        if (self.alibi_slopes is None) != (self.range_gaps is None):
+            raise ValueError("alibi_slopes and range_gaps come together")
         if not any(given):
+            if self.range_gaps is not None:
+                raise ValueError("range_gaps are gaps of ranges")
             return
         if not all(given):
             raise ValueError("range_ends, range_rows and range_reaches come together")
@@ -129,6 +139,7 @@ class AttentionCall:
             range_ends=None if self.range_ends is None else self.range_ends[sequences],
             range_rows=None if self.range_rows is None else self.range_rows[sequences],
             range_reaches=None if self.range_reaches is None else self.range_reaches[sequences],
+            range_gaps=None if self.range_gaps is None else self.range_gaps[sequences],
         )
         return rows, call
 
@@ -148,6 +159,7 @@ class AttentionCall:
                 range_ends=None if self.range_ends is None else self.range_ends[one],
                 range_rows=None if self.range_rows is None else self.range_rows[one],
                 range_reaches=None if self.range_reaches is None else self.range_reaches[one],
+                range_gaps=None if self.range_gaps is None else self.range_gaps[one],
             )
             yield rows, length, call
 
@@ -171,6 +183,7 @@ class AttentionCall:
             range_ends=None if self.range_ends is None else self.range_ends.repeat(count, 1),
             range_rows=rows,
             range_reaches=None if self.range_reaches is None else self.range_reaches.repeat(count, 1),
+            range_gaps=None if self.range_gaps is None else self.range_gaps.repeat(count, 1),
         )
 
     def some_tokens(self, begin: int, end: int) -> AttentionCall:
@@ -198,7 +211,8 @@ class AttentionCall:
         ends, rows, reaches = (part[0].tolist() for part in (self.range_ends, self.range_rows, self.range_reaches))
         if length and not (ends and ends[-1] >= length):
             raise ValueError(f"the last range ends before key {length - 1}")
-        for end, row, reach in zip(ends, rows, reaches, strict=True):
+        gaps = [0] * len(ends) if self.range_gaps is None else self.range_gaps[0].tolist()
+        for end, row, reach, gap in zip(ends, rows, reaches, gaps, strict=True):
             end = min(end, length)
             first = max(begin, length - self.num_tokens - reach + 1)  # of the first query
             begin = max(begin, end)
@@ -206,5 +220,5 @@ class AttentionCall:
                 continue
             if row < -1:
                 raise IndexError(f"range_rows: {row} is no row of q")
-            found.append(KeyRange(first, end, row, reach))
+            found.append(KeyRange(first, end, row, reach, gap))
         return found

@@ -22,7 +22,7 @@ def call_refusal(call: AttentionCall) -> str | None:
     """What such a call asks for that the functions below do not do, or None."""
     if not call.causal or call.chunk is not None:
         return "queries see keys behind them, or only those of their chunk"
-    return None
+    return None if call.alibi_slopes is None else "scores lose by the distance of their key"
 
 
 def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | None:

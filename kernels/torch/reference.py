@@ -176,7 +176,8 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     scores = [torch.zeros(num_kv_heads, num_heads // num_kv_heads, num_queries, 0, device=q.device)]
     values = [torch.zeros(0, num_kv_heads, pages.value_dim, device=q.device)]
     hidden = [torch.zeros(num_queries, 0, dtype=torch.bool, device=q.device)]
-    for begin, end, row, reach in call.key_ranges():
+    distances = [torch.zeros(num_queries, 0, device=q.device)]
+    for begin, end, row, reach, gap in call.key_ranges():
         if row + num_queries > q.shape[0]:
             raise IndexError(f"range_rows: q has no rows {row} to {row + num_queries - 1}")
         first_block = begin // block_size
@@ -188,15 +189,24 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         values.append(pages.values_of(table).flatten(0, 1)[seen])  # [S, Hkv, Dv]
         key_index = torch.arange(begin, end, device=q.device)
         hidden.append((key_index > index) | (index - key_index >= reach))
-    return _weigh(torch.cat(scores, dim=-1), torch.cat(values), torch.cat(hidden, dim=-1), call)
+        distances.append((index - key_index + gap).float())
+    bias = None
+    if call.alibi_slopes is not None:
+        bias = -call.alibi_slopes.view(num_kv_heads, -1, 1, 1) * torch.cat(distances, dim=-1)  # [Hkv, Hq / Hkv, Q, S]
+    return _weigh(torch.cat(scores, dim=-1), torch.cat(values), torch.cat(hidden, dim=-1), call, bias)
 
 
-def _weigh(scores: Tensor, values: Tensor, hidden: Tensor, call: AttentionCall) -> Tensor:
-    """Of one sequence, from products [Hkv, Hq / Hkv, Q, S], values [S, Hkv, Dv] and hidden [Q, S] the result [Q, Hq, Dv]."""
+def _weigh(scores: Tensor, values: Tensor, hidden: Tensor, call: AttentionCall, bias: Tensor | None = None) -> Tensor:
+    """Of one sequence, from products [Hkv, Hq / Hkv, Q, S], values [S, Hkv, Dv] and hidden [Q, S] the result [Q, Hq, Dv].
+
+    bias: added to scaled and capped scores, of the products' shape.
+    """
     num_kv_heads, group, num_queries, num_keys = scores.shape
     scores = scores * (call.scale * call.score_scale[:, None])
     if call.soft_cap is not None:
         scores = soft_cap(scores, call.soft_cap)
+    if bias is not None:
+        scores = scores + bias
     scores.masked_fill_(hidden, float("-inf"))
     if call.sink_logits is not None:
         sinks = call.sink_logits.view(num_kv_heads, -1, 1, 1).expand(-1, -1, num_queries, 1)

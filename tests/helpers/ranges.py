@@ -51,6 +51,7 @@ class RangeCase:
     base: int = 0
     soft_cap: float | None = None
     sinks: Tensor | None = None
+    slopes: Tensor | None = None
     inv_freq: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,6 +110,8 @@ class RangeCase:
                 scores = torch.einsum("hd,shd->hs", q, keys) * (self.dim**-0.5 * self.score_scale[row].double())
                 if self.soft_cap is not None:
                     scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+                if self.slopes is not None:
+                    scores = scores - self.slopes.double()[:, None] * (self.base + old + n - stands)
                 if self.sinks is not None:
                     scores = torch.cat((scores, self.sinks.double()[:, None]), dim=1)
                 weights = scores.softmax(dim=1)[:, : len(seen)]
@@ -167,10 +170,15 @@ class RangeCase:
     def operands(self) -> tuple[Tensor, KVPages, AttentionCall]:
         q, rows, cos, sin, range_rows = self.versions()
         pages, table = self.pages()
-        ends, reaches = torch.zeros_like(range_rows), torch.full_like(range_rows, FAR)
+        ends, gaps, reaches = (
+            torch.zeros_like(range_rows),
+            torch.zeros_like(range_rows),
+            torch.full_like(range_rows, FAR),
+        )
         for b, parts in enumerate(self.parts):
             ends[b] = parts[-1].end
             ends[b, : len(parts)] = torch.tensor([part.end for part in parts])
+            gaps[b, : len(parts)] = torch.tensor([-part.shift for part in parts])
             reaches[b, : len(parts)] = torch.tensor([part.reach for part in parts])
         start = torch.tensor([0, *(new for _, new in self.shapes)]).cumsum(0)
         call = AttentionCall(
@@ -184,6 +192,8 @@ class RangeCase:
             range_ends=ends,
             range_rows=range_rows,
             range_reaches=reaches,
+            alibi_slopes=self.slopes,
+            range_gaps=None if self.slopes is None else gaps,
         )
         return reference.turn_queries(q, rows, cos, sin), pages, call
 

@@ -160,6 +160,16 @@ def test_deterministic_bits_do_not_depend_on_chunks() -> None:
         assert torch.equal(torch.cat(chunks), whole)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_bias_by_distance_is_left_to_torch(deterministic: bool) -> None:
+    kernels("generic")
+    case = case_of([(60, 1), (30, 9)], 5, slopes=torch.tensor([0.02, 0.005, 0.001, 0.0]))
+    q, pages, call = case.operands()
+    assert "distance" in (cpu.attention_refusal(q, pages, call) or "")
+    found = bind("cpu", deterministic=deterministic).paged_attention(q, pages, call)
+    torch.testing.assert_close(found.double(), case.expected(), rtol=1e-5, atol=1e-5)
+
+
 def test_rows_that_share_a_table(form: Library) -> None:
     q, pages, call = case_of([(300, 20)], 7).operands()
     alone = call.token_by_token()

@@ -35,11 +35,14 @@ def case_of(shapes: list[tuple[int, int]], count: int, seed: int = 1, **options:
     sinks=st.booleans(),
     soft_cap=st.sampled_from([None, 2.0]),
     base=st.sampled_from([0, 10_000_000]),
+    slopes=st.booleans(),
 )
-def test_any_ranges(seed, shapes, count, page_type, sinks, soft_cap, base):  # type: ignore[no-untyped-def]
+def test_any_ranges(seed, shapes, count, page_type, sinks, soft_cap, base, slopes):  # type: ignore[no-untyped-def]
     torch.manual_seed(seed)
     extra = torch.randn(4) * 3 if sinks else None
     case = case_of(shapes, count, seed, page_type=page_type, sinks=extra, soft_cap=soft_cap, base=base)
+    # Distances reach 3000, of which float32 has a bias of 60 to 4e-6.
+    case.slopes = torch.tensor([0.02, 0.005, 0.001, 0.0]) if slopes else None
     operands, expected = case.operands(), case.expected()
     options = BackendOptions(torch.device("cpu"))
     for backend in (TorchBackend(options), RowIndependentBackend(options)):
@@ -91,6 +94,8 @@ def test_what_cannot_be_is_refused() -> None:
         reference.paged_attention(q, pages, replace(call, range_ends=None, range_rows=None, range_reaches=None))
     with pytest.raises(ValueError, match="come together"):
         replace(call, range_rows=None)
+    with pytest.raises(ValueError, match="come together"):
+        replace(call, alibi_slopes=torch.ones(4))
     for other in ({"window": 5}, {"chunk": 5}, {"causal": False}):
         with pytest.raises(ValueError, match="causal, without"):
             replace(call, **other)  # type: ignore[arg-type]
