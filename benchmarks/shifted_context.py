@@ -1,0 +1,107 @@
+"""What is lost where old tokens are dropped: perplexity by position under attention windows with sinks, against recomputing.
+
+    python benchmarks/shifted_context.py MODEL --text FILE_OR_DIR [--text …] [--max-len 16384] [--window 2048] [--out FILE.json]
+
+Reads the first --max-len tokens of each text: over all tokens before, over the last --window of them with each number of
+--sinks, and with the context cut off and computed anew whenever it is full (`recomputed`: each token is read behind a half
+to a whole window). Prints a Markdown table of perplexities by stretch, over all texts. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from long_text_report import make_parser, publish
+
+from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
+from windlass.server.cli.rope.texts import find_files, make_windows
+
+Losses = NDArray[np.float64]  # nats, of every token but the first
+
+
+def read(core: EngineCore, tokens: list[int], context: ContextRule) -> Losses:
+    """Losses of a text under one rule."""
+    core.add(EngineRequest("text", tokens, SamplingParams(max_tokens=0, prompt_logprobs=0), context=context))
+    entries: list[float] = []
+    while core.has_work():
+        for output in core.step():
+            if output.error is not None:
+                raise output.error
+            entries += [-entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
+    return np.array(entries)
+
+
+def read_recomputing(core: EngineCore, tokens: list[int], window: int) -> Losses:
+    """The same with at most `window` tokens, of which the older half is cut off and the rest computed anew when it is full."""
+    half, losses = window // 2, [read(core, tokens[:window], ContextRule())]
+    for start in range(window, len(tokens), half):
+        losses.append(read(core, tokens[start - half : start + half], ContextRule())[half - 1 :])
+    return np.concatenate(losses)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1)
+    config = EngineConfig(
+        model=str(options.model),
+        max_model_len=options.max_len,
+        compute=ComputeConfig(device="cpu", dtype="float32"),
+        cache=CacheConfig(dtype="float32", prefix_caching=False),
+    )
+    core, window = EngineCore(config), options.window
+    rules = {f"sinks {n}": ContextRule(attention_window=window, attention_sinks=n) for n in options.sinks}
+    ways = {"all tokens": ContextRule(), **rules, "recomputed": None}
+    losses = {name: list[Losses]() for name in ways}
+    for number, row in enumerate(windows):
+        tokens = [int(token) for token in row]
+        for name, rule in ways.items():
+            print(f"text {number + 1} of {len(windows)}: {name}", file=sys.stderr, flush=True)
+            found = read_recomputing(core, tokens, window) if rule is None else read(core, tokens, rule)
+            losses[name].append(found)
+    ends = [*range(0, options.max_len, options.stretch), options.max_len]
+    rows = []
+    for low, high in pairwise(ends):
+        span = slice(max(0, low - 1), high - 1)
+        means = {name: float(np.mean([text[span].mean() for text in found])) for name, found in losses.items()}
+        rows.append({"from": low, "to": high, "nats": means})
+    return {
+        "date": datetime.date.today().isoformat(),
+        "model": options.model.name,
+        "window": window,
+        "texts": [{"name": text.name, "sha256": text.digest} for text in texts],
+        "rows": rows,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: a row per stretch, a column per way."""
+    names = list(report["rows"][0]["nats"])
+    lines = ["| positions | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
+    for row in report["rows"]:
+        cells = [f"{math.exp(row['nats'][name]):.2f}" for name in names]
+        lines.append(f"| {row['from']:,}–{row['to']:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, max_len=16384, stretch=2048)
+    parser.add_argument("--window", type=int, default=2048, help="keys that a token sees, itself included")
+    parser.add_argument("--sinks", type=int, nargs="+", default=[0, 1, 4, 16, 64], help="leading tokens seen besides")
+    options = parser.parse_args()
+    publish(measure(options), options.out, table)
+
+
+if __name__ == "__main__":
+    main()
