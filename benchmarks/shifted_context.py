@@ -64,8 +64,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rules = {f"sinks {n}": ContextRule(attention_window=window, attention_sinks=n) for n in options.sinks}
     ways = {"all tokens": ContextRule(), **rules, "recomputed": None}
     losses = {name: list[Losses]() for name in ways}
-    for number, row in enumerate(windows):
-        tokens = [int(token) for token in row]
+    for number, text in enumerate(windows):
+        tokens = list(text.ids[: options.max_len])
         for name, rule in ways.items():
             print(f"text {number + 1} of {len(windows)}: {name}", file=sys.stderr, flush=True)
             found = read_recomputing(core, tokens, window) if rule is None else read(core, tokens, rule)
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for low, high in pairwise(ends):
         span = slice(max(0, low - 1), high - 1)
-        means = {name: float(np.mean([text[span].mean() for text in found])) for name, found in losses.items()}
+        means = {name: float(np.mean([each[span].mean() for each in found])) for name, found in losses.items()}
         rows.append({"from": low, "to": high, "nats": means})
     return {
         "date": datetime.date.today().isoformat(),

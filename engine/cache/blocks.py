@@ -19,6 +19,7 @@ from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import BlockTable, CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.prefix import HashChain, first_visible_block, longest_hit
+from windlass.engine.cache.runs import OPEN_END
 from windlass.engine.rotary.scaling import RotarySpec
 
 
@@ -136,32 +137,35 @@ class BlockManager:
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
-    def min_blocks(self, num_tokens: int) -> list[int]:
-        """Per group the blocks a lone sequence must be able to hold at once to compute `num_tokens` tokens.
+    def min_blocks(self, num_slots: int, *, shifts: bool = False) -> list[int]:
+        """Per group the blocks a lone sequence must be able to hold at once to take `num_slots` slots.
 
-        A window of w tokens spans at most (w + block_size - 2) // block_size + 1 blocks wherever it lies.
+        A window of w tokens spans at most (w + block_size - 2) // block_size + 1 blocks wherever it lies. shifts: whether
+        tokens are dropped, which brings others nearer by a block.
         """
-        total = -(-num_tokens // self.block_size)
+        total = -(-num_slots // self.block_size)
         return [
-            total if p.window is None else min(total, (p.window + self.block_size - 2) // self.block_size + 1)
+            total if p.window is None else min(total, (p.window + self.block_size - 2) // self.block_size + 1 + shifts)
             for p in self.pools
         ]
 
-    def blocks_to_come(self, handle: CacheHandle, num_tokens: int, chunk: int, *, rerotates: bool) -> list[int]:
-        """Per group the blocks that are still taken until `num_tokens` tokens are computed, in chunks of up to `chunk`.
+    def blocks_to_come(self, handle: CacheHandle, num_slots: int, chunk: int, *, rerotates: bool) -> list[int]:
+        """Per group the blocks that are still taken until `num_slots` slots are, in chunks of up to `chunk` tokens.
 
         rerotates: whether keys are re-rotated on the way, so that they stand there twice.
         """
-        total = -(-num_tokens // self.block_size)
+        total = -(-num_slots // self.block_size)
         need = []
         for group, pool in enumerate(self.pools):
             blocks = handle.tables[group].blocks if handle.tables else []
             held = len(blocks)
-            count = total - held + pool.needs_copy(blocks, handle.num_computed_tokens // self.block_size)
+            copy = bool(blocks) and pool.needs_copy(blocks, handle.num_slots // self.block_size)
+            count = total - held + copy
             if pool.window is not None:
                 # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
                 held -= handle.tables[group].num_dropped if handle.tables else 0
-                count = min(count, (pool.window + chunk + self.block_size - 2) // self.block_size + 1 - held)
+                most = (pool.window + chunk + self.block_size - 2) // self.block_size + 1 + (handle.floor < OPEN_END)
+                count = min(count, most - held)
             if rerotates:
                 count += total - (len(handle.originals[group].blocks) if handle.originals else 0)
             need.append(max(0, count))
@@ -230,7 +234,7 @@ class BlockManager:
             self._commit(handle, token_ids, full)
         if self._window_groups:
             self._drop_outside_window(handle)
-        needed = -(-num_computed_tokens // self.block_size)
+        needed = -(-handle.num_slots // self.block_size)
         for pool, table in zip(self.pools, handle.tables, strict=True):
             while len(table.blocks) > needed:
                 pool.release(table.pop())
@@ -242,7 +246,7 @@ class BlockManager:
 
         reserved: per group the blocks that are taken for something else first.
         """
-        start, size = handle.num_computed_tokens, self.block_size
+        start, size = handle.num_slots, self.block_size
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
             held = len(table.blocks)
             copy = pool.needs_copy(table.blocks, start // size)
@@ -262,7 +266,7 @@ class BlockManager:
         replaced by a copy of its own (copy on write). Targets of the copies of one step are distinct, and no source
         is the target of an earlier copy, so copying all at once is right as well.
         """
-        start, size = handle.num_computed_tokens, self.block_size
+        start, size = handle.num_slots, self.block_size
         index, end = start // size, -(-(start + num_tokens) // size)
         needs = []  # (group, its pool and table, whether the block at `index` is to be copied)
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
@@ -284,6 +288,17 @@ class BlockManager:
                 table.append(pool.take(handle.private))
         return copies
 
+    def cut_out(self, handle: CacheHandle, first: int, end: int, *, closing: bool) -> None:
+        """Give up logical blocks first .. end - 1, which are full: see `CacheHandle.cut_out`. Nobody else notices."""
+        size = self.block_size
+        if not 0 <= first < end or end * size > handle.num_slots:
+            raise RuntimeError(f"blocks {first} to {end} of a sequence of {handle.num_slots} slots cannot be cut out")
+        for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
+            removed = handle.originals[group].remove(first, end, size) if handle.originals else []
+            for block in reversed(table.remove(first, end) + removed):
+                pool.release(block)
+        handle.cut_out(first * size, end * size, closing=closing)
+
     def fork(self, parent: CacheHandle, child: CacheHandle) -> None:
         """Let `child`, which holds nothing, hold every block of `parent`; whoever writes first copies."""
         if parent.originals:
@@ -298,6 +313,22 @@ class BlockManager:
                 for i in range(len(blocks) - 1, table.num_dropped - 1, -1):
                     pool.release(blocks[i])
         handle.release()
+
+    def park(self, handle: CacheHandle) -> tuple[tuple[int, ...], ...]:
+        """Release everything, to take it up again with what it holds now; returns the blocks, per group."""
+        if handle.originals:
+            raise RuntimeError("a sequence with re-rotated keys cannot be parked")
+        blocks = tuple(tuple(table.blocks[table.num_dropped :]) for table in handle.tables)
+        for pool, held in zip(self.pools, blocks, strict=True):
+            for block in reversed(held):
+                pool.release(block)
+        handle.park()
+        return blocks
+
+    def unpark(self, handle: CacheHandle) -> tuple[tuple[int, ...], ...]:
+        """Take as many blocks as `park` gave back; returns them in the same order."""
+        handle.unpark(lambda group: self.pools[group].take(private=True))
+        return tuple(tuple(table.blocks[table.num_dropped :]) for table in handle.tables)
 
     def start_over(
         self, handle: CacheHandle, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool
@@ -326,7 +357,8 @@ class BlockManager:
         """Release the blocks of window groups that no query still to come can see."""
         for group in self._window_groups:
             pool, table = self.pools[group], handle.tables[group]
-            visible = first_visible_block(handle.num_computed_tokens, pool.window, self.block_size)
+            assert pool.window is not None
+            visible = handle.layout.first_seen(min(handle.num_slots, handle.floor), pool.window) // self.block_size
             first, visible = table.num_dropped, min(visible, len(table.blocks))
             if first >= visible:
                 continue

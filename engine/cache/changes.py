@@ -5,7 +5,7 @@ Responsible for saying it in a size that depends on what has changed, never on t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -14,7 +14,8 @@ from windlass.engine.rotary.scaling import RotarySpec
 class TableChange:
     """How one block table has changed, in the order in which a copy of it follows.
 
-    length: leading entries that the copy keeps; those behind are cut off. replaced: (index, block) of entries below
+    removed: (first, count) of entries that are cut out one after the other, before anything else; those behind move up.
+    length: leading entries that the copy keeps then; those behind are cut off. replaced: (index, block) of entries below
     `length` that are other blocks now. appended: entries behind `length`. num_dropped: leading entries that are -1 then,
     in total.
     """
@@ -23,9 +24,12 @@ class TableChange:
     replaced: tuple[tuple[int, int], ...] = ()
     appended: tuple[int, ...] = ()
     num_dropped: int = 0
+    removed: tuple[tuple[int, int], ...] = ()
 
     def apply(self, table: list[int]) -> None:
         """Let a copy of the table follow."""
+        for first, count in self.removed:
+            del table[first : first + count]
         del table[self.length :]
         for index, block in self.replaced:
             table[index] = block
@@ -68,6 +72,14 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class ParkedPages:
+    """Whole blocks of a sequence, per KV group, whose contents go into memory of their own or come back from it."""
+
+    seq_id: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KeyRerotation:
     """Take the cached keys of tokens start .. end - 1 of a sequence from one spec to another, by one rotation each.
 
@@ -85,3 +97,15 @@ class KeyRerotation:
     from_specs: tuple[RotarySpec, ...]
     to_specs: tuple[RotarySpec, ...]
     values: bool = True
+
+    def split(self, end: int, block_size: int) -> tuple[KeyRerotation, KeyRerotation]:
+        """The same in two, the first up to slot `end`, which lies inside and begins a block."""
+        count = end // block_size - self.start // block_size
+        head = replace(self, end=end, sources=self.sources[:count], targets=self.targets[:count])
+        return head, replace(
+            self,
+            start=end,
+            sources=self.sources[count:],
+            targets=self.targets[count:],
+            first_position=self.first_position + end - self.start,
+        )

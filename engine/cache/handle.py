@@ -7,24 +7,13 @@ else reads it, takes its changes, or asks the block manager.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import abc
 from dataclasses import dataclass, field
 
 from windlass.engine.cache.changes import UNCHANGED, TableChange, TableChanges
 from windlass.engine.cache.prefix import HashChain
+from windlass.engine.cache.runs import OPEN_END, SlotLayout
 from windlass.engine.rotary.scaling import RotarySpec
-
-
-@dataclass(frozen=True, slots=True)
-class PositionSegment:
-    """A run of slots whose tokens stand at consecutive positions; it lasts until the next one begins.
-
-    first_slot: index of its first token in the cache of its sequence. first_position: that token's absolute position.
-    """
-
-    first_slot: int
-    first_position: int
 
 
 @dataclass(slots=True)
@@ -32,7 +21,7 @@ class Originals:
     """Where the keys of one KV group stand as they were computed, once they have been re-rotated.
 
     Every re-rotation starts from these, so that a key is rounded once however often the frequencies change.
-    blocks: parallel to the leading entries of the block table. origins: ends of consecutive token spans, and the specs
+    blocks: parallel to the leading entries of the block table. origins: ends of consecutive spans of slots, and the specs
     they were computed under.
     """
 
@@ -40,8 +29,16 @@ class Originals:
     origins: list[tuple[int, tuple[RotarySpec, ...]]] = field(default_factory=list)
 
     @property
-    def num_tokens(self) -> int:
+    def num_slots(self) -> int:
         return self.origins[-1][0] if self.origins else 0
+
+    def remove(self, first: int, end: int, block_size: int) -> list[int]:
+        """Cut out entries first .. end - 1; returns the blocks that were there."""
+        removed = [block for block in self.blocks[first:end] if block >= 0]
+        del self.blocks[first:end]
+        low, high = first * block_size, end * block_size
+        self.origins = [(stop - max(0, min(stop, high) - low), specs) for stop, specs in self.origins]
+        return removed
 
     def drop(self, first: int, end: int) -> list[int]:
         """The blocks of entries first .. end - 1, as far as there are any; they are -1 from now on."""
@@ -56,7 +53,7 @@ class BlockTable:
     It remembers what has changed since its change was last taken, at a cost that does not grow with the table.
     """
 
-    __slots__ = ("_known", "_replaced", "blocks", "changed", "num_dropped")
+    __slots__ = ("_known", "_removed", "_replaced", "blocks", "changed", "num_dropped")
 
     def __init__(self, blocks: abc.Iterable[int] = (), num_dropped: int = 0) -> None:
         self.blocks = list(blocks)
@@ -64,6 +61,7 @@ class BlockTable:
         self.changed = True
         self._known = 0  # leading entries that whoever took the last change has, but for those replaced
         self._replaced: dict[int, int] = {}
+        self._removed: list[tuple[int, int]] = []  # (first, count), one after the other
 
     def append(self, block: int) -> None:
         self.blocks.append(block)
@@ -93,17 +91,38 @@ class BlockTable:
         self.changed = True
         return blocks
 
+    def remove(self, first: int, end: int) -> list[int]:
+        """Cut out entries first .. end - 1, those behind move up; returns the blocks that no window had left behind."""
+        count = end - first
+        removed = [block for block in self.blocks[first:end] if block >= 0]
+        del self.blocks[first:end]
+        self.num_dropped -= max(0, min(self.num_dropped, end) - first)
+        known = min(self._known, end) - min(self._known, first)
+        if known:
+            self._removed.append((first, known))
+            self._known -= known
+        self._replaced = {
+            index - count if index >= end else index: block
+            for index, block in self._replaced.items()
+            if not first <= index < end
+        }
+        self.changed = True
+        return removed
+
     def forget_taken(self) -> None:
         """Let the next change bring the whole table."""
         self._known = 0
         self._replaced.clear()
+        self._removed.clear()
 
     def take_change(self) -> TableChange:
         """What has changed since this was last called, or since the beginning."""
         replaced = tuple(self._replaced.items())
-        change = TableChange(self._known, replaced, tuple(self.blocks[self._known :]), self.num_dropped)
+        appended, removed = tuple(self.blocks[self._known :]), tuple(self._removed)
+        change = TableChange(self._known, replaced, appended, self.num_dropped, removed)
         self._known = len(self.blocks)
         self._replaced.clear()
+        self._removed.clear()
         self.changed = False
         return change
 
@@ -111,8 +130,10 @@ class BlockTable:
 class CacheHandle:
     """One per sample, for its whole life; it holds nothing while the sample waits.
 
-    tables: per KV group; none while nothing is held. num_computed_tokens: leading tokens whose keys stand in the cache.
-    segments: runs of slots and the positions they start at. specs: what the cached keys stand under, one per rotary group.
+    tables: per KV group; none while nothing is held. num_computed_tokens: leading tokens whose keys were computed and stand
+    in the cache, but for those dropped. layout: which slot holds which position. num_shifts: times that tokens were dropped.
+    floor: slots that dropping never brings it below, so that what it leaves behind a window beyond them stays behind.
+    specs: what the cached keys stand under, one per rotary group.
     originals: per KV group the keys as computed; none before the first re-rotation. num_rerotations: of the keys held now
     or last. private: blocks taken from now on are never hashed, matched or saved. chain, num_committed_blocks: digests of
     the full blocks, and how many of them were offered to the prefix cache.
@@ -120,29 +141,41 @@ class CacheHandle:
 
     __slots__ = (
         "_chain",
+        "_layout",
         "_num_committed_blocks",
         "_num_computed_tokens",
         "_num_rerotations",
+        "_num_shifts",
         "_originals",
+        "_parked",
         "_private",
         "_restarted",
-        "_segments",
         "_specs",
         "_tables",
+        "floor",
     )
 
     def __init__(
-        self, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool = False, first_position: int = 0
+        self,
+        chain: HashChain,
+        specs: tuple[RotarySpec, ...],
+        *,
+        private: bool = False,
+        first_position: int = 0,
+        floor: int = OPEN_END,
     ) -> None:
+        self.floor = floor
         self._chain = chain
         self._specs = specs
         self._private = private
-        self._segments = (PositionSegment(0, first_position),)
+        self._layout = SlotLayout.starting_at(first_position)
         self._tables: list[BlockTable] = []
         self._originals: list[Originals] = []
         self._num_computed_tokens = 0
         self._num_committed_blocks = 0
         self._num_rerotations = 0
+        self._num_shifts = 0
+        self._parked: tuple[int, list[tuple[int, int]]] | None = None
         self._restarted = True
 
     # -- read by everybody -----------------------------------------------------------------------------------------
@@ -185,22 +218,29 @@ class CacheHandle:
         return self._num_rerotations
 
     @property
-    def segments(self) -> tuple[PositionSegment, ...]:
-        return self._segments
+    def num_shifts(self) -> int:
+        return self._num_shifts
 
-    def position_of(self, slot: int) -> int:
-        """The absolute position of the token at index `slot` of the sequence, computed or still to come."""
-        segment = self._segments[bisect_right(self._segments, slot, key=_first_slot) - 1]
-        return segment.first_position + slot - segment.first_slot
+    @property
+    def layout(self) -> SlotLayout:
+        """Another object whenever anything about it has changed."""
+        return self._layout
 
-    def runs(self, start: int, end: int) -> abc.Iterator[tuple[int, int, int]]:
-        """(first slot, end slot, position of the first) of the runs that slots start .. end - 1 fall into, in order."""
-        while start < end:
-            following = bisect_right(self._segments, start, key=_first_slot)
-            segment = self._segments[following - 1]
-            stop = end if following == len(self._segments) else min(end, self._segments[following].first_slot)
-            yield start, stop, segment.first_position + start - segment.first_slot
-            start = stop
+    @property
+    def num_slots(self) -> int:
+        """Slots taken so far: that of the next token."""
+        return self._num_computed_tokens + self._layout.slot_offset
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether it holds nothing but will be as it was once its pages are back."""
+        return self._parked is not None
+
+    def held_or_parked(self) -> list[int]:
+        """Blocks of its tables, per KV group, held or parked."""
+        if self._parked is not None:
+            return [length - dropped for length, dropped in self._parked[1]]
+        return [len(table.blocks) - table.num_dropped for table in self._tables]
 
     def take_changes(self, *, whole: bool = False) -> TableChanges:
         """What has happened to the tables since this was last called; everything if it is new, held nothing since, or `whole`.
@@ -240,6 +280,12 @@ class CacheHandle:
             self._originals = [Originals() for _ in self._tables]
         return self._originals
 
+    def cut_out(self, first_slot: int, end_slot: int, *, closing: bool) -> None:
+        """Slots [first_slot, end_slot) are held no more, see `SlotLayout.without`; what comes from here on is nobody else's."""
+        self._layout = self._layout.without(first_slot, end_slot, closing=closing)
+        self._private = True
+        self._num_shifts += 1
+
     def enter(self, specs: tuple[RotarySpec, ...]) -> None:
         """The cached keys stand under other specs now; what is computed from here on is nobody else's."""
         self._specs = specs
@@ -254,6 +300,24 @@ class CacheHandle:
         self._num_committed_blocks = 0
         self._restarted = True
 
+    def park(self) -> None:
+        """Hold nothing, and remember what it was."""
+        shapes = [(len(table.blocks), table.num_dropped) for table in self._tables]
+        self._parked = self._num_computed_tokens, shapes
+        self.release()
+
+    def unpark(self, take: abc.Callable[[int], int]) -> None:
+        """Be as before, in blocks that `take` finds for a KV group."""
+        if self._parked is None:
+            raise RuntimeError("the sequence is not parked")
+        num_computed, shapes = self._parked
+        tables = [
+            BlockTable([-1] * dropped + [take(group) for _ in range(length - dropped)], dropped)
+            for group, (length, dropped) in enumerate(shapes)
+        ]
+        self.hold(tables, num_computed, 0)
+        self._parked = None
+
     def copy(self, parent: CacheHandle) -> None:
         """Hold what `parent` holds, and stand for the same."""
         tables = [BlockTable(table.blocks, table.num_dropped) for table in parent._tables]
@@ -261,15 +325,15 @@ class CacheHandle:
         self._chain = parent._chain.fork()
         self._specs = parent._specs
         self._private = parent._private
-        self._segments = parent._segments
+        self._layout = parent._layout
+        self._num_shifts = parent._num_shifts
 
     def start_over(self, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool) -> None:
         """Stand for keys under other specs, of which none is computed yet."""
         if self._tables:
             raise RuntimeError("a sequence that starts over still holds blocks")
+        self._parked = None
         self._chain, self._specs, self._private = chain, specs, private
+        if not self._layout.is_plain:  # what was dropped comes again
+            self._layout, self._num_shifts = SlotLayout.starting_at(self._layout.first_position), 0
         self._num_rerotations = 0
-
-
-def _first_slot(segment: PositionSegment) -> int:
-    return segment.first_slot

@@ -40,10 +40,10 @@ def rerotate(
     set_aside: list[KeyRerotation] = []
     rerotations: list[KeyRerotation] = []
     all_originals = handle.begin_originals()
-    size, computed, old = blocks.block_size, handle.num_computed_tokens, handle.specs
+    size, computed, old = blocks.block_size, handle.num_slots, handle.specs
     for group in _changing_groups(blocks, handle, specs):
         pool, table, originals = blocks.pools[group], handle.tables[group], all_originals[group]
-        kept, done = originals.blocks, originals.num_tokens
+        kept, done = originals.blocks, originals.num_slots
         if done % size and kept[done // size] >= 0:
             # Tokens that joined a block after it was re-rotated: their originals join those of the block's older tokens.
             index, end = done // size, min(computed, (done // size + 1) * size)
@@ -88,7 +88,7 @@ def _new_blocks(
     handle: CacheHandle, group: int, originals: Originals, size: int
 ) -> abc.Iterator[tuple[int, int, bool]]:
     """(logical index, block, whether it is full) of the blocks with computed tokens whose originals are not kept yet."""
-    computed, blocks = handle.num_computed_tokens, handle.tables[group].blocks
+    computed, blocks = handle.num_slots, handle.tables[group].blocks
     for index in range(len(originals.blocks), -(-computed // size)):
         yield index, blocks[index], (index + 1) * size <= computed
 
@@ -105,9 +105,9 @@ def _rerotations(
     *,
     values: bool = True,
 ) -> abc.Iterator[KeyRerotation]:
-    """Those of one span of tokens, one for each run of positions. sources, targets: from the span's first block on."""
+    """Those of one span of slots, one for each run of positions. sources, targets: from the span's first block on."""
     first = span[0] // size
-    for start, end, position in handle.runs(*span):
+    for start, end, position in handle.layout.spans(*span):
         column = slice(start // size - first, -(-end // size) - first)
         yield KeyRerotation(
             group, start, end, tuple(sources[column]), tuple(targets[column]), position, origin, specs, values

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from windlass.engine.cache.changes import BlockCopy
+from windlass.engine.cache.changes import BlockCopy, ParkedPages
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.kernels import Backend, KVPages, plane_shapes
 
@@ -28,6 +28,9 @@ class KVStorage:
     ) -> None:
         self._pages: dict[int, KVPages] = {}
         self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
+        self._parked: dict[
+            int, list[tuple[torch.Tensor, ...]]
+        ] = {}  # by sequence, per group copies of its blocks' planes
         for group, blocks in zip(groups, num_blocks, strict=True):
             planes = [
                 backend.pages((len(group.layers), *shape), kind)
@@ -45,3 +48,21 @@ class KVStorage:
         for copy in copies:
             for plane in self._groups[copy.group]:
                 plane[:, copy.target] = plane[:, copy.source]
+
+    def park(self, parked: ParkedPages) -> None:
+        """Copy what these blocks hold into memory of its own."""
+        self._parked[parked.seq_id] = [
+            tuple(plane[:, list(blocks)] for plane in planes)
+            for planes, blocks in zip(self._groups, parked.blocks, strict=True)
+        ]
+
+    def unpark(self, parked: ParkedPages) -> None:
+        """Put what was parked of the sequence into these blocks, and forget the copies. KeyError if nothing was."""
+        copies = self._parked.pop(parked.seq_id)
+        for planes, blocks, copied in zip(self._groups, parked.blocks, copies, strict=True):
+            for plane, copy in zip(planes, copied, strict=True):
+                plane[:, list(blocks)] = copy
+
+    def forget_parked(self, seq_id: int) -> None:
+        """Give up what was parked of a sequence, if anything was."""
+        self._parked.pop(seq_id, None)

@@ -36,6 +36,7 @@ from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.engine.scheduling.shifting import ContextLimits
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
@@ -65,15 +66,26 @@ class EngineCore:
             for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
         ]
         self.blocks = BlockManager(layouts, config.cache.block_size, config.cache.prefix_caching)
+        self._limits = ContextLimits(
+            max_model_len=plan.max_model_len,
+            block_size=config.cache.block_size,
+            shift_context=_shift_context(config, plan.max_model_len),
+            max_total_tokens=config.context.max_total_tokens,
+        )
         self.scheduler = Scheduler(
             config=config.scheduling,
-            max_model_len=plan.max_model_len,
+            limits=self._limits,
             blocks=self.blocks,
             rotary=tables,
             namespace=_namespace(model),
             eos_token_ids=spec.eos_token_ids,
         )
-        self.info = _describe(config, model, plan, time.perf_counter() - started)
+        self.info = replace(
+            _describe(config, model, plan, time.perf_counter() - started),
+            shift_context=self._limits.shift_context,
+            max_total_tokens=self._limits.max_total_tokens,
+            shift_refusal=self._limits.shift_refusal,
+        )
 
     def warm_up(self, most_seconds: float = 0.5) -> None:
         """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.warm_up`."""
@@ -101,7 +113,8 @@ class EngineCore:
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
-        longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, self.info.max_model_len)
+        held = self._limits.held(request.context)
+        longest = min(len(request.prompt_token_ids) + request.sampling.max_tokens, held.rotary_length)
         return self._planner.plan(longest, request.rope_scaling, request.rope_update, exact=request.rope_exact)
 
     def abort(self, request_id: str) -> None:
@@ -160,6 +173,14 @@ class EngineCore:
         """Without work no step comes that tells the runner who has ended: tell it now, so that it keeps nothing of them."""
         if len(self.runner.sequences) > 0 and not self.scheduler.has_work():
             self.runner.follow(self.scheduler.schedule())
+
+
+def _shift_context(config: EngineConfig, max_model_len: int) -> int:
+    """Tokens that a sequence holds which drops its oldest; LoadError where that is more than any may hold."""
+    wanted = config.context.shift_context
+    if wanted is not None and wanted > max_model_len:
+        raise LoadError(f"`context.shift_context` is {wanted}, the context is {max_model_len} tokens: lower it")
+    return wanted or max_model_len
 
 
 def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:

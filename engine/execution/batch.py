@@ -15,8 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from windlass.engine.execution.ranges import is_ranged, query_ranges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences
-from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.tables import RotaryTables, TokenRotations
 from windlass.engine.scheduling.plan import ScheduledSequence
 from windlass.kernels import Backend
@@ -31,24 +32,25 @@ class _Memory:
     """The arrays behind one batch of B rows and block tables of `width` columns."""
 
     def __init__(self, groups: int, rows: int, width: int, rotary: RotaryTables) -> None:
-        self.said = np.zeros((4, rows), dtype=np.int64)  # of each row: token, index, first position, rotary row
+        self.said = np.zeros((4, rows), dtype=np.int64)  # of each row: token, slot, first position, rotary row
         self.positions, self.lengths, self.block, self.offset = np.zeros((4, rows), dtype=np.int64)
         self.row = np.arange(rows)
         self.slots = np.zeros((groups, rows), dtype=np.int64)
         self.tables = np.full((groups, rows, width), -1, dtype=np.int32)
-        ids, _, first, rotary_ids = (torch.from_numpy(row) for row in self.said)
+        ids, _, _, rotary_ids = (torch.from_numpy(row) for row in self.said)
         rotary_groups, _, half = rotary.inv_freq.shape
         shapes = (rotary_groups, rows, half), (rotary_groups, rows, half), (rotary_groups, rows)
         self.rotation = TokenRotations(*(torch.from_numpy(np.zeros(shape, dtype=np.float32)) for shape in shapes))
+        positions = torch.from_numpy(self.positions)
         self.batch = ForwardBatch(
             input_ids=ids,
-            positions=torch.from_numpy(self.positions),
+            positions=positions,
             rotary_ids=rotary_ids,
             slots=torch.from_numpy(self.slots),
             block_tables=torch.from_numpy(self.tables),
             query_start=torch.arange(rows + 1),
             seq_lens=torch.from_numpy(self.lengths),
-            first_position=first,
+            context_positions=positions,
             **self.rotation._asdict(),
             score_scale=torch.from_numpy(np.ones(rows, dtype=np.float32)),
             lasting=True,
@@ -58,8 +60,8 @@ class _Memory:
 class BatchBuilder:
     """Batches of the sequences in `sequences`, whose blocks hold `block_size` tokens, under the rows of `rotary`.
 
-    num_groups: KV groups. lasting: whether batches of single tokens stand in lasting memory, which takes a backend that
-    reads host memory.
+    num_groups: KV groups. windows: the kinds that the layers have, None for none. anchored: see `query_ranges`. lasting:
+    whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory.
     """
 
     def __init__(
@@ -69,8 +71,11 @@ class BatchBuilder:
         *,
         num_groups: int,
         block_size: int,
+        windows: abc.Sequence[int | None],
+        anchored: bool,
         backend: Backend,
     ) -> None:
+        self._windows, self._anchored = windows, anchored
         self._sequences, self._rotary = sequences, rotary
         self._groups, self._block_size, self._device = num_groups, block_size, backend.device
         self._memory: OrderedDict[tuple[int, int], _Memory] = OrderedDict()  # by rows and width
@@ -79,10 +84,11 @@ class BatchBuilder:
     def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """The flat batch of the scheduled chunks, in order. One of single tokens may be overwritten by the next."""
         row_by_row = _is_row_by_row(items)
-        if row_by_row and self.lasting:
+        live_sequences = self._sequences.by_id
+        ranged = any(is_ranged(live_sequences[item.seq_id]) for item in items)
+        if row_by_row and self.lasting and not ranged:
             return self._fill(items)
         chunks = []
-        live_sequences = self._sequences.by_id
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
             token_ids = [*live.token_ids[start : start + item.num_tokens - len(item.draft)], *item.draft]
@@ -90,12 +96,22 @@ class BatchBuilder:
                 chunks += [(live, start + i, [token]) for i, token in enumerate(token_ids)]
             else:
                 chunks.append((live, start, token_ids))
-        return self._make(chunks)
+        return self._make(chunks, ranged=ranged)
 
-    def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]]) -> ForwardBatch:
+    def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
         """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""
-        counts, starts, first, rotary = np.array(
-            [(len(ids), start, live.first_position, live.rotary_id) for live, start, ids in chunks], dtype=np.int64
+        counts, starts, first, closed, rotary = np.array(
+            [
+                (
+                    len(ids),
+                    start + live.layout.slot_offset,
+                    live.layout.first_position - live.layout.slot_offset,
+                    live.layout.num_closed,
+                    live.rotary_id,
+                )
+                for live, start, ids in chunks
+            ],
+            dtype=np.int64,
         ).T.copy()
         lengths = starts + counts
         query_start = np.zeros(len(chunks) + 1, dtype=np.int64)
@@ -103,12 +119,14 @@ class BatchBuilder:
         tables = self._sequences.tables([live.row for live, _, _ in chunks], -(-int(lengths.max()) // self._block_size))
         ids = np.concatenate([np.array(ids, dtype=np.int64) for _, _, ids in chunks])
         row = np.arange(len(chunks)).repeat(counts)  # [T]
-        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(counts)  # [T], of each token in its sequence
+        index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(counts)  # [T], its slot in its sequence
         block, offset = np.divmod(index, self._block_size)
         slots = np.ascontiguousarray(tables[:, row, block] * np.int64(self._block_size) + offset)  # [K, T]
         if slots.min() < 0:
             raise AssertionError("a scheduled token has no block to go to")
-        positions, rotary_ids = self._tensor(index + first[row]), self._tensor(rotary[row])
+        places = index + first[row]
+        positions, rotary_ids = self._tensor(places), self._tensor(rotary[row])
+        versions = self._versions(chunks, places, closed[row], rotary[row]) if ranged else None
         return ForwardBatch(
             input_ids=self._tensor(ids),
             positions=positions,
@@ -117,9 +135,38 @@ class BatchBuilder:
             block_tables=self._tensor(tables),
             query_start=self._tensor(query_start),
             seq_lens=self._tensor(lengths),
-            first_position=self._tensor(first),
+            context_positions=positions if versions is None else self._tensor(places - closed[row]),
             **self._rotary.cos_sin(rotary_ids, positions)._asdict(),
             score_scale=torch.ones(len(ids), dtype=torch.float32, device=self._device),
+            versions=versions,
+        )
+
+    def _versions(
+        self,
+        chunks: list[tuple[LiveSequence, int, list[int]]],
+        positions: NDArray[np.int64],
+        closed: NDArray[np.int64],
+        rotary: NDArray[np.int64],
+    ) -> QueryVersions:
+        """positions, closed, rotary: [T], of each token, the tokens missing before it, and its rotary row."""
+        spans, token = [], 0
+        for live, _, ids in chunks:
+            spans.append((live, int(positions[token]), len(ids)))
+            token += len(ids)
+        found = query_ranges(spans, self._windows, anchored=self._anchored)
+        turned = self._rotary.cos_sin(self._tensor(rotary[found.sources]), self._tensor(found.turns))
+        anchor_cos = anchor_sin = every_query = None
+        if self._anchored and closed.any():
+            anchor_cos, anchor_sin, _ = self._rotary.cos_sin(self._tensor(rotary), self._tensor(-closed))
+            every_query = torch.arange(len(positions), device=self._device)
+        names = ("ends", "rows", "plain_rows", "reaches", "sources")
+        return QueryVersions(
+            **{name: self._tensor(getattr(found, name)) for name in names},
+            cos=turned.cos,
+            sin=turned.sin,
+            anchor_cos=anchor_cos,
+            anchor_sin=anchor_sin,
+            every_query=every_query,
         )
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -131,10 +178,11 @@ class BatchBuilder:
         said, places, live_sequences = [], [], self._sequences.by_id
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
-            said.append((live.token_ids[start], start, live.first_position, live.rotary_id))
+            position = live.layout.first_position
+            said.append((live.token_ids[start], start, position, live.rotary_id))
             places.append(live.row)
             for i, token in enumerate(item.draft, start=start + 1):
-                said.append((token, i, live.first_position, live.rotary_id))
+                said.append((token, i, position, live.rotary_id))
                 places.append(live.row)
         numbers = np.array(said, dtype=np.int64).T  # [4, T]
         blocks = -(-(int(numbers[1].max()) + 1) // self._block_size)

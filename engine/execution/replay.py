@@ -11,16 +11,18 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import Recorder, Recording
 
-_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name != "lasting")
+_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name not in ("lasting", "versions"))
+_VERSIONS = tuple(f.name for f in fields(QueryVersions))
 
 # For what a step has alive at once: one layer's activations and the logits, whatever the number of layers. Pages that no
 # step needed are never touched.
@@ -49,7 +51,8 @@ class DecodeReplay:
 
     def __init__(self, decoder: Decoder, cache: KVStorage) -> None:
         self._decoder, self._cache = decoder, cache
-        self._plans: OrderedDict[tuple[int, int], _Plan | None] = OrderedDict()  # by rows and width of the block tables
+        # By rows, width of the block tables, and the shapes of the queries' versions.
+        self._plans: OrderedDict[tuple[int, ...], _Plan | None] = OrderedDict()
         self.obstacle = decoder.backend.recording_refusal
         # Of all plans: steps come one after the other.
         self._recorder = None if self.obstacle is not None else decoder.backend.recorder(_ARENA_BYTES)
@@ -68,7 +71,7 @@ class DecodeReplay:
         if self._recorder is None or rows > self.max_rows or rows != batch.seq_lens.shape[0]:
             return None
         width = max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
-        key = rows, width
+        key = rows, width, *_shape_of(batch.versions)
         if key not in self._plans:
             self._plans[key] = None
             while len(self._plans) > _MAX_PLANS:
@@ -114,7 +117,22 @@ def _new_plan(batch: ForwardBatch, x: Tensor | None, width: int) -> _Plan:
     copies = {name: getattr(batch, name).clone() for name in _TENSORS}
     groups, rows, _ = batch.block_tables.shape
     copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
-    return _Plan(ForwardBatch(**copies), own_x)
+    return _Plan(ForwardBatch(**copies, versions=_copied(batch.versions)), own_x)
+
+
+def _shape_of(versions: QueryVersions | None) -> tuple[int, ...]:
+    """What two batches' versions agree in where their steps are of one shape."""
+    if versions is None:
+        return ()
+    return versions.ends.shape[1], versions.sources.shape[0], versions.anchor_cos is not None
+
+
+def _copied(versions: QueryVersions | None) -> QueryVersions | None:
+    if versions is None:
+        return None
+    found: dict[str, Any] = {name: getattr(versions, name) for name in _VERSIONS}
+    copies: dict[str, Any] = {name: None if tensor is None else tensor.clone() for name, tensor in found.items()}
+    return QueryVersions(**copies)
 
 
 def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor | None) -> None:
@@ -125,3 +143,8 @@ def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor | None) -> None:
         source, target = getattr(batch, name), getattr(plan.batch, name)
         if source is not target:
             (target[:, :, : source.shape[2]] if name == "block_tables" else target).copy_(source)
+    if batch.versions is not None and plan.batch.versions is not None:
+        for name in _VERSIONS:
+            source, target = getattr(batch.versions, name), getattr(plan.batch.versions, name)
+            if source is not None:
+                target.copy_(source)

@@ -37,7 +37,13 @@ class Runner:
         groups = len(decoder.spec.kv_groups)
         self.sequences = LiveSequences(groups)
         self.batches = BatchBuilder(
-            self.sequences, tables, num_groups=groups, block_size=block_size, backend=decoder.backend
+            self.sequences,
+            tables,
+            num_groups=groups,
+            block_size=block_size,
+            windows=decoder.spec.attention_windows,
+            anchored=decoder.spec.scores_by_absolute_position,
+            backend=decoder.backend,
         )
         self.replay = DecodeReplay(decoder, cache)
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
@@ -77,6 +83,12 @@ class Runner:
             self.sampler.forget(seq_id)
         for row in plan.rotary_rows:
             self.tables.write(row.row, row.specs)
+        for parked in plan.parked:
+            self.cache.park(parked)
+        for parked in plan.unparked:
+            self.cache.unpark(parked)
+        for seq_id in plan.forgotten:
+            self.cache.forget_parked(seq_id)
         self.cache.copy_blocks(plan.copies)
         for rerotations in (plan.set_aside, plan.rerotations):
             for rerotation in rerotations:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.engine.cache.changes import TableChanges
+from windlass.engine.cache.runs import SlotLayout
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.scheduling.plan import NewSequence, SchedulerOutput, Snapshot
 
@@ -27,6 +28,7 @@ class MissedPlanError(RuntimeError):
 class LiveSequence:
     """slot: its settings, and `token_ids`, the tokens known so far. row: of its tables in the array.
 
+    layout: which slots hold which positions. window, sinks: see `NewSequence`.
     num_blocks, num_dropped: length of the table of each KV group, and how many leading entries of it are -1.
     """
 
@@ -34,7 +36,9 @@ class LiveSequence:
     token_ids: list[int]
     row: int
     rotary_id: int
-    first_position: int
+    layout: SlotLayout
+    window: int | None
+    sinks: int
     num_blocks: list[int]
     num_dropped: list[int]
 
@@ -74,9 +78,8 @@ class LiveSequences:
             child = SampleSlot(
                 fork.seq_id, fork.index, slot.sampling, slot.seed, slot.num_prompt_tokens, token_ids, slot.stop_ids
             )
-            self.by_id[fork.seq_id] = LiveSequence(
-                child, token_ids, self._take_row(), -1, parent.first_position, [0] * kept, [0] * kept
-            )
+            row, rule = self._take_row(), (parent.layout, parent.window, parent.sinks)
+            self.by_id[fork.seq_id] = LiveSequence(child, token_ids, row, -1, *rule, [0] * kept, [0] * kept)
         for item in plan.sequences:
             live = self.by_id[item.seq_id]
             if item.token_ids:
@@ -88,6 +91,8 @@ class LiveSequences:
                 )
             if item.rotary_id is not None:
                 live.rotary_id = item.rotary_id
+            if item.layout is not None:
+                live.layout = item.layout
             if item.tables.groups:
                 self._change(live, item.tables)
 
@@ -123,9 +128,9 @@ class LiveSequences:
             )
         token_ids, groups = list(new.token_ids), len(self._tables)
         slot = SampleSlot(new.seq_id, new.index, new.sampling, new.seed, new.num_prompt_tokens, token_ids, new.stop_ids)
-        live = self.by_id[new.seq_id] = LiveSequence(
-            slot, token_ids, self._take_row(), new.rotary_id, new.first_position, [0] * groups, [0] * groups
-        )
+        row, rule = self._take_row(), (new.layout, new.window, new.sinks)
+        live = LiveSequence(slot, token_ids, row, new.rotary_id, *rule, [0] * groups, [0] * groups)
+        self.by_id[new.seq_id] = live
         self._change(live, new.tables)
 
     def _remove(self, seq_id: int) -> None:
@@ -138,7 +143,11 @@ class LiveSequences:
             end = change.length + len(change.appended)
             if end > self._tables.shape[2]:
                 self._reserve(0, end)
-            table, dropped = self._tables[group, live.row], live.num_dropped[group]
+            table, dropped, length = self._tables[group, live.row], live.num_dropped[group], live.num_blocks[group]
+            for first, count in change.removed:
+                table[first : length - count] = table[first + count : length].copy()
+                length -= count
+                dropped -= max(0, min(dropped, first + count) - first)
             for index, block in change.replaced:
                 table[index] = block
             table[change.length : end] = change.appended

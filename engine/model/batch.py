@@ -8,10 +8,31 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
+class QueryVersions:
+    """What a step's queries meet in parts of their sequences: R ranges of slots, V turned versions, W kinds of windows.
+
+    anchor_cos, anchor_sin, every_query: how the queries themselves are turned first, where scores depend on where the
+    context begins.
+    """
+
+    ends: Tensor  # [B, R] int64, see `AttentionCall`
+    rows: Tensor  # [B, R] int64
+    plain_rows: Tensor  # [B, R] int64, for layers that do not rotate
+    reaches: Tensor  # [W, B, R] int64
+    sources: Tensor  # [V] int64, the query that each version is of
+    cos: Tensor  # [G, V, rotary_dim / 2] float32, of the turns
+    sin: Tensor  # [G, V, rotary_dim / 2] float32
+    anchor_cos: Tensor | None = None  # [G, T, rotary_dim / 2] float32
+    anchor_sin: Tensor | None = None  # [G, T, rotary_dim / 2] float32
+    every_query: Tensor | None = None  # [T] int64, 0 to T - 1
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """T tokens of B sequences, G rotary groups, K KV groups. An argument, never a global.
 
-    lasting: the next batch of as many rows stands in the same tensors, which nothing else overwrites.
+    versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
+    rows stands in the same tensors, which nothing else overwrites.
     """
 
     input_ids: Tensor  # [T] int64
@@ -20,10 +41,11 @@ class ForwardBatch:
     slots: Tensor  # [K, T] int64, where each token's key and value go
     block_tables: Tensor  # [K, B, max_blocks] int32; -1 where a window group dropped the block
     query_start: Tensor  # [B + 1] int64
-    seq_lens: Tensor  # [B] int64, cached tokens once this step has been appended
-    first_position: Tensor  # [B] int64, absolute position of the first cached token
+    seq_lens: Tensor  # [B] int64, slots taken once this step has been appended
+    context_positions: Tensor  # [T] int64, positions as if tokens missing before them had never been
     cos: Tensor  # [G, T, rotary_dim / 2] float32
     sin: Tensor  # [G, T, rotary_dim / 2] float32
     q_scale: Tensor  # [G, T] float32, on the rotary slice of the query
     score_scale: Tensor  # [T] float32, on the whole query; 1 before the model has applied its own
+    versions: QueryVersions | None = None
     lasting: bool = False

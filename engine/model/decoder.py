@@ -90,7 +90,7 @@ class Decoder:
         x = self.backend.embed(self.embedding, batch.input_ids, self.spec.embedding_scale)
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature
-            growth = 1 + beta * self.backend.log1p(batch.positions // length)  # [T]
+            growth = 1 + beta * self.backend.log1p(batch.context_positions // length)  # [T]
             batch = replace(batch, score_scale=batch.score_scale * growth)
         return x, batch
 

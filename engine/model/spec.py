@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm
 from windlass.engine.rotary.groups import RotaryGroup
 
@@ -73,6 +73,16 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     temperature: tuple[float, int] | None = None
     notices: tuple[str, ...] = ()
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The kinds of windows that the layers have, each once."""
+        return windows_of([layer.mixer for layer in self.layers])
+
+    @property
+    def scores_by_absolute_position(self) -> bool:
+        """Whether a query and a key that move on by as many positions score otherwise than before."""
+        return any(layer.mixer.qk_norm == "after" for layer in self.layers)
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """Every weight of the model, each once. Names are those of a layer's fields behind "layers.0." and so on."""

@@ -59,7 +59,8 @@ class RotaryPlan:
     """The rotation of one request from its first to its last token.
 
     groups: the model's rotary groups under the request's scaling. policy: "frozen" if nothing depends on length.
-    longest: tokens the request can become. exact: dynamic changes with every token past M, not on its grid.
+    longest: tokens that are held of the request at once, at most. exact: dynamic changes with every token past M, not on
+    its grid.
     """
 
     groups: tuple[RotaryGroup, ...]
@@ -68,9 +69,8 @@ class RotaryPlan:
     exact: bool = False
 
     def stage(self, length: int) -> RotaryStage:
-        """The specs of a context of `length` tokens."""
-        if self.policy == "frozen":
-            length = self.longest
+        """The specs of a context of `length` tokens; of more than `longest`, those of `longest`."""
+        length = self.longest if self.policy == "frozen" else min(length, self.longest)
         specs, ends, lengths = [], [], []
         single = False
         for group in self.groups:
@@ -79,7 +79,7 @@ class RotaryPlan:
             lengths.append(effective_length(scaling, base, length, exact=self.exact))
             ends.append(last_length(scaling, base, length, exact=self.exact))
             single |= self.exact and scaling.rope_type == "dynamic" and lengths[-1] == length > base.trained_len
-        known = [end for end in ends if end is not None]
+        known = [end for end in ends if end is not None and end < self.longest]
         last = min(known) if known and self.policy != "frozen" else None
         return RotaryStage(tuple(specs), last, tuple(lengths), single)
 

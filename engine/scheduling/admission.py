@@ -14,6 +14,7 @@ from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
+from windlass.engine.scheduling.shifting import ContextLimits
 
 _RETRY_STEPS = 8  # steps after which a sequence that found no room is matched against the prefix cache again
 
@@ -21,15 +22,16 @@ _RETRY_STEPS = 8  # steps after which a sequence that found no room is matched a
 class Admission:
     """The choice of whom to admit, with what it remembers of the last refusal."""
 
-    def __init__(self, config: SchedulerConfig, max_model_len: int, blocks: BlockManager) -> None:
+    def __init__(self, config: SchedulerConfig, limits: ContextLimits, blocks: BlockManager) -> None:
         self._config = config
-        self._max_model_len = max_model_len
+        self._limits = limits
         self._blocks = blocks
         self._blocked: tuple[int, int, list[int]] | None = None  # who found no room, at which step, with what available
 
     def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
         """Raise RequestError unless the request, alone in the engine, can run to its end."""
-        prompt, sampling, limit = len(request.prompt_token_ids), request.sampling, self._max_model_len
+        prompt, sampling, held = len(request.prompt_token_ids), request.sampling, self._limits.held(request.context)
+        limit = held.longest if held.window is None else min(held.longest, held.window)
         if prompt == 0:
             raise RequestError("the prompt is empty: send at least one token", "prompt", "empty_prompt")
         if sampling.n < 1:
@@ -42,11 +44,13 @@ class Admission:
             )
             raise RequestError(f"{message}: shorten the prompt", "prompt", "context_length_exceeded")
         # The last output token is never computed, so it needs no slot.
-        longest = max(prompt, min(prompt + sampling.max_tokens, limit) - 1)
+        longest = min(max(prompt, min(prompt + sampling.max_tokens, held.longest) - 1), held.most_slots(1))
         last = rotation.stage(prompt).last_length
         # Keys that are re-rotated stand in the cache twice: as computed and as re-rotated.
         copies = 2 if rotation.policy == "rotate" and last is not None and longest > last else 1
-        for need, pool in zip(self._blocks.min_blocks(longest), self._blocks.pools, strict=True):
+        for need, pool in zip(
+            self._blocks.min_blocks(longest, shifts=held.window is not None), self._blocks.pools, strict=True
+        ):
             if need * copies > pool.num_blocks:
                 static = "set rope_update to frozen or recompute, " if copies > 1 else ""
                 raise RequestError(
@@ -70,6 +74,11 @@ class Admission:
             if self._is_prefix_coming(seq):
                 continue
             if running and self._was_just_blocked(seq, step):
+                return None
+            if seq.cache.is_parked:
+                if not running or self._has_room(seq, running):
+                    return seq, False
+                self._blocked = (seq.seq_id, step, self._blocks.available())
                 return None
             hit, full = 0, False
             if seq.prompt_logprobs is None:
@@ -98,7 +107,8 @@ class Admission:
         chunk = self._config.max_num_batched_tokens
         spare = [pool.num_available - pool.num_blocks // 100 for pool in self._blocks.pools]
         for other in (seq, *running):
-            need = self._blocks.blocks_to_come(other.cache, other.num_tokens, chunk, rerotates=other.will_rerotate)
+            slots = min(other.num_tokens + other.cache.layout.slot_offset, other.held.most_slots(chunk))
+            need = self._blocks.blocks_to_come(other.cache, slots, chunk, rerotates=other.will_rerotate)
             spare = [s - n for s, n in zip(spare, need, strict=True)]
         return min(spare) >= 0
 

@@ -22,6 +22,8 @@ class SchedulerCounters:
     generation_tokens: int = 0
     recomputed_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_RECOMPUTE_REASONS, 0))
     key_moves: int = 0
+    context_shifts: int = 0
+    dropped_tokens: int = 0
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
@@ -77,6 +79,8 @@ class SchedulerCounters:
             generation_tokens=self.generation_tokens,
             recomputed_tokens=dict(self.recomputed_tokens),
             key_moves=self.key_moves,
+            context_shifts=self.context_shifts,
+            dropped_tokens=self.dropped_tokens,
             spec_decode_num_drafts=self.spec_decode_num_drafts,
             spec_decode_num_draft_tokens=self.spec_decode_num_draft_tokens,
             spec_decode_num_accepted_tokens=self.spec_decode_num_accepted_tokens,

@@ -66,12 +66,30 @@ class Places:
         insort(self._running, seq, key=rank_of)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take everything but its tokens from a sequence, and let it wait."""
+        """Take everything but its tokens from a sequence, and let it wait.
+
+        One that has dropped tokens would have to compute them all again: its pages are kept aside, as long as no more is
+        than the pools hold.
+        """
+        park = seq.cache.num_shifts > 0 and not seq.cache.originals and bool(seq.cache.tables) and self._may_park(seq)
+        if park:
+            self._writer.park(seq.seq_id, self._blocks.park(seq.cache))
         self._unlink(seq)
         seq.waits_for = None
-        self._stages.rewind(seq)
+        if not park:
+            self._stages.rewind(seq)
         self.queue(seq)
         self._counters.num_preemptions += 1
+
+    def unpark(self, seq: Sequence) -> None:
+        """Let a parked sequence that has been started hold what it held; there is room for that."""
+        self._writer.unpark(seq.seq_id, self._blocks.unpark(seq.cache))
+
+    def _may_park(self, seq: Sequence) -> bool:
+        """Whether the pages of all parked sequences, with those of `seq`, are no more than the pools hold."""
+        handles = [seq.cache, *(other.cache for other in self._waiting if other.cache.is_parked)]
+        kept = [sum(counts) for counts in zip(*(handle.held_or_parked() for handle in handles), strict=True)]
+        return all(count <= pool.num_blocks for count, pool in zip(kept, self._blocks.pools, strict=True))
 
     def leave(self, seq: Sequence) -> None:
         """End a sequence and free what it holds."""
@@ -86,5 +104,8 @@ class Places:
             seq.rotary_id = -1
         elif seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
+        seq.rerotations = []
         self._writer.remove(seq.seq_id)
+        if seq.status is SequenceStatus.WAITING and seq.cache.is_parked:
+            self._writer.forget_parked(seq.seq_id)
         self._blocks.free(seq.cache)

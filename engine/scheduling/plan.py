@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
-from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, TableChanges
+from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, ParkedPages, TableChanges
+from windlass.engine.cache.runs import PLAIN, SlotLayout
 from windlass.engine.errors import EngineError
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -23,7 +24,8 @@ class NewSequence:
     """All there is to know of a sequence that the executing side does not hold.
 
     token_ids: prompt and output so far. stop_ids: those that `sampling.min_tokens` keeps masked (eos unless ignored, and
-    stop ids). tables: whole; none while it holds no blocks. first_position: absolute position of token 0.
+    stop ids). tables: whole; none while it holds no blocks. layout: which slots of them hold which positions. window, sinks:
+    keys that its tokens see, and leading tokens that they see besides; None where the request asks for no window.
     """
 
     seq_id: int
@@ -35,7 +37,9 @@ class NewSequence:
     token_ids: tuple[int, ...]
     tables: TableChanges
     rotary_id: int
-    first_position: int = 0
+    layout: SlotLayout = PLAIN
+    window: int | None = None
+    sinks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class ScheduledSequence(NamedTuple):
 
     num_known_tokens: tokens of the sequence without proposed ones. token_ids: the last of these, as far as they have been
     appended since the sequence was last scheduled. tables: what has changed since then. rotary_id: the row of the rotary
-    tables, None while it is still the same.
+    tables, None while it is still the same. layout: None likewise; it holds from this step on.
     samples: ids of the sequences for which a token is drawn from the last row. Empty while the chunk does not reach the
     last known token; several when a prompt forks into n samples.
     prompt_logprobs: set while prompt log-probabilities of this chunk's rows are wanted (see SamplingParams).
@@ -71,6 +75,7 @@ class ScheduledSequence(NamedTuple):
     samples: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     draft: tuple[int, ...] = ()
+    layout: SlotLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,10 @@ class SchedulerOutput:
 
     step: counts up by one; whoever misses a number cannot follow any more and needs a `Snapshot`.
     removed: sequences that have ended or lost their places; one of these may come again as a new one, even in this step.
-    The rest in order: the copies, then `set_aside` (copies of originals), then `rerotations`, then one forward pass over
-    all sequences. No target of one list is a source of the same list.
+    parked, unparked, forgotten: pages of sequences that lose their places and will go on as they were, those that come
+    back, and sequences whose parked pages nobody needs any more.
+    The rest in order: what is parked, what is unparked, the copies, then `set_aside` (copies of originals), then
+    `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
     """
 
     step: int
@@ -96,6 +103,9 @@ class SchedulerOutput:
     rotary_rows: tuple[RotaryRow, ...] = ()
     new: tuple[NewSequence, ...] = ()
     forks: tuple[ForkedSequence, ...] = ()
+    parked: tuple[ParkedPages, ...] = ()
+    unparked: tuple[ParkedPages, ...] = ()
+    forgotten: tuple[int, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     set_aside: tuple[KeyRerotation, ...] = ()
     rerotations: tuple[KeyRerotation, ...] = ()

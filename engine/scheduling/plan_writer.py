@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 
-from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, TableChange, TableChanges
+from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, ParkedPages, TableChange, TableChanges
+from windlass.engine.cache.runs import SlotLayout
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.scheduling.plan import (
     ForkedSequence,
@@ -46,9 +47,10 @@ class PlannedStep:
 
 @dataclass(slots=True)
 class _Told:
-    """What was said of a sequence. specs: of its rotary row."""
+    """What was said of a sequence. specs: of its rotary row. layout: None where nothing was said of it for sure."""
 
     num_tokens: int
+    layout: SlotLayout | None
     rotary_id: int = -1
     specs: tuple[RotarySpec, ...] = ()
 
@@ -60,12 +62,29 @@ class PlanWriter:
         self._step = 0
         self._told: dict[int, _Told] = {}  # by sequence
         self._removed: list[int] = []
+        self._parked: dict[int, ParkedPages] = {}  # by sequence
+        self._unparked: dict[int, ParkedPages] = {}
+        self._forgotten: list[int] = []
         self._rows: dict[int, tuple[RotarySpec, ...]] = {}  # by row of the rotary tables
 
     def remove(self, seq_id: int) -> None:
         """The sequence has ended or gives up its place: the next plan says so, if any plan has named it."""
         if self._told.pop(seq_id, None) is not None:
             self._removed.append(seq_id)
+
+    def park(self, seq_id: int, blocks: tuple[tuple[int, ...], ...]) -> None:
+        """The pages of a sequence that gives up its place are needed again; the next plan says so before anything else."""
+        if self._unparked.pop(seq_id, None) is None:  # else they have not come back yet
+            self._parked[seq_id] = ParkedPages(seq_id, blocks)
+
+    def unpark(self, seq_id: int, blocks: tuple[tuple[int, ...], ...]) -> None:
+        """A sequence goes on with its parked pages in these blocks."""
+        self._unparked[seq_id] = ParkedPages(seq_id, blocks)
+
+    def forget_parked(self, seq_id: int) -> None:
+        """A parked sequence has ended."""
+        if self._parked.pop(seq_id, None) is None:
+            self._forgotten.append(seq_id)
 
     def write(self, step: PlannedStep) -> SchedulerOutput:
         """The plan of a step, which is taken as said."""
@@ -78,10 +97,10 @@ class PlanWriter:
             seq = chunk.seq
             token_ids: tuple[int, ...] = ()
             tables = UNCHANGED
-            rotary_id = None
+            rotary_id = layout = None
             told = self._told.get(seq.seq_id)
             if told is None:
-                self._told[seq.seq_id] = told = _Told(seq.num_tokens)
+                self._told[seq.seq_id] = told = _Told(seq.num_tokens, seq.cache.layout)
                 self._tell_row(seq, told, rows)
                 new.append(_describe(seq, seq.cache.take_changes(whole=True)))
             else:
@@ -92,13 +111,15 @@ class PlanWriter:
                 if told.rotary_id != seq.rotary_id or told.specs is not seq.stage.specs:
                     self._tell_row(seq, told, rows)
                     rotary_id = seq.rotary_id
+                if told.layout is not seq.cache.layout:
+                    told.layout = layout = seq.cache.layout
                 tables = seq.cache.take_changes()
             samples: tuple[int, ...] = ()
             if chunk.samples:
                 samples = (seq.seq_id,)
                 for sample in chunk.samples[1:]:
                     samples += (sample.seq_id,)
-                    self._told[sample.seq_id] = _Told(sample.num_tokens)
+                    self._told[sample.seq_id] = _Told(sample.num_tokens, None)
                     forks.append(ForkedSequence(sample.seq_id, sample.index, seq.seq_id))
             sequences.append(
                 ScheduledSequence(
@@ -112,15 +133,22 @@ class PlanWriter:
                     samples,
                     chunk.prompt_logprobs,
                     chunk.draft,
+                    layout,
                 )
             )
         removed, self._removed = self._removed, []
+        parked, self._parked = self._parked, {}
+        unparked, self._unparked = self._unparked, {}
+        forgotten, self._forgotten = self._forgotten, []
         return SchedulerOutput(
             step=self._step,
             removed=tuple(removed),
             rotary_rows=tuple(rows),
             new=tuple(new),
             forks=tuple(forks),
+            parked=tuple(parked.values()),
+            unparked=tuple(unparked.values()),
+            forgotten=tuple(forgotten),
             copies=tuple(step.copies),
             set_aside=tuple(step.set_aside),
             rerotations=tuple(step.rerotations),
@@ -149,6 +177,7 @@ def _whole(seq: Sequence) -> TableChanges:
 
 
 def _describe(seq: Sequence, tables: TableChanges) -> NewSequence:
+    rule = seq.request.context
     return NewSequence(
         seq_id=seq.seq_id,
         index=seq.index,
@@ -159,5 +188,7 @@ def _describe(seq: Sequence, tables: TableChanges) -> NewSequence:
         token_ids=tuple(seq.token_ids),
         tables=tables,
         rotary_id=seq.rotary_id,
-        first_position=seq.cache.position_of(0),
+        layout=seq.cache.layout,
+        window=rule.attention_window,
+        sinks=rule.attention_sinks,
     )

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 from collections import abc
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.deadlines import Deadlines
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
+from windlass.engine.scheduling.shifting import HeldContext
 
 
 class LiveRequests:
-    """fresh_seed: a seed for requests that bring none. new_handle: of keys computed under a stage from the first token on."""
+    """fresh_seed: a seed for requests that bring none. new_handle: of keys computed under a stage from the first token on.
+    held: what a request's rule lets its samples hold.
+    """
 
     def __init__(
         self,
         eos_token_ids: abc.Iterable[int],
         fresh_seed: abc.Callable[[], int],
         new_handle: abc.Callable[[EngineRequest, RotaryStage], CacheHandle],
+        held: abc.Callable[[ContextRule], HeldContext],
     ) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._fresh_seed = fresh_seed
         self._new_handle = new_handle
+        self._held = held
         self._samples: dict[str, list[Sequence]] = {}  # live ones of each request, sample 0 first
         self._sequences: dict[int, Sequence] = {}
         self._deadlines = Deadlines()
@@ -63,6 +69,7 @@ class LiveRequests:
             stage=stage,
             seed=self._fresh_seed() if sampling.seed is None else sampling.seed,
             cache=self._new_handle(request, stage),
+            held=self._held(request.context),
             # A grammar lets eos come only where the output may end, and where it is complete nothing else.
             stop_ids=stop_ids if sampling.ignore_eos and sampling.grammar is None else stop_ids | self._eos_token_ids,
             arrival_number=self._num_requests,
@@ -110,6 +117,7 @@ class LiveRequests:
             stage=parent.stage,
             seed=parent.seed,
             cache=self._new_handle(parent.request, parent.stage),
+            held=parent.held,
             stop_ids=parent.stop_ids,
             arrival_number=parent.arrival_number,
             arrival_time=parent.arrival_time,

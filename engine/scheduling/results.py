@@ -19,8 +19,6 @@ from windlass.engine.scheduling.stages import StageChanges
 
 
 class ResultIntake:
-    """max_model_len: tokens at which a sequence ends."""
-
     def __init__(
         self,
         requests: LiveRequests,
@@ -29,8 +27,6 @@ class ResultIntake:
         stages: StageChanges,
         speculation: Speculation,
         counters: SchedulerCounters,
-        *,
-        max_model_len: int,
     ) -> None:
         self._requests = requests
         self._places = places
@@ -38,7 +34,6 @@ class ResultIntake:
         self._stages = stages
         self._speculation = speculation
         self._counters = counters
-        self._max_model_len = max_model_len
 
     def take(self, output: SchedulerOutput, results: list[StepResult], now: float) -> list[RequestOutput]:
         """The outputs of a step. now: seconds on the scheduler's clock.
@@ -119,12 +114,13 @@ class ResultIntake:
         """
         if not result.token_ids:
             raise RuntimeError(f"the step drew no token for sequence {seq.seq_id}")
-        num_accepted, reason, stop_id = seq.append_tokens(result.token_ids, self._max_model_len)
+        num_accepted, reason, stop_id = seq.append_tokens(result.token_ids)
         if start is not None:
             self._settle(seq, start + num_accepted)
         self._counters.generation_tokens += num_accepted
         self._note_first_token(seq, now)
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
+        report = seq.held.report(seq.cache)
         if reason is not None:
             self._finish(seq, now)
         return RequestOutput(
@@ -137,11 +133,13 @@ class ResultIntake:
             stop_token_id=stop_id,
             cached_tokens=seq.cached_tokens or 0,
             rotary=None if reason is None else seq.rotation.report(seq.stage, seq.cache.num_rerotations),
+            context=None if reason is None else report,
         )
 
     def _finish_scoring(self, seq: Sequence, now: float) -> list[RequestOutput]:
         """End a request that asked for no tokens, its prompt being computed; every sample is equally empty."""
         self._note_first_token(seq, now)
+        report = seq.held.report(seq.cache)
         self._finish(seq, now)
         first = RequestOutput(
             seq.request.request_id,
@@ -149,6 +147,7 @@ class ResultIntake:
             finish_reason="length",
             cached_tokens=seq.cached_tokens or 0,
             rotary=seq.rotation.report(seq.stage, seq.cache.num_rerotations),
+            context=report,
         )
         rest = (replace(first, index=index, prompt_logprobs=None) for index in range(1, seq.request.sampling.n))
         return [output for output in (first, *rest) if output.index not in seq.ended_samples]

@@ -17,8 +17,9 @@ Every sequence has a rank: (priority, arrival, sample index), lower is better. O
 5. Under speculation running streams add proposed tokens to theirs, from what budget and blocks are left.
 
 Where frequencies depend on the length, a sequence that outgrows its rotary stage starts over in place (`recompute`), or
-its cached keys are re-rotated before its next chunk (`rotate`). Both follow from its own tokens alone, so a preempted
-sequence comes to the same keys again by computing from the start, re-rotations included.
+its cached keys are re-rotated before its next chunk (`rotate`), over several steps where one would last too long. Both
+follow from its own tokens alone, so a preempted sequence comes to the same keys again by computing from the start,
+re-rotations included. Where a sequence drops tokens, or what its tokens see, is a rule of its request (see `shifting`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, Pl
 from windlass.engine.scheduling.requests import LiveRequests
 from windlass.engine.scheduling.results import ResultIntake
 from windlass.engine.scheduling.sequence import Sequence, rank_of
+from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
 from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
@@ -49,7 +51,7 @@ from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
 class Scheduler:
     """Plans steps for requests; `schedule` and `update` alternate, and `add`, `abort`, `expire` may come in between.
 
-    max_model_len: the longest sequence, prompt and output together.
+    limits: what a sequence may hold, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
@@ -58,7 +60,7 @@ class Scheduler:
         self,
         *,
         config: SchedulerConfig,
-        max_model_len: int,
+        limits: ContextLimits,
         blocks: BlockManager,
         rotary: RotarySlots,
         namespace: bytes,
@@ -67,22 +69,21 @@ class Scheduler:
         fresh_seed: abc.Callable[[], int] | None = None,
     ) -> None:
         self.config = config
-        self.max_model_len = max_model_len
+        self.limits = limits
         self.blocks = blocks
         self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens)
-        self._admission = Admission(config, max_model_len, blocks)
+        self._admission = Admission(config, limits, blocks)
         self._clock = clock
         self.counters = SchedulerCounters()
-        self._stages = StageChanges(blocks, rotary, self.counters, namespace)
+        self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits)
         self._writer = PlanWriter()
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
-        self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle)
+        self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle, limits.held)
         self._places = Places(config.max_num_seqs, blocks, rotary, self._stages, self._writer, self.counters)
         self._speculation = Speculation(
             config.speculation,
             blocks,
             self.counters,
-            max_model_len=max_model_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self._intake = ResultIntake(
@@ -92,7 +93,6 @@ class Scheduler:
             self._stages,
             self._speculation,
             self.counters,
-            max_model_len=max_model_len,
         )
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -179,13 +179,13 @@ class Scheduler:
         step = PlannedStep()
         for _ in range(self.config.max_num_seqs + 1):
             self._plan_chunks(step)
-            if step.chunks or not self.has_work():
+            if step.chunks or step.rerotations or not self.has_work():
                 break
             # Those chosen have given up their places to better-ranked ones that were not: choose among the rest.
         self._speculation.extend(step)
         # Rows of one token side by side, which is what attention kernels like; otherwise by rank.
         step.chunks.sort(key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, bool(chunk.draft)))
-        if step.chunks:
+        if step.chunks or step.rerotations:
             self.counters.num_steps += 1
         return self._writer.write(step)
 
@@ -201,8 +201,11 @@ class Scheduler:
         now = self._clock()
         while pending:
             seq = pending.pop(0)
-            if step.rerotations and seq.due_rerotation() is not None:
+            if step.rerotations and (seq.rerotations or seq.due_rerotation() is not None):
                 continue  # re-rotating keys takes time, and a step should not: one sequence a step
+            if not self._goes_on(seq, step):
+                continue
+            self._make_room(seq)
             num_tokens = self._stages.capacity(seq, plan[seq])
             while num_tokens == 0:
                 # Both lists are sorted by rank, so the worst of each is its last.
@@ -214,8 +217,23 @@ class Scheduler:
                 num_tokens = self._stages.capacity(seq, plan[seq])
             if num_tokens > 0:
                 self._stages.rerotate_if_due(seq, step)
+                if not self._goes_on(seq, step):
+                    continue
                 step.copies += self.blocks.allocate(seq.cache, num_tokens)
                 step.chunks.append(self._plan_chunk(seq, num_tokens, now))
+
+    def _goes_on(self, seq: Sequence, step: PlannedStep) -> bool:
+        """Whether `seq` may compute in this step, once as many of its keys are re-rotated as a step has time for."""
+        if seq.rerotations:
+            self._stages.go_on_rerotating(seq, step, self.timer.rerotation_limit)
+        return not seq.rerotations
+
+    def _make_room(self, seq: Sequence) -> None:
+        """Let `seq` give up the blocks that its next token does not need or leaves no room for."""
+        dropped = seq.held.make_room(self.blocks, seq.cache)
+        if dropped:
+            self.counters.context_shifts += 1
+            self.counters.dropped_tokens += dropped
 
     def _plan(self) -> dict[Sequence, int]:
         """Tokens to try for each sequence this step, in no particular order; admits what can be admitted."""
@@ -267,13 +285,19 @@ class Scheduler:
                 return
             seq, full = chosen
             self._places.start(seq)
+            if seq.cache.is_parked:
+                self._places.unpark(seq)
+                seq.full_hit_end = 0
+                continue
             looked_up = self.blocks.enable_prefix_caching and seq.prompt_logprobs is None
             self.counters.count_hit(seq, full, looked_up=looked_up)
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Tell how long a step took, before `update`; the next prefill chunks are sized by it."""
         decodes = sum(1 for item in output.sequences if item.start + 1 == item.num_known_tokens)
-        if not output.rerotations:  # re-rotating keys takes time that no token is to blame for
+        if output.rerotations:  # these take time that no token is to blame for
+            self.timer.observe_rerotations(sum(piece.end - piece.start for piece in output.rerotations), seconds)
+        else:
             self.timer.observe(output.num_tokens - output.num_draft_tokens, decodes, seconds)
 
     # -- results -------------------------------------------------------------------------------------------------

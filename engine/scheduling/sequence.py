@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from windlass.engine.api.request import EngineRequest, FinishReason, TokenLogprobs
+from windlass.engine.cache.changes import KeyRerotation
 from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.drafting import Drafting
+from windlass.engine.scheduling.shifting import HeldContext
 
 
 class SequenceStatus(Enum):
@@ -30,7 +32,7 @@ class Sequence:
     """Tokens, sampling and status of one sample.
 
     token_ids: the prompt followed by the output so far; grows in place.
-    cache: what it holds in the cache; its computed length chases `num_tokens`.
+    cache: what it holds in the cache; its computed length chases `num_tokens`. held: how much that may be.
     rotation, stage: how frequencies depend on the length, and those that the cached keys are under now.
     rotary_id: row of the rotary tables, -1 while not running.
     arrival_number: order of arrival among requests; (priority, arrival_number, index) ranks sequences, lower is better.
@@ -42,6 +44,7 @@ class Sequence:
     children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
     ended_samples: samples of the request that were ended before they stood on their own; sample 0 keeps them for all.
     prompt_logprobs: those known so far, None if not asked for or handed out already.
+    rerotations: those of its keys that are still to be done before it computes anything; it runs, and nothing is drawn.
     drafting: what speculation remembers of it, None before its first proposal.
     last_step: the step that last scheduled it.
     *_time: seconds on the scheduler's clock.
@@ -56,6 +59,7 @@ class Sequence:
     stage: RotaryStage
     seed: int
     cache: CacheHandle
+    held: HeldContext
     stop_ids: frozenset[int]
     arrival_number: int
     arrival_time: float
@@ -69,6 +73,7 @@ class Sequence:
     children: list[Sequence] | None = None
     ended_samples: set[int] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    rerotations: list[KeyRerotation] = field(default_factory=list)
     drafting: Drafting | None = None
     last_step: int = -1
     first_scheduled_time: float | None = None
@@ -95,8 +100,8 @@ class Sequence:
 
     @property
     def num_due_tokens(self) -> int:
-        """Uncomputed tokens that one chunk may hold: under `rotate` those of one stage."""
-        uncomputed, last = self.num_uncomputed_tokens, self.stage.last_length
+        """Uncomputed tokens that one chunk may hold: before blocks have to go, and under `rotate` those of one stage."""
+        uncomputed, last = min(self.num_uncomputed_tokens, self.held.room(self.cache)), self.stage.last_length
         if last is None or self.rotation.policy != "rotate":
             return uncomputed
         computed = self.cache.num_computed_tokens
@@ -106,9 +111,9 @@ class Sequence:
 
     @property
     def num_shareable_tokens(self) -> int:
-        """Leading tokens that are computed under `stage` and so may come from the prefix cache."""
-        last = self.stage.last_length
-        return self.num_tokens if last is None else min(self.num_tokens, last)
+        """Leading tokens that are computed under `stage`, before any is dropped, and so may come from the prefix cache."""
+        last = self.num_tokens if self.stage.last_length is None else self.stage.last_length
+        return min(self.num_tokens, last, self.held.floor)
 
     def outgrown(self) -> RotaryStage | None:
         """Under `recompute`, the stage of all tokens known now if it is another one: everything is to be computed anew."""
@@ -127,7 +132,8 @@ class Sequence:
     @property
     def will_rerotate(self) -> bool:
         """Whether cached keys are re-rotated before all tokens known now are computed."""
-        return self.rotation.policy == "rotate" and self.num_shareable_tokens < self.num_tokens
+        last = self.stage.last_length
+        return self.rotation.policy == "rotate" and last is not None and last < self.num_tokens
 
     @property
     def is_before_fork(self) -> bool:
@@ -146,9 +152,7 @@ class Sequence:
             raise RuntimeError(f"sequence {self.seq_id}: prompt log-probabilities out of order at token {start + 1}")
         known.extend(entries[len(known) - start - 1 :])
 
-    def append_tokens(
-        self, token_ids: abc.Sequence[int], max_model_len: int
-    ) -> tuple[int, FinishReason | None, int | None]:
+    def append_tokens(self, token_ids: abc.Sequence[int]) -> tuple[int, FinishReason | None, int | None]:
         """Append drawn tokens until one ends the sequence.
 
         Returns how many were kept, the reason if the sequence has ended, and the eos or stop id if one ended it. The
@@ -160,7 +164,7 @@ class Sequence:
             self.token_ids.append(token)
             if token in self.stop_ids and self.num_output_tokens > least:
                 return kept, "stop", token
-            if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= max_model_len:
+            if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= self.held.longest:
                 return kept, "length", None
         return len(token_ids), None, None
 

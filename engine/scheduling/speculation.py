@@ -22,7 +22,7 @@ _INDEXED_PER_STEP = 2048  # of a long prompt, so that no step waits for an index
 
 
 class Speculation:
-    """Adds proposals to planned steps. max_model_len, max_num_batched_tokens: the scheduler's limits."""
+    """Adds proposals to planned steps. max_num_batched_tokens: the scheduler's limit."""
 
     def __init__(
         self,
@@ -30,13 +30,11 @@ class Speculation:
         blocks: BlockManager,
         counters: SchedulerCounters,
         *,
-        max_model_len: int,
         max_num_batched_tokens: int,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._counters = counters
-        self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
 
     def extend(self, step: PlannedStep) -> None:
@@ -87,9 +85,9 @@ class Speculation:
         """Tokens that may follow the last known one in this step.
 
         One more is drawn behind them, and no token past the end of the sequence is ever computed. Where frequencies
-        depend on the length, all must be computed under those of the moment.
+        depend on the length, all must be computed under those of the moment, and no block is dropped for a proposal.
         """
         length, sampling = seq.num_tokens, seq.request.sampling
-        room = min(sampling.max_tokens - seq.num_output_tokens, self._max_model_len - length) - 1
+        room = min(sampling.max_tokens - seq.num_output_tokens, seq.held.longest - length, seq.held.room(seq.cache)) - 1
         last = seq.stage.last_length
         return room if last is None else min(room, last - length)

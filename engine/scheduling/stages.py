@@ -17,14 +17,21 @@ from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.plan_writer import PlannedStep
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
+from windlass.engine.scheduling.shifting import ContextLimits
 
 
 class StageChanges:
     """namespace: digest of everything but the request that keys depend on."""
 
     def __init__(
-        self, blocks: BlockManager, rotary: RotarySlots, counters: SchedulerCounters, namespace: bytes
+        self,
+        blocks: BlockManager,
+        rotary: RotarySlots,
+        counters: SchedulerCounters,
+        namespace: bytes,
+        limits: ContextLimits,
     ) -> None:
+        self._limits = limits
         self._blocks = blocks
         self._rotary = rotary
         self._counters = counters
@@ -32,11 +39,14 @@ class StageChanges:
 
     def new_handle(self, request: EngineRequest, stage: RotaryStage) -> CacheHandle:
         """For a sample whose keys are computed under `stage` from the first token on."""
-        return CacheHandle(self._new_chain(request, stage), stage.specs, private=stage.single_length)
+        chain, floor = self._new_chain(request, stage), self._limits.held(request.context).floor
+        return CacheHandle(chain, stage.specs, private=stage.single_length, floor=floor)
 
     def _new_chain(self, request: EngineRequest, stage: RotaryStage) -> HashChain:
         fingerprints = [spec.fingerprint for spec in stage.specs]
-        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt)
+        rule = request.context
+        seen = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
+        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, seen)
         return HashChain(root, self._blocks.block_size)
 
     def capacity(self, seq: Sequence, wanted: int) -> int:
@@ -46,16 +56,28 @@ class StageChanges:
         return self._blocks.capacity(seq.cache, wanted, reserved)
 
     def rerotate_if_due(self, seq: Sequence, step: PlannedStep) -> None:
-        """Plan the re-rotation of the cached keys of `seq` to the frequencies of its next chunk, if those are others."""
+        """Book the re-rotation of the cached keys of `seq` to the frequencies of its next chunk, if those are others."""
         stage = seq.due_rerotation()
         if stage is None:
             return
         set_aside, rerotations = rerotate(self._blocks, seq.cache, stage.specs)
         step.set_aside += set_aside
-        step.rerotations += rerotations
+        seq.rerotations = rerotations
         seq.stage = stage
         self._swap_row(seq)
-        self._counters.key_moves += seq.cache.num_computed_tokens
+        self._counters.key_moves += seq.cache.num_slots
+
+    def go_on_rerotating(self, seq: Sequence, step: PlannedStep, limit: int) -> None:
+        """Plan up to about `limit` of the keys that `seq` has to re-rotate; what is left over is for later steps."""
+        size = self._blocks.block_size
+        while seq.rerotations and limit > 0:
+            piece = seq.rerotations.pop(0)
+            end = max((piece.start + limit) // size, piece.start // size + 1) * size
+            if end < piece.end:
+                piece, rest = piece.split(end, size)
+                seq.rerotations.insert(0, rest)
+            step.rerotations.append(piece)
+            limit -= piece.end - piece.start
 
     def start_over_if_outgrown(self, seq: Sequence) -> None:
         """Under `recompute`, forget the keys of a sequence whose frequencies have changed; it computes all tokens anew."""
@@ -71,10 +93,12 @@ class StageChanges:
             self._counters.count_hit(seq, full, looked_up=False)
 
     def rewind(self, seq: Sequence) -> None:
-        """A preempted sequence has lost its keys, re-rotated ones too: it begins again where its prompt did."""
+        """A preempted sequence has lost its keys, re-rotated ones too, and those behind dropped tokens: it begins again."""
         seq.recompute_reason = "preemption"
         if seq.cache.num_rerotations:
             self._start_over(seq, seq.rotation.stage(seq.num_prompt_tokens))
+        elif seq.cache.num_shifts:
+            self._start_over(seq, seq.stage)
 
     def _start_over(self, seq: Sequence, stage: RotaryStage) -> None:
         seq.stage = stage

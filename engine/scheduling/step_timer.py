@@ -5,11 +5,13 @@ Knows no clock: it is told the seconds.
 
 from __future__ import annotations
 
+import sys
 from collections import abc
 
 _FIRST_LIMIT = 64
 _FLOOR = 4  # of a prompt of 30,000 tokens beside streams, 16 take half a second on two cores
 _ALONE_FACTOR = 4.0  # how much longer a step may last when no stream waits for its next token
+_FIRST_REROTATIONS = 512  # keys of one KV group
 _AIM = 0.8  # share of the target to aim at when growing: the noise of a shared machine reaches a quarter more
 
 
@@ -21,13 +23,27 @@ class StepTimer:
     grows only when a step that filled at least half of it was short, so that short prompts teach it nothing false.
     """
 
-    __slots__ = ("_limits", "_max_tokens", "_target")
+    __slots__ = ("_limits", "_max_tokens", "_rerotations", "_target")
 
     def __init__(self, target_seconds: float, max_num_batched_tokens: int) -> None:
         self._target = target_seconds
         self._max_tokens = max_num_batched_tokens
         first = min(_FIRST_LIMIT, max_num_batched_tokens)
         self._limits = {True: first, False: first}  # by: are there decode streams
+        self._rerotations = _FIRST_REROTATIONS
+
+    @property
+    def rerotation_limit(self) -> int:
+        """Cached tokens, of one KV group, whose keys one step may re-rotate."""
+        return self._rerotations if self._target > 0 else sys.maxsize
+
+    def observe_rerotations(self, count: int, seconds: float) -> None:
+        """Learn from a finished step that re-rotated the keys of so many tokens, beside whatever else it did."""
+        if self._target <= 0 or seconds <= 0:
+            return
+        wanted = int(count * _AIM * self._target / seconds)
+        if seconds > self._target or 2 * count >= self._rerotations:
+            self._rerotations = max(1, self._rerotations // 2, min(2 * self._rerotations, wanted))
 
     def limit(self, num_decodes: int) -> int:
         """Prefill tokens the next step may take beside `num_decodes` decode tokens."""

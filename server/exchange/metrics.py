@@ -41,8 +41,8 @@ _COUNTERS = {
     "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
-    # A field of later engines: reported as soon as EngineStats has it.
     "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
+    "dropped_tokens": ("dropped_tokens", "Tokens that sequences dropped."),
 }
 
 _RECOMPUTE_REASONS = ("full_prefix_hit", "preemption", "rope_update")

@@ -18,12 +18,15 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from windlass.engine.api.config import SchedulerConfig, SpeculationConfig
+from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import KeyRerotation
 from windlass.engine.cache.layout import KVGroupLayout
+from windlass.engine.cache.runs import SlotLayout
 from windlass.engine.execution.sequences import LiveSequences, MissedPlanError
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
 from windlass.engine.sampling.slot import SampleSlot
@@ -36,6 +39,7 @@ from windlass.engine.scheduling.plan import (
 )
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.sequence import SequenceStatus
+from windlass.engine.scheduling.shifting import ContextLimits, HeldContext
 
 VOCAB = 6
 EOS = 5
@@ -60,11 +64,14 @@ class FakeRotation:
     name: str = "plain"
     policy: RopeUpdate = "frozen"
     exact: bool = False
+    longest: int = 10**9
 
     def stage(self, length: int) -> RotaryStage:
+        length = min(length, self.longest)
         if self.policy == "frozen":
             return RotaryStage((FakeSpec(self.name),), None, (None,))  # type: ignore[arg-type]
         last = length if self.exact and length > GRID[0] else next((end for end in GRID if length <= end), None)
+        last = None if last is None or last >= self.longest else last
         return RotaryStage((FakeSpec(f"{self.name} {last}"),), last, (None,))  # type: ignore[arg-type]
 
     def specs_of(self, index: int, num_prompt: int, num_tokens: int) -> tuple[FakeSpec, ...]:
@@ -127,6 +134,29 @@ def draw(key: int, slot: SampleSlot, num_output: int) -> int:
     return token
 
 
+def slots_of(layout: SlotLayout, num_tokens: int) -> dict[int, tuple[int, int]]:
+    """Of every token that is held, its slot and the position it stands at. A key is stored at its token's index."""
+    end, found = num_tokens + layout.slot_offset, {}
+    for run in layout.runs:
+        for slot in range(run.first_slot, min(run.end_slot, end)):
+            stored = run.position + slot - run.first_slot
+            found[stored] = slot, stored + run.shift
+    return found
+
+
+def seen_by(held: HeldContext, rule: ContextRule, index: int) -> dict[int, int]:
+    """The tokens that a token has to see, by brute force, and where they stand for it."""
+    if rule.attention_window is not None:
+        first = max(0, index - rule.attention_window + 1)
+        return {j: j for j in (*range(min(first, rule.attention_sinks)), *range(first, index + 1))}
+    dropped = 0
+    if held.window is not None:
+        while index - dropped >= held.window:
+            dropped += held.block_size
+    kept = held.kept_blocks * held.block_size if dropped else 0
+    return {j: j + dropped for j in range(kept)} | {j: j for j in range(kept + dropped, index + 1)}
+
+
 @dataclass
 class FakeExecutor:
     """Executes plans against the stored keys and asserts everything a real cache relies on."""
@@ -144,6 +174,8 @@ class FakeExecutor:
     num_accepted: int = 0
     lose_plans: int = 0  # so many more do not reach `other`
     num_healed: int = 0
+    num_unparked: int = 0
+    parked: dict[int, Any] = field(default_factory=dict)
     key_memo: dict[int, tuple[object, list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -199,7 +231,7 @@ class FakeExecutor:
         """Everything an executing side knows of a sequence is what the scheduler knows."""
         live = sequences.by_id[seq.seq_id]
         assert live.token_ids == seq.token_ids and live.slot.token_ids is live.token_ids
-        assert (live.rotary_id, live.first_position) == (seq.rotary_id, seq.cache.position_of(0))
+        assert (live.rotary_id, live.layout) == (seq.rotary_id, seq.cache.layout)
         held = [(table.blocks, table.num_dropped) for table in seq.cache.tables] or [([], 0)] * len(self.store)
         tables = [sequences.table(seq.seq_id, group).tolist() for group in range(len(self.store))]
         assert list(zip(tables, live.num_dropped, strict=True)) == held
@@ -239,7 +271,7 @@ class FakeExecutor:
         slot, table = self.sequences.by_id[seq_id].slot, self.sequences.table(item.seq_id, 0).tolist()
         size, drawn = self.scheduler.blocks.block_size, []
         for count in range(len(item.draft) + 1):
-            at = item.start + count
+            at = item.start + count + self.sequences.by_id[item.seq_id].layout.slot_offset
             row, _, _ = self.store[0][table[at // size], at % size]
             drawn.append(draw(row, slot, len(slot.token_ids) - slot.num_prompt_tokens + count))
             if count == len(item.draft) or drawn[-1] != item.draft[count]:
@@ -292,6 +324,22 @@ class FakeExecutor:
                 kept = seq.cache.originals[group].blocks if seq.cache.originals else []
                 holders[group].update(block for block in (*table, *kept) if block >= 0)
 
+        for parked in output.parked:
+            assert parked.seq_id not in self.parked
+            self.parked[parked.seq_id] = [
+                [{o: v for (b, o), v in store.items() if b == block} for block in blocks]
+                for store, blocks in zip(self.store, parked.blocks, strict=True)
+            ]
+        for parked in output.unparked:
+            for store, blocks, kept in zip(self.store, parked.blocks, self.parked.pop(parked.seq_id), strict=True):
+                for block, contents in zip(blocks, kept, strict=True):
+                    store.update({(block, offset): value for offset, value in contents.items()})
+            self.num_unparked += 1
+        for seq_id in output.forgotten:
+            del self.parked[seq_id]
+        waiting = {seq.seq_id for seq in live.values() if seq.cache.is_parked}
+        assert waiting == set(self.parked), "pages are parked that nobody needs, or missing"
+
         targets: set[tuple[int, int]] = set()
         for copy in output.copies:
             assert (copy.group, copy.source) not in targets, "a source is the target of an earlier copy"
@@ -321,7 +369,7 @@ class FakeExecutor:
             if item.draft:
                 assert item.start == known - 1 and end == known + len(item.draft), "proposals go with one token alone"
                 longest = num_prompt + seq.request.sampling.max_tokens
-                assert end < min(longest, self.scheduler.max_model_len), "a row for nothing past the end"
+                assert end < min(longest, seq.held.longest), "a row for nothing past the end"
                 self.num_drafts += 1
             keys = self.keys_with_draft(seq.request, item)
             self.num_computed += item.num_tokens
@@ -330,14 +378,15 @@ class FakeExecutor:
             self.seen[seq.seq_id] = max(seen, end - len(item.draft))  # what stands of the draft is added below
             for group, pool in enumerate(pools):
                 table = self.sequences.table(item.seq_id, group).tolist()
-                for i in range(item.start, end):
+                for token in range(item.start, end):
+                    i = token + mine.layout.slot_offset
                     block = table[i // size]
                     assert 0 <= block < pool.num_blocks, "no block to write to"
                     assert holders[group][block] == 1, "a write into a shared block"
                     assert pool.digests[block] is None, "a write into a block that may be matched"
                     assert (group, block, i % size) not in written, "two writes into one slot"
                     written.add((group, block, i % size))
-                    self.store[group][block, i % size] = keys[i], specs, specs
+                    self.store[group][block, i % size] = keys[token], specs, specs
 
         results = []
         for item in output.sequences:
@@ -348,16 +397,24 @@ class FakeExecutor:
             mine = self.sequences.by_id[item.seq_id]
             token_ids, num_prompt = mine.token_ids, mine.slot.num_prompt_tokens
             specs = rotation.specs_of(end - 1, num_prompt, len(token_ids))
+            places = slots_of(mine.layout, end)
+            assert len(places) == len({slot for slot, _ in places.values()}), "two tokens in one slot"
             for group, pool in enumerate(pools):
                 table = self.sequences.table(item.seq_id, group).tolist()
                 for i in range(item.start, end):
-                    for j in range(0 if pool.window is None else max(0, i - pool.window + 1), i + 1):
-                        assert table[j // size] >= 0, f"token {i} cannot see token {j}: its block was dropped"
-                        key, _, now = self.store[group][table[j // size], j % size]
+                    for j, position in seen_by(seq.held, seq.request.context, i).items():
+                        if pool.window is not None and i - position >= pool.window:
+                            continue
+                        assert j in places, f"token {i} cannot see token {j}: it was dropped"
+                        slot, stands = places[j]
+                        assert stands == position, f"token {j} stands at {stands} for token {i}, not at {position}"
+                        assert table[slot // size] >= 0, f"token {i} cannot see token {j}: its block was dropped"
+                        key, _, now = self.store[group][table[slot // size], slot % size]
                         assert key == right[j], f"wrong key at token {j}"
                         assert now == specs, f"the key of token {j} stands under other frequencies"
             table = self.sequences.table(item.seq_id, 0).tolist()
-            row, _, _ = self.store[0][table[(end - 1) // size], (end - 1) % size]
+            last = end - 1 + mine.layout.slot_offset
+            row, _, _ = self.store[0][table[last // size], last % size]
             all_known = end == len(token_ids) + len(item.draft)
             assert bool(item.samples) == (all_known and seq.request.sampling.max_tokens > 0)
             if item.draft:
@@ -381,7 +438,7 @@ class FakeExecutor:
 
 
 def oracle(
-    request: EngineRequest, rotation: FakeRotation, index: int, max_model_len: int
+    request: EngineRequest, rotation: FakeRotation, index: int, longest: int
 ) -> tuple[list[int], str, int | None]:
     """What a sample must come to, computed one token at a time without cache, batch or scheduler."""
     sampling = request.sampling
@@ -397,7 +454,7 @@ def oracle(
         output.append(token)
         if token in stops and len(output) > sampling.min_tokens:
             return output, "stop", token
-        if len(output) == sampling.max_tokens or len(tokens) + len(output) == max_model_len:
+        if len(output) == sampling.max_tokens or len(tokens) + len(output) == longest:
             return output, "length", None
 
 
@@ -420,6 +477,8 @@ def make_scheduler(
     prefix_caching: bool = True,
     target_step_seconds: float = 0.0,
     speculation: int = 0,
+    shift_context: int | None = None,
+    max_total_tokens: int | None = None,
 ) -> tuple[Scheduler, FakeExecutor, FakeClock]:
     """A scheduler over pools of (blocks, window), with an executor that checks it and a clock to set."""
     blocks = BlockManager([KVGroupLayout(n, w) for n, w in groups], block_size, prefix_caching)
@@ -433,7 +492,7 @@ def make_scheduler(
     rotary, clock = FakeRotary(max_num_seqs), FakeClock()
     scheduler = Scheduler(
         config=config,
-        max_model_len=max_model_len,
+        limits=ContextLimits(max_model_len, block_size, shift_context or max_model_len, max_total_tokens),
         blocks=blocks,
         rotary=rotary,  # type: ignore[arg-type]
         namespace=b"test",
@@ -451,6 +510,7 @@ def make_request(
     priority: int = 0,
     deadline: float | None = None,
     cache_salt: str | None = None,
+    context: ContextRule | None = None,
     **sampling: object,
 ) -> EngineRequest:
     """A request with a seed and, unless said otherwise, no end before max_tokens."""
@@ -462,6 +522,7 @@ def make_request(
         priority=priority,
         deadline=deadline,
         cache_salt=cache_salt,
+        context=context or ContextRule(),
     )
 
 

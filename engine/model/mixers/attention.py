@@ -6,14 +6,14 @@ Knows its spec, its weights and the backend. It knows no other layer, no checkpo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.kernels import AttentionCall, Backend, KVPages, Weight
 
 
@@ -31,11 +31,19 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class AttentionInputs:
-    """What the attention layers of one step take of its batch."""
+    """What the attention layers of one step take of its batch.
+
+    sources: the query that each further version is of, None where there are none. anchors: how queries are turned before
+    their norm's weights, None where they are not.
+    """
 
     rotations: list[tuple[Tensor, Tensor, Tensor]]  # per rotary group cos and sin [T, d/2], q_scale [T]
     slots: list[Tensor]  # per KV group [T]
     calls: list[AttentionCall]  # per kind of layer, see `SharedAttention`
+    sources: Tensor | None = None  # [V] int64
+    turns: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per rotary group cos and sin [V, d/2]
+    anchors: list[tuple[Tensor, Tensor]] | None = None  # per rotary group cos and sin [T, d/2]
+    every_query: Tensor | None = None  # [T] int64, with anchors
 
 
 class SharedAttention:
@@ -46,9 +54,12 @@ class SharedAttention:
 
     def __init__(self, specs: Sequence[AttentionSpec], rotary_dims: Sequence[int]) -> None:
         """rotary_dims: of every rotary group."""
-        kinds = [(spec.kv_group, spec.scale, spec.window, spec.soft_cap) for spec in specs]
+        kinds = [
+            (spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None) for spec in specs
+        ]
         self._kinds = list(dict.fromkeys(kinds))
         self.kind_of_layer = [self._kinds.index(kind) for kind in kinds]
+        self._windows = windows_of(specs)
         self._rotated_pairs = [dim // 2 for dim in rotary_dims]
 
     def inputs(self, batch: ForwardBatch) -> AttentionInputs:
@@ -57,14 +68,30 @@ class SharedAttention:
             (batch.cos[group, :, :pairs], batch.sin[group, :, :pairs], batch.q_scale[group])
             for group, pairs in enumerate(self._rotated_pairs)
         ]
-        tables = batch.block_tables.unbind(0)
-        calls = [
-            AttentionCall(
-                tables[group], batch.query_start, batch.seq_lens, batch.score_scale, scale, window=window, soft_cap=cap
+        tables, versions = batch.block_tables.unbind(0), batch.versions
+        calls = []
+        for group, scale, window, cap, rotates in self._kinds:
+            operands = tables[group], batch.query_start, batch.seq_lens, batch.score_scale, scale
+            if versions is None:
+                calls.append(AttentionCall(*operands, window=window, soft_cap=cap))
+                continue
+            rows = versions.rows if rotates else versions.plain_rows
+            reaches = versions.reaches[self._windows.index(window)]
+            calls.append(
+                AttentionCall(*operands, soft_cap=cap, range_ends=versions.ends, range_rows=rows, range_reaches=reaches)
             )
-            for group, scale, window, cap in self._kinds
-        ]
-        return AttentionInputs(rotations, list(batch.slots.unbind(0)), calls)
+        inputs = AttentionInputs(rotations, list(batch.slots.unbind(0)), calls)
+        if versions is not None:
+            if versions.sources.shape[0]:
+                inputs.sources, inputs.turns = versions.sources, self._by_group(versions.cos, versions.sin)
+            if versions.anchor_cos is not None and versions.anchor_sin is not None:
+                inputs.anchors = self._by_group(versions.anchor_cos, versions.anchor_sin)
+                inputs.every_query = versions.every_query
+        return inputs
+
+    def _by_group(self, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Those of every rotary group, as wide as it rotates."""
+        return [(cos[group, :, :pairs], sin[group, :, :pairs]) for group, pairs in enumerate(self._rotated_pairs)]
 
 
 class Attention:
@@ -101,7 +128,12 @@ class Attention:
             q = backend.rms_norm(q, self._unit_norm if after else w.q_norm, self._eps)
             k = backend.rms_norm(k, self._unit_norm if after else w.k_norm, self._eps)
         backend.rotate_and_append(q, k, v, cos, sin, q_scale, pages, inputs.slots[spec.kv_group])
+        group = spec.rotary_group
         if after and w.q_norm is not None and w.k_norm is not None:
+            if inputs.anchors is not None and inputs.every_query is not None and group is not None:
+                q = backend.turn_queries(q, inputs.every_query, *inputs.anchors[group])[q.shape[0] :]
             q.mul_(w.q_norm * w.k_norm)
+        if inputs.sources is not None and group is not None:
+            q = backend.turn_queries(q, inputs.sources, *inputs.turns[group])
         attended = backend.paged_attention(q, pages, inputs.calls[self._kind])  # [T, Hq, D]
         return backend.linear(attended.view(attended.shape[0], -1), w.out, w.out_bias)

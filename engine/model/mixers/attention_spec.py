@@ -5,6 +5,7 @@ Imports no torch: the API process reads specs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,3 +73,8 @@ class AttentionSpec:
 
     def _interleaved(self, heads: int) -> InterleavedHeads | None:
         return InterleavedHeads(heads, self.head_dim, self.interleaved_dims) if self.interleaved_dims else None
+
+
+def windows_of(specs: Sequence[AttentionSpec]) -> tuple[int | None, ...]:
+    """The kinds of windows that these layers have, each once; None for layers without."""
+    return tuple(dict.fromkeys(spec.window for spec in specs))

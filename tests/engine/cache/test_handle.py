@@ -15,10 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import windlass.engine
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import TableChange, TableChanges
-from windlass.engine.cache.handle import CacheHandle, PositionSegment
+from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.prefix import HashChain
 from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
+from windlass.engine.cache.runs import OPEN_END, SlotLayout, SlotRun
 
 _TOKENS = list(range(400))
 _STAGES = [FakeRotation("dynamic", "rotate").stage(length).specs for length in (6, 8, 11, 16)]
@@ -165,20 +166,9 @@ def test_what_a_change_says() -> None:
     assert handle.take_changes() == TableChanges(True, ())
 
 
-def test_positions_follow_from_segments() -> None:
-    handle = CacheHandle(HashChain(b"root", 4), _STAGES[0], first_position=7)
-    assert handle.segments == (PositionSegment(0, 7),)
-    assert [handle.position_of(slot) for slot in (0, 5, 900)] == [7, 12, 907]
-    assert list(handle.runs(3, 9)) == [(3, 9, 10)] and list(handle.runs(3, 3)) == []
-    handle._segments = (PositionSegment(0, 7), PositionSegment(4, 100), PositionSegment(10, 50))
-    assert [handle.position_of(slot) for slot in (3, 4, 9, 10, 11)] == [10, 100, 105, 50, 51]
-    assert list(handle.runs(2, 12)) == [(2, 4, 9), (4, 10, 100), (10, 12, 50)]
-    assert list(handle.runs(4, 10)) == [(4, 10, 100)]
-
-
 def test_rerotations_are_split_where_positions_jump() -> None:
     blocks, handle = started((20, None))
-    handle._segments = (PositionSegment(0, 0), PositionSegment(6, 100))
+    handle._layout = SlotLayout((SlotRun(0, 6, 0), SlotRun(6, OPEN_END, 100)))
     blocks.allocate(handle, 10)
     blocks.settle(handle, list(range(10)), 10)
     _, rerotations = rerotate(blocks, handle, _STAGES[1])

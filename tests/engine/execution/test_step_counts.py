@@ -14,6 +14,7 @@ import pytest
 from helpers.engines import make_core
 from helpers.tiny_models import make_model
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.cache.handle import BlockTable, CacheHandle
 from windlass.engine.cache.prefix import HashChain
@@ -113,7 +114,7 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
                 lives[seq_id] = SimpleNamespace(
                     seq_id=seq_id,
                     index=0,
-                    request=SimpleNamespace(sampling=GREEDY),
+                    request=SimpleNamespace(sampling=GREEDY, context=ContextRule()),
                     seed=0,
                     num_prompt_tokens=0,
                     stop_ids=(),

@@ -7,6 +7,7 @@ recompute must have happened and no other, and the books must balance once the e
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
@@ -53,10 +55,20 @@ ROTATIONS = [
     FakeRotation("dynamic", "rotate"),
 ]
 
+CONTEXTS = [
+    *[None] * 4,
+    ContextRule("shift", 0),
+    ContextRule("shift", 3),
+    ContextRule("shift", 6),
+    ContextRule("stop", attention_window=5),
+    ContextRule("stop", attention_window=3, attention_sinks=2),
+    ContextRule("shift", attention_window=7, attention_sinks=5),
+]
+
 REQUESTS = st.fixed_dictionaries(
     {
         "prompt": PROMPTS,
-        "max_tokens": st.integers(0, 14),
+        "max_tokens": st.one_of(st.integers(0, 14), st.sampled_from([40])),
         "n": st.sampled_from([1, 1, 1, 2, 3]),
         "seed": st.integers(0, 2),
         "priority": st.sampled_from([0, 0, 1, 2]),
@@ -66,6 +78,7 @@ REQUESTS = st.fixed_dictionaries(
         "ignore_eos": st.sampled_from([True, True, False]),
         "stop_token_ids": st.sampled_from([(), (), (4,)]),
         "prompt_logprobs": st.sampled_from([None, None, None, None, 0]),
+        "context": st.sampled_from(CONTEXTS),
         "lifetime": st.sampled_from([None, None, None, None, None, None, 3, 30]),
     }
 )
@@ -79,6 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         max_num_seqs=st.integers(1, 5),
         max_model_len=st.integers(24, 48),
+        shift_context=st.integers(10, 24),
+        max_total_tokens=st.sampled_from([None, None, 30, 60]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         step_seconds=st.sampled_from([0.0, 0.0, 1.0]),
         speculation=st.sampled_from([0, 0, 2, 5, 9]),
@@ -91,6 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         max_num_seqs: int,
         max_model_len: int,
+        shift_context: int,
+        max_total_tokens: int | None,
         prefix_caching: bool,
         step_seconds: float,
         speculation: int,
@@ -102,6 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_waiting=6,
             max_model_len=max_model_len,
+            shift_context=shift_context,
+            max_total_tokens=max_total_tokens,
             prefix_caching=prefix_caching,
             target_step_seconds=step_seconds,
             speculation=speculation,
@@ -123,19 +142,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add(**request)
 
     def add(
-        self, prompt: list[int], rotation: FakeRotation, lifetime: int | None, salt: str | None, **options: Any
+        self,
+        prompt: list[int],
+        rotation: FakeRotation,
+        lifetime: int | None,
+        salt: str | None,
+        context: ContextRule | None,
+        **options: Any,
     ) -> None:
         request_id = f"r{len(self.requests)}"
         deadline = None if lifetime is None else self.clock.now + lifetime
-        request = make_request(request_id, prompt, cache_salt=salt, deadline=deadline, **options)
+        request = make_request(request_id, prompt, cache_salt=salt, deadline=deadline, context=context, **options)
         try:
+            if context is not None:
+                longest = self.scheduler.limits.held(context).rotary_length
+                rotation = replace(rotation, longest=min(len(prompt) + options["max_tokens"], longest))
             add(self.executor, request, rotation)
         except QueueFullError:
             assert self.scheduler.num_waiting >= 6
             event("queue full")
             return
         except RequestError as error:
-            assert error.code in ("context_length_exceeded", "kv_cache_exceeded")
+            assert error.code in ("context_length_exceeded", "kv_cache_exceeded", "invalid_value")
             return
         self.requests[request_id] = request
         self.rotations[request_id] = rotation
@@ -151,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         had_work = self.scheduler.has_work()
         plan = self.scheduler.schedule()
         config = self.scheduler.config
-        assert bool(plan.sequences) == had_work, "a step without progress"
+        assert bool(plan.sequences or plan.rerotations) == had_work, "a step without progress"
         assert plan.num_tokens <= config.max_num_batched_tokens
         assert len(plan.sequences) <= self.scheduler.num_running <= config.max_num_seqs
         self.in_flight = plan, self.executor.execute(plan)
@@ -264,6 +292,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert stats.key_moves == self.executor.num_rerotated
         if stats.key_moves:
             event("keys re-rotated")
+        if stats.dropped_tokens:
+            event("tokens dropped")
+            assert stats.dropped_tokens % self.scheduler.blocks.block_size == 0 < stats.context_shifts
+        if self.executor.num_unparked:
+            event("parked and unparked")
         if stats.prefix_cache_hits:
             event("prefix hit")
         if self.executor.num_healed:
@@ -278,7 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.in_flight is None:  # room for proposals is given back
             for seq in self.scheduler.live_sequences():
                 size = self.scheduler.blocks.block_size
-                blocks = -(-seq.cache.num_computed_tokens // size)
+                blocks = -(-seq.cache.num_slots // size)
                 assert all(len(table) == blocks for table in seq.cache.block_tables)
 
     def teardown(self) -> None:
@@ -299,8 +332,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.stats().kv_blocks_used == 0
         for request_id, request in self.requests.items():
+            longest = self.scheduler.limits.held(request.context).longest
             for index in range(request.sampling.n):
-                tokens, reason, stop = oracle(request, self.rotations[request_id], index, self.scheduler.max_model_len)
+                tokens, reason, stop = oracle(request, self.rotations[request_id], index, longest)
                 got = self.tokens[request_id, index]
                 if request_id in self.gone or ((request_id, index) in self.dropped):
                     assert got == tokens[: len(got)]

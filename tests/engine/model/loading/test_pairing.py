@@ -119,7 +119,7 @@ def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, posit
         block_tables=torch.zeros(1, 1, 1, dtype=torch.int32),
         query_start=torch.tensor([0, 1]),
         seq_lens=one,
-        first_position=torch.tensor([position]),
+        context_positions=torch.tensor([position]),
         cos=rotation[0],
         sin=rotation[1],
         q_scale=torch.ones(1, 1),

@@ -1,0 +1,119 @@
+"""Which slots of a sequence hold which positions: runs of slots, what was dropped between them, where the next token goes.
+
+A key stays as it was rotated. Where it shall stand at another position, its run says by how much: whoever attends turns
+the query back by that instead (a product of a rotated query and a rotated key depends on the difference of their angles
+alone). Plain data: it knows neither blocks nor tensors.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, replace
+
+OPEN_END = 2**62  # end of the run that tokens still join
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRun:
+    """Slots [first_slot, end_slot), whose keys were rotated at consecutive positions.
+
+    position: of the key in first_slot, as it was rotated. shift: what its keys stand further on than that now.
+    """
+
+    first_slot: int
+    end_slot: int
+    position: int
+    shift: int = 0
+
+    @property
+    def offset(self) -> int:
+        """What to add to a slot for the position that its key stands at."""
+        return self.position + self.shift - self.first_slot
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """The runs of a sequence, by slot; the last is open. Between two of them may lie slots that hold nothing.
+
+    slot_offset: what to add to the index of a token that is still to be computed for its slot. num_dropped: tokens that were
+    computed and are held no more; num_closed: those of them over whose place the tokens before them have closed up.
+    """
+
+    runs: tuple[SlotRun, ...]
+    slot_offset: int = 0
+    num_dropped: int = 0
+    num_closed: int = 0
+
+    @classmethod
+    def starting_at(cls, position: int) -> SlotLayout:
+        """Of a sequence whose first token stands at this position."""
+        return cls((SlotRun(0, OPEN_END, position),))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token lies in the slot of its own index, rotated where it stands."""
+        return len(self.runs) == 1 and not self.runs[0].shift and not self.slot_offset
+
+    @property
+    def first_position(self) -> int:
+        """What to add to the index of a token that is still to be computed for its position."""
+        last = self.runs[-1]
+        return last.position - last.first_slot + self.slot_offset
+
+    def spans(self, start: int, end: int) -> abc.Iterator[tuple[int, int, int]]:
+        """(first slot, end slot, position of the first key as it was rotated) of the runs within slots [start, end)."""
+        for run in self.runs:
+            first, stop = max(start, run.first_slot), min(end, run.end_slot)
+            if first < stop:
+                yield first, stop, run.position + first - run.first_slot
+
+    def first_seen(self, num_slots: int, window: int) -> int:
+        """The first slot that the token for slot `num_slots` sees, and no later one sees before it, under a window in tokens."""
+        lowest = num_slots + self.runs[-1].offset - window + 1  # position of the last key that is seen
+        for run in self.runs:
+            if run.end_slot + run.offset > lowest:
+                return max(run.first_slot, lowest - run.offset)
+        raise AssertionError("the last run is open")
+
+    def without(self, first: int, end: int, *, closing: bool) -> SlotLayout:
+        """The same with slots [first, end) cut out; those behind move up.
+
+        closing: the tokens before them move on in position to where those cut out stood; else every token stays where it
+        stands.
+        """
+        dropped = sum(min(end, run.end_slot) - max(first, run.first_slot) for run in self._between(first, end))
+        width, runs = end - first, list[SlotRun]()
+        for run in self.runs:
+            if run.first_slot < first:
+                runs.append(
+                    replace(run, end_slot=min(run.end_slot, first), shift=run.shift + (dropped if closing else 0))
+                )
+            if run.end_slot > end:
+                skipped = max(0, end - run.first_slot)
+                stop = OPEN_END if run.end_slot == OPEN_END else run.end_slot - width
+                runs.append(
+                    replace(
+                        run, first_slot=run.first_slot + skipped - width, end_slot=stop, position=run.position + skipped
+                    )
+                )
+        closed = self.num_closed + (dropped if closing else 0)
+        return SlotLayout(_joined(runs), self.slot_offset - width, self.num_dropped + dropped, closed)
+
+    def _between(self, first: int, end: int) -> list[SlotRun]:
+        return [run for run in self.runs if run.first_slot < end and run.end_slot > first]
+
+
+def _joined(runs: list[SlotRun]) -> tuple[SlotRun, ...]:
+    """Neighbours that are one run made one."""
+    joined = runs[:1]
+    for run in runs[1:]:
+        last = joined[-1]
+        touches = last.end_slot == run.first_slot and last.shift == run.shift
+        if touches and last.position + last.end_slot - last.first_slot == run.position:
+            joined[-1] = replace(last, end_slot=run.end_slot)
+        else:
+            joined.append(run)
+    return tuple(joined)
+
+
+PLAIN = SlotLayout.starting_at(0)

@@ -1,0 +1,124 @@
+"""The slot ranges of a step's sequences, and the versions of its queries that they meet.
+
+A query meets keys that stand where they were rotated as it is. Those that stand elsewhere, and tokens that are seen from a
+fixed distance, it meets turned by as many positions; such versions are rows behind the step's own queries. Responsible for
+the numbers alone: how queries are turned and ranges attended to is the kernels' business.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from windlass.engine.cache.runs import OPEN_END, SlotLayout
+from windlass.engine.execution.sequences import LiveSequence
+
+NO_BOUND = 2**62  # a reach beyond any sequence
+_NOTHING = -1  # the row of a range in which nothing is seen
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A part of a sequence's slots that its queries meet alike. offset: position where a key stands minus its slot.
+
+    sink: whether its tokens stay in sight, at the edge of the window.
+    """
+
+    end_slot: int
+    offset: int
+    shift: int
+    empty: bool = False
+    sink: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueryRanges:
+    """B sequences of T tokens in R ranges; V versions beside the queries themselves; W kinds of windows.
+
+    ends, rows, reaches: see `AttentionCall`; plain_rows: the rows for layers that do not rotate. sources, turns: per version
+    the token that it is of, and by how many positions it is turned.
+    """
+
+    ends: NDArray[np.int64]  # [B, R]
+    rows: NDArray[np.int64]  # [B, R]
+    plain_rows: NDArray[np.int64]  # [B, R]
+    reaches: NDArray[np.int64]  # [W, B, R]
+    sources: NDArray[np.int64]  # [V]
+    turns: NDArray[np.int64]  # [V]
+
+
+def is_ranged(live: LiveSequence) -> bool:
+    """Whether a sequence's queries are to be told of ranges at all."""
+    return live.window is not None or not live.layout.is_plain
+
+
+def query_ranges(
+    chunks: abc.Sequence[tuple[LiveSequence, int, int]], windows: abc.Sequence[int | None], *, anchored: bool
+) -> QueryRanges:
+    """Ranges of chunks (sequence, position of the first query, queries), in order of their rows.
+
+    windows: the kinds of windows that layers have, None for none. anchored: the queries stand back by the tokens dropped
+    before them, so that kept tokens meet them as they are and those behind do not.
+    """
+    spans = [_spans(live.layout, live.window, live.sinks) for live, _, _ in chunks]
+    most = max(map(len, spans))
+    num_tokens = sum(count for _, _, count in chunks)
+    shape = len(chunks), most
+    ends, rows = np.full(shape, OPEN_END, dtype=np.int64), np.full(shape, _NOTHING, dtype=np.int64)
+    plain_rows, reaches = rows.copy(), np.zeros((len(windows), *shape), dtype=np.int64)
+    sources: list[NDArray[np.int64]] = []
+    turns: list[NDArray[np.int64]] = []
+    token = versions = 0
+    for b, ((live, position, count), own) in enumerate(zip(chunks, spans, strict=True)):
+        first_position, back = live.layout.first_position, live.layout.num_closed if anchored else 0
+        positions = np.arange(position, position + count, dtype=np.int64)
+        for r, span in enumerate(own):
+            ends[b, r] = span.end_slot
+            if span.empty:
+                continue
+            turn = np.full(count, back - span.shift, dtype=np.int64)
+            if span.sink:
+                assert live.window is not None
+                farthest = first_position + live.sinks + live.window - 1
+                turn += np.minimum(positions, farthest) - positions
+            plain_rows[b, r] = token
+            if turn.any():
+                rows[b, r] = num_tokens + versions
+                sources.append(np.arange(token, token + count, dtype=np.int64))
+                turns.append(turn)
+                versions += count
+            else:
+                rows[b, r] = token
+            gap = own[-1].offset - span.offset
+            for w, window in enumerate(windows):
+                bounds = [x for x in (window, None if span.sink else live.window) if x is not None]
+                reaches[w, b, r] = min(bounds) - gap if bounds else NO_BOUND
+        token += count
+    nothing = np.zeros(0, dtype=np.int64)
+    return QueryRanges(
+        ends,
+        rows,
+        plain_rows,
+        reaches,
+        np.concatenate(sources) if sources else nothing,
+        np.concatenate(turns) if turns else nothing,
+    )
+
+
+def _spans(layout: SlotLayout, window: int | None, sinks: int) -> list[_Span]:
+    """The parts of a sequence's slots, in order; the last is open."""
+    spans: list[_Span] = []
+    end, last_sink = 0, layout.first_position + sinks if window is not None else 0
+    for run in layout.runs:
+        if run.first_slot > end:
+            spans.append(_Span(run.first_slot, 0, 0, empty=True))
+        end = run.end_slot
+        edge = last_sink - run.offset  # the first slot behind the sinks
+        if window is not None and sinks and edge > run.first_slot:
+            spans.append(_Span(min(edge, run.end_slot), run.offset, run.shift, sink=True))
+        if window is None or not sinks or edge < run.end_slot:
+            spans.append(_Span(run.end_slot, run.offset, run.shift))
+    return spans

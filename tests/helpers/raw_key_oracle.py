@@ -1,0 +1,117 @@
+"""A transformers model that caches keys unrotated and rotates them anew for every token, each to where it stands.
+
+So nothing of it knows of turned queries, runs or blocks: a key that stands at position e scores as R(e) k, whatever has
+happened since it was computed. Tokens are computed one at a time, in float32 with float64 angles.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface
+
+from windlass.engine.rotary.scaling import RotarySpec
+
+_CURRENT: list[RawKeyOracle] = []
+
+
+class RawKeyOracle:
+    """specs, names: of the model's rotary groups. `step` computes one token over the tokens that are held."""
+
+    def __init__(self, directory: Path, specs: Sequence[RotarySpec], names: Sequence[str]) -> None:
+        AttentionInterface.register("raw_keys", _attend)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="raw_keys"
+        ).eval()
+        self._names = names
+        self.enter(specs)
+        self.model.model.rotary_emb.forward = self._no_rotation
+        self.keys: dict[int, list[torch.Tensor]] = {}  # per layer, of every token that is held
+        self.values: dict[int, list[torch.Tensor]] = {}
+        self.query_position = 0
+        self.key_positions: list[int] = []
+        self.seen: list[bool] = []
+
+    def enter(self, specs: Sequence[RotarySpec]) -> None:
+        """All keys and queries stand under these frequencies from now on."""
+        self._specs, self._fallback = dict(zip(self._names, specs, strict=True)), specs[0]
+
+    def _no_rotation(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        spec = self._specs.get(layer_type or "", self._fallback)
+        width = 2 * len(spec.inv_freq)
+        return torch.ones(1, position_ids.shape[1], width), torch.zeros(1, position_ids.shape[1], width)
+
+    def rotation(self, positions: Sequence[int], spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
+        angle = torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(spec.inv_freq, dtype=torch.float64)
+        angle = torch.cat((angle, angle), dim=-1)[None]
+        return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()
+
+    def spec_of(self, module: Any) -> RotarySpec:
+        kind = "sliding_attention" if getattr(module, "is_sliding", False) else "full_attention"
+        return self._specs.get(kind, self._fallback)
+
+    @torch.no_grad()
+    def step(
+        self,
+        token: int,
+        position: int,
+        key_positions: Sequence[int],
+        seen: Sequence[bool],
+        context_position: int | None = None,
+    ) -> torch.Tensor:
+        """Logits [V] of a token whose query stands at `position`, over the held keys and its own, the last.
+
+        key_positions, seen: where each of them stands, and whether it is looked at at all, before the layers' own windows.
+        context_position: what the model takes as the token's position for anything but rotation.
+        """
+        _CURRENT[:] = [self]
+        self.query_position, self.key_positions, self.seen = position, list(key_positions), list(seen)
+        where = position if context_position is None else context_position
+        out = self.model(torch.tensor([[token]]), position_ids=torch.tensor([[where]]), use_cache=False)
+        logits: torch.Tensor = out.logits[0, 0]
+        return logits
+
+    def drop(self, first: int, end: int) -> None:
+        """Hold tokens first .. end - 1 of those held no more."""
+        for held in (*self.keys.values(), *self.values.values()):
+            del held[first:end]
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float,
+    **rest: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, Hq, 1, D]; key, value [1, Hkv, 1, D], neither rotated."""
+    (oracle,) = _CURRENT
+    keys = oracle.keys.setdefault(module.layer_idx, [])
+    values = oracle.values.setdefault(module.layer_idx, [])
+    keys.append(key[0, :, 0])
+    values.append(value[0, :, 0])
+    k = torch.stack(keys, dim=1)[None]  # [1, Hkv, S, D]
+    if getattr(module, "use_rope", True):
+        apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
+        spec = oracle.spec_of(module)
+        weights = [getattr(module, name, None) for name in ("query_layernorm", "key_layernorm")]
+        qw, kw = (1.0 if norm is None else norm.weight for norm in weights)  # they follow the rotation
+        query = apply(query / qw, query / qw, *oracle.rotation([oracle.query_position], spec))[0] * qw
+        k = apply(k / kw, k / kw, *oracle.rotation(oracle.key_positions, spec))[0] * kw
+    k = k.repeat_interleave(query.shape[1] // k.shape[1], dim=1)
+    v = torch.stack(values, dim=1)[None].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = (query @ k.transpose(-1, -2)) * scaling
+    distance = oracle.query_position - torch.tensor(oracle.key_positions)
+    window = rest.get("sliding_window")
+    hidden = ~torch.tensor(oracle.seen)
+    if window is not None:
+        hidden |= distance >= window
+    scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(1, 2), None
