@@ -41,6 +41,11 @@ class PassageReuse:
     recompute: float = 0.0
     scope: str = ""
 
+    @property
+    def takes_any(self) -> bool:
+        """Whether any is taken at all; the request's own tokens can be found by others of its scope in any case."""
+        return self.at_least > 0 or bool(self.passages)
+
 
 @dataclass(frozen=True, slots=True)
 class ContextReport:

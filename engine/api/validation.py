@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from windlass.engine.api.context import PassageReuse
 from windlass.engine.api.grammar_limits import MAX_CHARACTERS
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
 
 MAX_SAMPLES = 64
+MAX_PASSAGES = 1024
 _MOST_MARKERS, _LONGEST_MARKER = 128, 64  # of thinking: spellings, tokens
 
 
@@ -21,6 +23,29 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
     if request.rope_update not in (None, "frozen", "recompute", "rotate"):
         raise RequestError("rope_update must be frozen, recompute or rotate", "rope_update")
     _check_sampling(request.sampling, vocab_size)
+    if request.reuse is not None:
+        _check_reuse(request.reuse, len(request.prompt_token_ids))
+
+
+def _check_reuse(reuse: PassageReuse, num_prompt_tokens: int) -> None:
+    if reuse.at_least < 0:
+        raise RequestError(f"cache_reuse must be at least 0, got {reuse.at_least}", "cache_reuse")
+    if not 0 <= reuse.recompute < float("inf"):  # also false for NaN
+        raise RequestError(
+            f"cache_reuse_recompute must be a number of tokens, or a share below 1, got {reuse.recompute!r}",
+            "cache_reuse_recompute",
+        )
+    if len(reuse.passages) > MAX_PASSAGES:
+        raise RequestError(f"passages has {len(reuse.passages)} entries, at most {MAX_PASSAGES} are taken", "passages")
+    behind = 0
+    for start, end in sorted(reuse.passages):
+        if not behind <= start < end <= num_prompt_tokens:
+            raise RequestError(
+                f"passages: [{start}, {end}) must lie in the prompt of {num_prompt_tokens} tokens, hold a token and "
+                "overlap no other",
+                "passages",
+            )
+        behind = end
 
 
 def _check_sampling(s: SamplingParams, vocab_size: int) -> None:

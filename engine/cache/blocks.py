@@ -1,120 +1,23 @@
-"""Who holds which KV block: reference counts, block tables, the free list and the eviction of cached blocks.
+"""Who holds which KV block: the block tables of all sequences over the pools of all KV groups.
 
-Responsible for the books only: it never touches a tensor. A block is in one of three states: held (reference count
-above 0), cached (count 0, its digest known, so a later prompt may take it up again) or free.
-
-Eviction: a block is taken from the free list first, and only when that is empty is the cached block evicted that has
-been idle longest. Tables are released tail first, so of one idle prompt the tail goes before the head: a head without
-its tail is still a usable prefix, a tail without its head is none.
-
-Order of ids: a fresh pool hands out ascending ids, and blocks released together come back in table order, because
-neighbouring blocks are cheaper to read.
+Responsible for the books only: it never touches a tensor. Tables are released tail first, so of one idle prompt the tail is
+evicted before the head: a head without its tail is still a usable prefix, a tail without its head is none. Blocks released
+together come back in table order, because neighbouring blocks are cheaper to read.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, abc, deque
+from collections import abc
 
 from windlass.engine.cache.changes import BlockCopy
-from windlass.engine.cache.handle import BlockTable, CacheHandle
+from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout
+from windlass.engine.cache.passages import PassageIndex
+from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.prefix import HashChain, first_visible_block, longest_hit
 from windlass.engine.cache.runs import OPEN_END
+from windlass.engine.cache.tables import BlockTable
 from windlass.engine.rotary.scaling import RotarySpec
-
-
-class BlockPool:
-    """The blocks of one KV group. `cached` maps the digest of every hashed block, held or idle, to its id."""
-
-    __slots__ = (
-        "_free",
-        "_idle",
-        "cached",
-        "digests",
-        "num_blocks",
-        "private",
-        "ref_counts",
-        "rotary_groups",
-        "window",
-    )
-
-    def __init__(self, layout: KVGroupLayout) -> None:
-        self.num_blocks = layout.num_blocks
-        self.window = layout.window
-        self.rotary_groups = layout.rotary_groups
-        self.ref_counts = [0] * layout.num_blocks
-        self.digests: list[bytes | None] = [None] * layout.num_blocks
-        self.private = bytearray(layout.num_blocks)
-        self.cached: dict[bytes, int] = {}
-        self._free = deque(range(layout.num_blocks))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks nobody holds, longest idle first
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that `take` can hand out: free ones and idle cached ones."""
-        return len(self._free) + len(self._idle)
-
-    def take(self, private: bool = False) -> int:
-        """A block with reference count 1 and no digest. The caller has checked `num_available`."""
-        if self._free:
-            block = self._free.popleft()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            digest = self.digests[block]
-            assert digest is not None
-            del self.cached[digest]
-            self.digests[block] = None
-        self.ref_counts[block] = 1
-        self.private[block] = private
-        return block
-
-    def share(self, block: int) -> None:
-        """Count one more holder; an idle cached block becomes held."""
-        if self.ref_counts[block] == 0:
-            del self._idle[block]
-        self.ref_counts[block] += 1
-
-    def release(self, block: int) -> None:
-        """Count one holder less; the last one leaves the block cached if it is hashed, else free."""
-        if self.ref_counts[block] <= 0:
-            raise RuntimeError(f"block {block} was released more often than it was taken")
-        self.ref_counts[block] -= 1
-        if self.ref_counts[block] == 0:
-            if self.digests[block] is not None:
-                self._idle[block] = None
-            else:
-                self.private[block] = False
-                self._free.appendleft(block)
-
-    def register(self, block: int, digest: bytes) -> None:
-        """Offer a full block to later prompts, unless another block has this digest already or this one is private."""
-        if self.private[block] or self.digests[block] is not None or digest in self.cached:
-            return
-        self.digests[block] = digest
-        self.cached[digest] = block
-
-    def is_writable(self, block: int) -> bool:
-        """Whether one holder may write here: nobody else holds it and nobody may match it."""
-        return self.ref_counts[block] == 1 and self.digests[block] is None
-
-    def needs_copy(self, blocks: list[int], index: int) -> bool:
-        """Whether entry `index` of a block table, if there is one, is a block that its holder may not write to."""
-        return index < len(blocks) and not self.is_writable(blocks[index])
-
-    def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and the digests agree with the map."""
-        free, idle = set(self._free), set(self._idle)
-        assert len(free) == len(self._free), "a block is twice on the free list"
-        assert not free & idle, "a block is both free and cached"
-        held = {block for block, count in enumerate(self.ref_counts) if count > 0}
-        assert min(self.ref_counts, default=0) >= 0, "a reference count is negative"
-        assert not held & (free | idle), "a held block is free or idle"
-        assert len(held) + len(free) + len(idle) == self.num_blocks, "a block is lost"
-        assert all(self.digests[block] is None for block in free), "a free block has a digest"
-        assert all(self.digests[block] is not None for block in idle), "an idle block has no digest"
-        known = {digest: block for block, digest in enumerate(self.digests) if digest is not None}
-        assert known == self.cached, "digests and the map of cached blocks differ"
-        assert not any(self.private[block] for block in self.cached.values()), "a private block is cached"
 
 
 class BlockManager:
@@ -132,7 +35,8 @@ class BlockManager:
             raise ValueError("a block manager needs at least one group, one block in each, and a positive block size")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pools = [BlockPool(layout) for layout in groups]
+        self.passages = PassageIndex(block_size)
+        self.pools = [BlockPool(layout, self.passages.remove) for layout in groups]
         self._window_groups = [group for group, pool in enumerate(self.pools) if pool.window is not None]
 
     # -- sizes ---------------------------------------------------------------------------------------------------
@@ -160,7 +64,8 @@ class BlockManager:
             blocks = handle.tables[group].blocks if handle.tables else []
             held = len(blocks)
             copy = bool(blocks) and pool.needs_copy(blocks, handle.num_slots // self.block_size)
-            count = total - held + copy
+            coming = sum(len(passage.blocks[group]) for passage in handle.passages)  # held already
+            count = total - held - coming + copy
             if pool.window is not None:
                 # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
                 held -= handle.tables[group].num_dropped if handle.tables else 0
@@ -219,7 +124,8 @@ class BlockManager:
             low = first_visible_block(num_tokens, pool.window, self.block_size)
             blocks = [pool.cached[digest] for digest in handle.chain.digests[low:num_blocks]]
             tables.append(BlockTable([-1] * low + blocks, low))
-        handle.hold(tables, num_tokens, num_blocks)
+        # What it takes over is offered once more where it may be found as a passage by others than those before.
+        handle.hold(tables, num_tokens, num_blocks if handle.chain.scope is None else 0)
         self._share(tables)
 
     def settle(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_computed_tokens: int) -> None:
@@ -229,9 +135,7 @@ class BlockManager:
         released, and so is room for proposed tokens that were rejected.
         """
         handle.set_computed(num_computed_tokens)
-        full = num_computed_tokens // self.block_size
-        if full > handle.num_committed_blocks and self.enable_prefix_caching and not handle.private:
-            self._commit(handle, token_ids, full)
+        self.commit(handle, token_ids)
         if self._window_groups:
             self._drop_outside_window(handle)
         needed = -(-handle.num_slots // self.block_size)
@@ -280,12 +184,12 @@ class BlockManager:
         for group, pool, table, copy in needs:
             if copy:
                 source = table.blocks[index]
-                target = pool.take(private=handle.private or bool(pool.private[source]))
+                target = pool.take(private=handle.unhashed or bool(pool.private[source]))
                 table.replace(index, target)
                 pool.release(source)
                 copies.append(BlockCopy(group, source, target))
             for _ in range(len(table.blocks), end):
-                table.append(pool.take(handle.private))
+                table.append(pool.take(handle.unhashed))
         return copies
 
     def cut_out(self, handle: CacheHandle, first: int, end: int, *, closing: bool) -> None:
@@ -308,6 +212,10 @@ class BlockManager:
 
     def free(self, handle: CacheHandle) -> None:
         """Release everything that is held, tail first. Freeing twice does nothing the second time."""
+        for passage in handle.passages:
+            for pool, held in zip(self.pools, passage.blocks, strict=True):
+                for block in reversed(held):
+                    pool.release(block)
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=False)):
             for blocks in (table.blocks, handle.originals[group].blocks if handle.originals else []):
                 for i in range(len(blocks) - 1, table.num_dropped - 1, -1):
@@ -343,15 +251,22 @@ class BlockManager:
             for block in table.blocks[table.num_dropped :]:
                 pool.share(block)
 
-    def _commit(self, handle: CacheHandle, token_ids: abc.Sequence[int], full: int) -> None:
-        """Offer the blocks that have become full, the first `full` ones, to the prefix cache."""
-        first = handle.num_committed_blocks
-        handle.chain.extend(token_ids, full * self.block_size)
-        for pool, table in zip(self.pools, handle.tables, strict=True):
-            for i in range(first, full):
-                if table.blocks[i] >= 0:
-                    pool.register(table.blocks[i], handle.chain.digests[i])
-        handle.set_committed(full)
+    def commit(self, handle: CacheHandle, token_ids: abc.Sequence[int]) -> None:
+        """Offer the blocks that have become full to later prompts.
+
+        Those behind moved keys get digests that no prompt's prefix has: they are found as passages alone.
+        """
+        if not self.enable_prefix_caching:
+            return
+        scope, offset = handle.chain.scope, handle.layout.slot_offset
+        for index, parent, digest in handle.take_full_blocks(token_ids):
+            for pool, table in zip(self.pools, handle.tables, strict=True):
+                if table.blocks[index] >= 0:
+                    pool.register(table.blocks[index], digest)
+            if scope is not None and all(digest in pool.cached for pool in self.pools):
+                first = index * self.block_size
+                tokens = token_ids[first - offset : first - offset + self.block_size]
+                self.passages.add(scope, digest, parent, tokens, handle.layout.stored_position(first))
 
     def _drop_outside_window(self, handle: CacheHandle) -> None:
         """Release the blocks of window groups that no query still to come can see."""
@@ -371,7 +286,12 @@ class BlockManager:
     def assert_consistent(self, handles: abc.Iterable[CacheHandle]) -> None:
         """Raise AssertionError unless the reference counts are exactly what the handles say."""
         counts = [[0] * pool.num_blocks for pool in self.pools]
+        self.passages.check()
         for handle in handles:
+            for group in range(len(self.pools)):
+                for passage in handle.passages:
+                    for block in passage.blocks[group]:
+                        counts[group][block] += 1
             for group, table in enumerate(handle.tables):
                 for blocks in (table.blocks, handle.originals[group].blocks if handle.originals else []):
                     for i, block in enumerate(blocks):

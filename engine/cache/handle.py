@@ -8,123 +8,21 @@ else reads it, takes its changes, or asks the block manager.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from windlass.engine.cache.changes import UNCHANGED, TableChange, TableChanges
-from windlass.engine.cache.prefix import HashChain
-from windlass.engine.cache.runs import OPEN_END, SlotLayout
+from windlass.engine.cache.changes import UNCHANGED, TableChanges
+from windlass.engine.cache.prefix import HashChain, moved_digest
+from windlass.engine.cache.runs import OPEN_END, HeldPassage, SlotLayout
+from windlass.engine.cache.tables import BlockTable, Originals
 from windlass.engine.rotary.scaling import RotarySpec
 
 
-@dataclass(slots=True)
-class Originals:
-    """Where the keys of one KV group stand as they were computed, once they have been re-rotated.
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """The digests of blocks behind moved keys. index: the logical block that comes next. digest: of the one before it."""
 
-    Every re-rotation starts from these, so that a key is rounded once however often the frequencies change.
-    blocks: parallel to the leading entries of the block table. origins: ends of consecutive spans of slots, and the specs
-    they were computed under.
-    """
-
-    blocks: list[int] = field(default_factory=list)
-    origins: list[tuple[int, tuple[RotarySpec, ...]]] = field(default_factory=list)
-
-    @property
-    def num_slots(self) -> int:
-        return self.origins[-1][0] if self.origins else 0
-
-    def remove(self, first: int, end: int, block_size: int) -> list[int]:
-        """Cut out entries first .. end - 1; returns the blocks that were there."""
-        removed = [block for block in self.blocks[first:end] if block >= 0]
-        del self.blocks[first:end]
-        low, high = first * block_size, end * block_size
-        self.origins = [(stop - max(0, min(stop, high) - low), specs) for stop, specs in self.origins]
-        return removed
-
-    def drop(self, first: int, end: int) -> list[int]:
-        """The blocks of entries first .. end - 1, as far as there are any; they are -1 from now on."""
-        dropped = self.blocks[first:end]
-        self.blocks[first:end] = [-1] * len(dropped)
-        return dropped
-
-
-class BlockTable:
-    """The physical block of each logical block in one KV group; -1 where a window has left it behind.
-
-    It remembers what has changed since its change was last taken, at a cost that does not grow with the table.
-    """
-
-    __slots__ = ("_known", "_removed", "_replaced", "blocks", "changed", "num_dropped")
-
-    def __init__(self, blocks: abc.Iterable[int] = (), num_dropped: int = 0) -> None:
-        self.blocks = list(blocks)
-        self.num_dropped = num_dropped  # leading entries that are -1
-        self.changed = True
-        self._known = 0  # leading entries that whoever took the last change has, but for those replaced
-        self._replaced: dict[int, int] = {}
-        self._removed: list[tuple[int, int]] = []  # (first, count), one after the other
-
-    def append(self, block: int) -> None:
-        self.blocks.append(block)
-        self.changed = True
-
-    def replace(self, index: int, block: int) -> None:
-        self.blocks[index] = block
-        if index < self._known:
-            self._replaced[index] = block
-        self.changed = True
-
-    def pop(self) -> int:
-        """Cut off the last entry, which no window has left behind."""
-        block = self.blocks.pop()
-        self._replaced.pop(len(self.blocks), None)
-        self._known = min(self._known, len(self.blocks))
-        self.changed = True
-        return block
-
-    def drop(self, num_dropped: int) -> list[int]:
-        """The blocks of the entries up to `num_dropped` that were still there; they are -1 from now on."""
-        first, self.num_dropped = self.num_dropped, num_dropped
-        blocks = self.blocks[first:num_dropped]
-        for index in range(first, num_dropped):
-            self.blocks[index] = -1
-            self._replaced.pop(index, None)
-        self.changed = True
-        return blocks
-
-    def remove(self, first: int, end: int) -> list[int]:
-        """Cut out entries first .. end - 1, those behind move up; returns the blocks that no window had left behind."""
-        count = end - first
-        removed = [block for block in self.blocks[first:end] if block >= 0]
-        del self.blocks[first:end]
-        self.num_dropped -= max(0, min(self.num_dropped, end) - first)
-        known = min(self._known, end) - min(self._known, first)
-        if known:
-            self._removed.append((first, known))
-            self._known -= known
-        self._replaced = {
-            index - count if index >= end else index: block
-            for index, block in self._replaced.items()
-            if not first <= index < end
-        }
-        self.changed = True
-        return removed
-
-    def forget_taken(self) -> None:
-        """Let the next change bring the whole table."""
-        self._known = 0
-        self._replaced.clear()
-        self._removed.clear()
-
-    def take_change(self) -> TableChange:
-        """What has changed since this was last called, or since the beginning."""
-        replaced = tuple(self._replaced.items())
-        appended, removed = tuple(self.blocks[self._known :]), tuple(self._removed)
-        change = TableChange(self._known, replaced, appended, self.num_dropped, removed)
-        self._known = len(self.blocks)
-        self._replaced.clear()
-        self._removed.clear()
-        self.changed = False
-        return change
+    index: int
+    digest: bytes
 
 
 class CacheHandle:
@@ -135,8 +33,9 @@ class CacheHandle:
     floor: slots that dropping never brings it below, so that what it leaves behind a window beyond them stays behind.
     specs: what the cached keys stand under, one per rotary group.
     originals: per KV group the keys as computed; none before the first re-rotation. num_rerotations: of the keys held now
-    or last. private: blocks taken from now on are never hashed, matched or saved. chain, num_committed_blocks: digests of
-    the full blocks, and how many of them were offered to the prefix cache.
+    or last. private: what is computed from now on is no prompt's prefix. unhashed: nor is it found as a passage. chain,
+    num_committed_blocks: digests of the full blocks before, and how many of them were offered to later prompts. passages:
+    those that it holds and will take up, in order. num_reused_passages, num_reused_tokens: those it has.
     """
 
     __slots__ = (
@@ -145,13 +44,17 @@ class CacheHandle:
         "_num_committed_blocks",
         "_num_computed_tokens",
         "_num_rerotations",
+        "_num_reused_passages",
+        "_num_reused_tokens",
         "_num_shifts",
         "_originals",
         "_parked",
+        "_passages",
         "_private",
         "_restarted",
         "_specs",
         "_tables",
+        "_trail",
         "floor",
     )
 
@@ -175,6 +78,9 @@ class CacheHandle:
         self._num_committed_blocks = 0
         self._num_rerotations = 0
         self._num_shifts = 0
+        self._num_reused_passages = self._num_reused_tokens = 0
+        self._passages: list[HeldPassage] = []
+        self._trail: Trail | None = None
         self._parked: tuple[int, list[tuple[int, int]]] | None = None
         self._restarted = True
 
@@ -212,6 +118,30 @@ class CacheHandle:
     @property
     def private(self) -> bool:
         return self._private
+
+    @property
+    def unhashed(self) -> bool:
+        return self._private and self._trail is None
+
+    @property
+    def passages(self) -> abc.Sequence[HeldPassage]:
+        return self._passages
+
+    @property
+    def num_reused_passages(self) -> int:
+        return self._num_reused_passages
+
+    @property
+    def num_reused_tokens(self) -> int:
+        return self._num_reused_tokens
+
+    @property
+    def final_slot_offset(self) -> int:
+        """`layout.slot_offset` once all its passages are taken up."""
+        layout = self._layout
+        for passage in self._passages:
+            layout = layout.with_passage(passage.first + layout.slot_offset, passage, self._chain.block_size)
+        return layout.slot_offset
 
     @property
     def num_rerotations(self) -> int:
@@ -271,8 +201,58 @@ class CacheHandle:
     def set_computed(self, num_tokens: int) -> None:
         self._num_computed_tokens = num_tokens
 
-    def set_committed(self, num_blocks: int) -> None:
-        self._num_committed_blocks = num_blocks
+    def take_full_blocks(self, token_ids: abc.Sequence[int]) -> list[tuple[int, bytes, bytes]]:
+        """(logical index, digest of the block before, digest) of the blocks that have become full since the last call."""
+        size, full = self._chain.block_size, self.num_slots // self._chain.block_size
+        found: list[tuple[int, bytes, bytes]] = []
+        if not self._private:
+            self._chain.extend(token_ids, full * size)
+            digests = self._chain.digests
+            for index in range(self._num_committed_blocks, full):
+                found.append((index, digests[index - 1] if index else self._chain.root, digests[index]))
+            self._num_committed_blocks = max(full, self._num_committed_blocks)
+        while self._trail is not None and self._trail.index < full:
+            index, parent = self._trail.index, self._trail.digest
+            start = index * size - self._layout.slot_offset
+            dropped = self._layout.num_dropped, self._layout.num_closed
+            digest = moved_digest(parent, dropped, token_ids[start : start + size])
+            found.append((index, parent, digest))
+            self._trail = Trail(index + 1, digest)
+        return found
+
+    def hold_passages(self, passages: abc.Sequence[HeldPassage]) -> None:
+        """Hold what will be taken up, in order."""
+        self._passages = list(passages)
+
+    def take_up(self, token_ids: abc.Sequence[int]) -> HeldPassage:
+        """Let the first of the passages, which begins with the next token, be the keys and values of its tokens.
+
+        All full blocks before have been taken by `take_full_blocks`. What comes from here on is nobody else's prefix.
+        """
+        passage, size = self._passages.pop(0), self._chain.block_size
+        if passage.first != self._num_computed_tokens or self._chain.scope is None:
+            raise RuntimeError(f"token {self._num_computed_tokens} does not begin a passage")
+        trail = self._end_of_trail()
+        tail = token_ids[trail.index * size - self._layout.slot_offset : passage.first]
+        where = passage.first, passage.end, passage.offset, passage.position
+        digest = moved_digest(trail.digest, where, tail, passage.digests)
+        self._layout = self._layout.with_passage(self.num_slots, passage, size)
+        for table, blocks in zip(self._tables, passage.blocks, strict=True):
+            for block in blocks:
+                table.append(block)
+        self._num_computed_tokens = passage.end
+        self._num_reused_passages += 1
+        self._num_reused_tokens += passage.num_tokens
+        self._private = True
+        self._trail = Trail(self.num_slots // size, digest)
+        return passage
+
+    def _end_of_trail(self) -> Trail:
+        """The first block that is not full and hashed yet, and the digest of the one before it."""
+        if self._trail is not None:
+            return self._trail
+        count = self.num_slots // self._chain.block_size
+        return Trail(count, self._chain.digests[count - 1] if count else self._chain.root)
 
     def begin_originals(self) -> list[Originals]:
         """Those of every KV group, empty at first."""
@@ -282,6 +262,9 @@ class CacheHandle:
 
     def cut_out(self, first_slot: int, end_slot: int, *, closing: bool) -> None:
         """Slots [first_slot, end_slot) are held no more, see `SlotLayout.without`; what comes from here on is nobody else's."""
+        if self._chain.scope is not None and not self.unhashed:
+            trail = self._end_of_trail()
+            self._trail = Trail(trail.index - (end_slot - first_slot) // self._chain.block_size, trail.digest)
         self._layout = self._layout.without(first_slot, end_slot, closing=closing)
         self._private = True
         self._num_shifts += 1
@@ -290,12 +273,14 @@ class CacheHandle:
         """The cached keys stand under other specs now; what is computed from here on is nobody else's."""
         self._specs = specs
         self._private = True
+        self._trail = None
         self._num_rerotations += 1
 
     def release(self) -> None:
         """Hold nothing any more."""
         self._tables = []
         self._originals = []
+        self._passages = []
         self._num_computed_tokens = 0
         self._num_committed_blocks = 0
         self._restarted = True
@@ -326,13 +311,16 @@ class CacheHandle:
         self._specs = parent._specs
         self._private = parent._private
         self._layout = parent._layout
+        self._trail = parent._trail
         self._num_shifts = parent._num_shifts
+        self._num_reused_passages, self._num_reused_tokens = parent._num_reused_passages, parent._num_reused_tokens
 
     def start_over(self, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool) -> None:
         """Stand for keys under other specs, of which none is computed yet."""
         if self._tables:
             raise RuntimeError("a sequence that starts over still holds blocks")
-        self._parked = None
+        self._parked = self._trail = None
+        self._num_reused_passages = self._num_reused_tokens = 0
         self._chain, self._specs, self._private = chain, specs, private
         if not self._layout.is_plain:  # what was dropped comes again
             self._layout, self._num_shifts = SlotLayout.starting_at(self._layout.first_position), 0

@@ -39,17 +39,31 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
 
 
+def moved_digest(
+    parent: bytes, numbers: Sequence[int], token_ids: Sequence[int], digests: Iterable[bytes] = ()
+) -> bytes:
+    """Digest of what no plain chain has: tokens computed where keys stand moved. numbers: how; digests: of what moved."""
+    moved = hashlib.sha256(b"windlass moved keys 1" + parent)
+    for part in (numbers, token_ids):
+        moved.update(struct.pack(f"<{1 + len(part)}q", len(part), *part))
+    for digest in digests:
+        moved.update(digest)
+    return moved.digest()
+
+
 class HashChain:
     """The digests of one sequence's full blocks, grown as tokens arrive so that no block is hashed twice.
 
     Equal digests at one index mean equal digests at every earlier index, because each covers its parent.
+    scope: where its blocks may be found as passages, None for nowhere.
     """
 
-    __slots__ = ("block_size", "digests", "root")
+    __slots__ = ("block_size", "digests", "root", "scope")
 
-    def __init__(self, root: bytes, block_size: int) -> None:
+    def __init__(self, root: bytes, block_size: int, scope: bytes | None = None) -> None:
         self.root = root
         self.block_size = block_size
+        self.scope = scope
         self.digests: list[bytes] = []
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
@@ -61,7 +75,7 @@ class HashChain:
 
     def fork(self) -> HashChain:
         """A chain with the same past that grows on its own."""
-        child = HashChain(self.root, self.block_size)
+        child = HashChain(self.root, self.block_size, self.scope)
         child.digests = list(self.digests)
         return child
 

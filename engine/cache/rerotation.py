@@ -12,7 +12,8 @@ from collections import abc
 
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import KeyRerotation
-from windlass.engine.cache.handle import CacheHandle, Originals
+from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.tables import Originals
 from windlass.engine.rotary.scaling import RotarySpec
 
 Specs = tuple[RotarySpec, ...]

@@ -32,6 +32,28 @@ class SlotRun:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldPassage:
+    """A cached passage that a sequence takes up once all tokens before it are computed.
+
+    first, end: its tokens. num_repeated: tokens right before `first` that are computed although the cache has them.
+    blocks: per KV group, those it stands in. digests: theirs. offset: of token `first` in the first of them. position: at which
+    its key was rotated.
+    """
+
+    first: int
+    end: int
+    num_repeated: int
+    blocks: tuple[tuple[int, ...], ...]
+    digests: tuple[bytes, ...]
+    offset: int
+    position: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.first
+
+
+@dataclass(frozen=True, slots=True)
 class SlotLayout:
     """The runs of a sequence, by slot; the last is open. Between two of them may lie slots that hold nothing.
 
@@ -67,6 +89,11 @@ class SlotLayout:
             if first < stop:
                 yield first, stop, run.position + first - run.first_slot
 
+    def stored_position(self, slot: int) -> int:
+        """The position at which the key in a slot was rotated."""
+        (_, _, position), *_ = self.spans(slot, slot + 1)
+        return position
+
     def first_seen(self, num_slots: int, window: int) -> int:
         """The first slot that the token for slot `num_slots` sees, and no later one sees before it, under a window in tokens."""
         lowest = num_slots + self.runs[-1].offset - window + 1  # position of the last key that is seen
@@ -98,6 +125,23 @@ class SlotLayout:
                 )
         closed = self.num_closed + (dropped if closing else 0)
         return SlotLayout(_joined(runs), self.slot_offset - width, self.num_dropped + dropped, closed)
+
+    def with_passage(self, num_slots: int, passage: HeldPassage, block_size: int) -> SlotLayout:
+        """The same with a passage behind the `num_slots` slots taken so far, in blocks of its own.
+
+        The next token's slot begins a block as well; what is left over of the blocks before holds nothing.
+        """
+        runs, last = list(self.runs[:-1]), self.runs[-1]
+        if num_slots > last.first_slot:
+            runs.append(replace(last, end_slot=num_slots))
+        place = num_slots + last.offset
+        first = -(-num_slots // block_size) * block_size + passage.offset
+        end, place_behind = first + passage.num_tokens, place + passage.num_tokens
+        runs.append(SlotRun(first, end, passage.position, place - passage.position))
+        following = -(-end // block_size) * block_size
+        runs.append(SlotRun(following, OPEN_END, place_behind))
+        slot_offset = following - (num_slots - self.slot_offset + passage.num_tokens)
+        return replace(self, runs=tuple(runs), slot_offset=slot_offset)
 
     def _between(self, first: int, end: int) -> list[SlotRun]:
         return [run for run in self.runs if run.first_slot < end and run.end_slot > first]

@@ -23,7 +23,7 @@ from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.compiling import CompilingRequests
-from windlass.engine.errors import EngineError, LoadError
+from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
 from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_out_of_memory, load_model
@@ -52,6 +52,7 @@ class EngineCore:
             torch.set_num_threads(threads)
         model = load_model(config, progress)
         decoder, spec = model.decoder, model.decoder.spec
+        self._deterministic = config.compute.deterministic
         self._planner = RotaryPlanner(spec.rotary_groups, config.rotary.update)
         plan = _plan(config, model)
         cache = _allocate(config, model, plan)
@@ -107,6 +108,13 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
+        if self._deterministic and request.reuse is not None and request.reuse.takes_any:
+            raise RequestError(
+                "cache_reuse: this server is deterministic, and what stood before a passage when it was computed would "
+                "show in the answer: leave it out",
+                "cache_reuse",
+                "unsupported_value",
+            )
         rotation = self.plan_rotation(request)
         if not self._compiling.takes(request):
             self.scheduler.add(request, rotation)

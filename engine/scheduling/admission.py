@@ -13,6 +13,7 @@ from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.policy import RotaryPlan
+from windlass.engine.scheduling.reuse import PassageReuser
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.shifting import ContextLimits
 
@@ -22,7 +23,10 @@ _RETRY_STEPS = 8  # steps after which a sequence that found no room is matched a
 class Admission:
     """The choice of whom to admit, with what it remembers of the last refusal."""
 
-    def __init__(self, config: SchedulerConfig, limits: ContextLimits, blocks: BlockManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, limits: ContextLimits, blocks: BlockManager, reuse: PassageReuser
+    ) -> None:
+        self._reuse = reuse
         self._config = config
         self._limits = limits
         self._blocks = blocks
@@ -43,6 +47,8 @@ class Admission:
                 f"the prompt has {prompt} tokens and the context holds {limit}, at least one of them for the output"
             )
             raise RequestError(f"{message}: shorten the prompt", "prompt", "context_length_exceeded")
+        if request.reuse is not None and request.reuse.takes_any and self._limits.shift_refusal is not None:
+            raise RequestError(f"cache_reuse: {self._limits.shift_refusal}", "cache_reuse", "unsupported_value")
         # The last output token is never computed, so it needs no slot.
         longest = min(max(prompt, min(prompt + sampling.max_tokens, held.longest) - 1), held.most_slots(1))
         last = rotation.stage(prompt).last_length
@@ -87,6 +93,8 @@ class Admission:
                 continue
             before = self._blocks.available()
             self._blocks.attach(seq.cache, hit)
+            if not full:
+                self._reuse.look(seq)
             if running and not self._has_room(seq, running):
                 self._blocks.free(seq.cache)
                 self._blocked = (seq.seq_id, step, before)
@@ -107,7 +115,7 @@ class Admission:
         chunk = self._config.max_num_batched_tokens
         spare = [pool.num_available - pool.num_blocks // 100 for pool in self._blocks.pools]
         for other in (seq, *running):
-            slots = min(other.num_tokens + other.cache.layout.slot_offset, other.held.most_slots(chunk))
+            slots = min(other.num_tokens + other.cache.final_slot_offset, other.held.most_slots(chunk))
             need = self._blocks.blocks_to_come(other.cache, slots, chunk, rerotates=other.will_rerotate)
             spare = [s - n for s, n in zip(spare, need, strict=True)]
         return min(spare) >= 0

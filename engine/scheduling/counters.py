@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from windlass.engine.api.request import EngineStats
 from windlass.engine.scheduling.sequence import Sequence
 
-_RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update")
+_RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reuse")
 
 
 @dataclass(slots=True)
@@ -24,6 +24,8 @@ class SchedulerCounters:
     key_moves: int = 0
     context_shifts: int = 0
     dropped_tokens: int = 0
+    reused_passages: int = 0
+    reused_tokens: int = 0
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
@@ -44,15 +46,16 @@ class SchedulerCounters:
         self.prompt_tokens += max(0, min(end, seq.num_prompt_tokens) - min(seq.num_seen_tokens, seq.num_prompt_tokens))
 
     def count_hit(self, seq: Sequence, full: bool, *, looked_up: bool) -> None:
-        """Book that the tokens of `seq` computed by now came from the cache.
+        """Book that the tokens of `seq` computed by now, and those of passages to come, are from the cache.
 
         full: the cache held all of them. looked_up: whether the cache was asked at all.
         """
         if seq.cached_tokens is None:
-            seq.cached_tokens = min(seq.cache.num_computed_tokens, seq.num_prompt_tokens)
+            found = min(seq.cache.num_computed_tokens, seq.num_prompt_tokens)
+            seq.cached_tokens = found + sum(passage.num_tokens for passage in seq.cache.passages)
             if looked_up:
                 self.prefix_cache_queries += seq.num_prompt_tokens
-                self.prefix_cache_hits += seq.cached_tokens
+                self.prefix_cache_hits += found
         seq.full_hit_end = seq.num_tokens if full else 0
 
     def snapshot(
@@ -81,6 +84,8 @@ class SchedulerCounters:
             key_moves=self.key_moves,
             context_shifts=self.context_shifts,
             dropped_tokens=self.dropped_tokens,
+            reused_passages=self.reused_passages,
+            reused_tokens=self.reused_tokens,
             spec_decode_num_drafts=self.spec_decode_num_drafts,
             spec_decode_num_draft_tokens=self.spec_decode_num_draft_tokens,
             spec_decode_num_accepted_tokens=self.spec_decode_num_accepted_tokens,

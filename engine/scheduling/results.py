@@ -13,6 +13,7 @@ from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.places import Places
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 from windlass.engine.scheduling.requests import LiveRequests
+from windlass.engine.scheduling.reuse import PassageReuser
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
@@ -26,6 +27,7 @@ class ResultIntake:
         blocks: BlockManager,
         stages: StageChanges,
         speculation: Speculation,
+        reuse: PassageReuser,
         counters: SchedulerCounters,
     ) -> None:
         self._requests = requests
@@ -33,6 +35,7 @@ class ResultIntake:
         self._blocks = blocks
         self._stages = stages
         self._speculation = speculation
+        self._reuse = reuse
         self._counters = counters
 
     def take(self, output: SchedulerOutput, results: list[StepResult], now: float) -> list[RequestOutput]:
@@ -72,6 +75,7 @@ class ResultIntake:
         """Book that the keys of so many tokens are final."""
         seq.num_seen_tokens = max(seq.num_seen_tokens, num_computed_tokens)
         self._blocks.settle(seq.cache, seq.token_ids, num_computed_tokens)
+        self._reuse.take_up(seq)
 
     def _take_tokens(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
         """`_append`, and what follows for the keys of a sequence that goes on."""

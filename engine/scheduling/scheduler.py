@@ -41,6 +41,7 @@ from windlass.engine.scheduling.plan import SchedulerOutput, Snapshot, StepResul
 from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, PlanWriter
 from windlass.engine.scheduling.requests import LiveRequests
 from windlass.engine.scheduling.results import ResultIntake
+from windlass.engine.scheduling.reuse import PassageReuser
 from windlass.engine.scheduling.sequence import Sequence, rank_of
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
@@ -72,9 +73,10 @@ class Scheduler:
         self.limits = limits
         self.blocks = blocks
         self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens)
-        self._admission = Admission(config, limits, blocks)
         self._clock = clock
         self.counters = SchedulerCounters()
+        self._reuse = PassageReuser(blocks, self.counters)
+        self._admission = Admission(config, limits, blocks, self._reuse)
         self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits)
         self._writer = PlanWriter()
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
@@ -92,6 +94,7 @@ class Scheduler:
             blocks,
             self._stages,
             self._speculation,
+            self._reuse,
             self.counters,
         )
 
@@ -291,6 +294,7 @@ class Scheduler:
                 continue
             looked_up = self.blocks.enable_prefix_caching and seq.prompt_logprobs is None
             self.counters.count_hit(seq, full, looked_up=looked_up)
+            self._reuse.take_up(seq)
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Tell how long a step took, before `update`; the next prefill chunks are sized by it."""

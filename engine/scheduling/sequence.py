@@ -40,7 +40,7 @@ class Sequence:
     recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
     waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
-    cached_tokens: prompt tokens taken from the prefix cache at the first admission, None before it.
+    cached_tokens: prompt tokens taken from the cache at the first admission, None before it.
     children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
     ended_samples: samples of the request that were ended before they stood on their own; sample 0 keeps them for all.
     prompt_logprobs: those known so far, None if not asked for or handed out already.
@@ -100,8 +100,10 @@ class Sequence:
 
     @property
     def num_due_tokens(self) -> int:
-        """Uncomputed tokens that one chunk may hold: before blocks have to go, and under `rotate` those of one stage."""
+        """Uncomputed tokens that one chunk may hold: up to a passage, before blocks have to go, under `rotate` of one stage."""
         uncomputed, last = min(self.num_uncomputed_tokens, self.held.room(self.cache)), self.stage.last_length
+        if self.cache.passages:
+            uncomputed = min(uncomputed, self.cache.passages[0].first - self.cache.num_computed_tokens)
         if last is None or self.rotation.policy != "rotate":
             return uncomputed
         computed = self.cache.num_computed_tokens

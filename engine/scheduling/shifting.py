@@ -74,11 +74,12 @@ class HeldContext:
 
     def report(self, handle: CacheHandle) -> ContextReport | None:
         """What became of a sample's context; None where nothing ever becomes of it."""
+        reused = handle.num_reused_tokens, handle.num_reused_passages
         if self.window is None and self.seen is None:
-            return None
+            return ContextReport(None, 0, 0, 0, *reused) if any(reused) else None
         held = self.seen if self.seen is not None else self.window
         kept = self.kept_blocks * self.block_size
-        return ContextReport(held, kept, handle.layout.num_dropped, handle.num_shifts)
+        return ContextReport(held, kept, handle.layout.num_dropped, handle.num_shifts, *reused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,11 @@ class StageChanges:
         rule = request.context
         seen = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
         root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, seen)
-        return HashChain(root, self._blocks.block_size)
+        reuse, scope = request.reuse, None
+        if reuse is not None and self._blocks.enable_prefix_caching and not stage.single_length:
+            # A request finds what others have computed under the same rotation and rule, and in the same scope.
+            scope = b"passages" + root_digest(self._namespace, fingerprints, 0, reuse.scope, seen)
+        return HashChain(root, self._blocks.block_size, scope)
 
     def capacity(self, seq: Sequence, wanted: int) -> int:
         """How many of the next `wanted` tokens of `seq` there is room for, beside what a re-rotation takes first."""
@@ -97,7 +101,7 @@ class StageChanges:
         seq.recompute_reason = "preemption"
         if seq.cache.num_rerotations:
             self._start_over(seq, seq.rotation.stage(seq.num_prompt_tokens))
-        elif seq.cache.num_shifts:
+        elif not seq.cache.layout.is_plain:
             self._start_over(seq, seq.stage)
 
     def _start_over(self, seq: Sequence, stage: RotaryStage) -> None:

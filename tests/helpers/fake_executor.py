@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.engine.api.config import SchedulerConfig, SpeculationConfig
-from windlass.engine.api.context import ContextRule
+from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import KeyRerotation
@@ -134,23 +134,26 @@ def draw(key: int, slot: SampleSlot, num_output: int) -> int:
     return token
 
 
-def slots_of(layout: SlotLayout, num_tokens: int) -> dict[int, tuple[int, int]]:
-    """Of every token that is held, its slot and the position it stands at. A key is stored at its token's index."""
+def slots_of(layout: SlotLayout, num_tokens: int, kept: int) -> dict[int, tuple[int, int]]:
+    """Of every token that is held, its slot and the position it stands at. kept: slots that stay when tokens are dropped."""
     end, found = num_tokens + layout.slot_offset, {}
     for run in layout.runs:
         for slot in range(run.first_slot, min(run.end_slot, end)):
-            stored = run.position + slot - run.first_slot
-            found[stored] = slot, stored + run.shift
+            stands = slot + run.offset
+            found[stands - (layout.num_closed if slot < kept else 0)] = slot, stands
     return found
 
 
-def seen_by(held: HeldContext, rule: ContextRule, index: int) -> dict[int, int]:
-    """The tokens that a token has to see, by brute force, and where they stand for it."""
+def seen_by(held: HeldContext, rule: ContextRule, index: int, num_dropped: int | None = None) -> dict[int, int]:
+    """The tokens that a token has to see, by brute force, and where they stand for it.
+
+    num_dropped: tokens dropped so far, where blocks with passages in them hold fewer tokens than slots.
+    """
     if rule.attention_window is not None:
         first = max(0, index - rule.attention_window + 1)
         return {j: j for j in (*range(min(first, rule.attention_sinks)), *range(first, index + 1))}
-    dropped = 0
-    if held.window is not None:
+    dropped = num_dropped or 0
+    if held.window is not None and num_dropped is None:
         while index - dropped >= held.window:
             dropped += held.block_size
     kept = held.kept_blocks * held.block_size if dropped else 0
@@ -176,7 +179,11 @@ class FakeExecutor:
     num_healed: int = 0
     num_unparked: int = 0
     parked: dict[int, Any] = field(default_factory=dict)
-    key_memo: dict[int, tuple[object, list[int]]] = field(default_factory=dict)
+    # per sequence: under which frequencies, the key of each token, and what the next one follows
+    key_memo: dict[int, tuple[object, list[int], int]] = field(default_factory=dict)
+    key_facts: dict[int, tuple[int, int, set[str]]] = field(default_factory=dict)  # its token, position, and scopes
+    num_reused: int = 0
+    reused: set[str] = field(default_factory=set)  # requests that took up passages
 
     def __post_init__(self) -> None:
         self.store = [{} for _ in self.scheduler.blocks.pools]
@@ -188,6 +195,8 @@ class FakeExecutor:
     def follow(self, output: SchedulerOutput) -> SchedulerOutput:
         """Take in a plan that came from far away, and compare what is known now with the scheduler's own books."""
         plan: SchedulerOutput = pickle.loads(pickle.dumps(output))
+        for seq_id in {*plan.removed} - {parked.seq_id for parked in plan.parked}:
+            self.key_memo.pop(seq_id, None)
         self.sequences.apply(plan)
         self.rows.update((row.row, row.specs) for row in plan.rotary_rows)
         if self.lose_plans:
@@ -240,29 +249,72 @@ class FakeExecutor:
         assert (slot.num_prompt_tokens, slot.sampling) == (seq.num_prompt_tokens, seq.request.sampling)
         assert slot.stop_ids == tuple(sorted(seq.stop_ids))
 
-    def keys(self, request: EngineRequest, seq_id: int, token_ids: Sequence[int]) -> list[int]:
-        """The right key of every token of a sequence."""
-        rotation, num_prompt, total = self.rotations[request.request_id], len(request.prompt_token_ids), len(token_ids)
+    def keys(self, request: EngineRequest, item: ScheduledSequence) -> tuple[list[int], int]:
+        """The right key of every token up to the end of a chunk, and what the next one follows.
+
+        Those of a passage are the ones that stand in its blocks, which must be of the same tokens, at the stored positions,
+        and of the request's scope. What follows it follows all of that.
+        """
+        live = self.sequences.by_id[item.seq_id]
+        rotation, num_prompt, total = (
+            self.rotations[request.request_id],
+            len(request.prompt_token_ids),
+            len(live.token_ids),
+        )
         era = rotation.stage(total) if rotation.policy == "recompute" else None
-        known, memo = self.key_memo.get(seq_id, (None, []))
-        if known != era:
-            memo = []
-        key = memo[-1] if memo else zlib.crc32(repr(request.cache_salt).encode())
-        for i in range(len(memo), total):
-            key = extend_key(key, token_ids[i], rotation.specs_of(i, num_prompt, total))
+        known, memo, key = self.key_memo.get(item.seq_id, (None, [], 0))
+        if known != era or not memo:
+            memo, key = [], zlib.crc32(repr(request.cache_salt).encode())
+        places = self.places(item.seq_id, item.start + item.num_tokens) if len(memo) < item.start else {}
+        scope = {request.reuse.scope} if request.reuse is not None else set()
+        for i in range(len(memo), min(item.start + item.num_tokens, total)):
+            slot = places.get(i, (i, i))[0]
+            first, *_, last = (*live.layout.runs, live.layout.runs[-1])
+            plain = slot == i < first.end_slot and first.position == first.shift == 0
+            if i < item.start and slot < last.first_slot and not plain:
+                stored = self.reused_key(item.seq_id, slot)
+                token, position, scopes = self.key_facts[stored]
+                assert token == live.token_ids[i] and position == live.layout.stored_position(slot), "not this passage"
+                assert scope & scopes, "a passage out of another scope"
+                memo.append(stored)
+                key = zlib.crc32(repr((key, stored, i)).encode())
+                self.num_reused += 1
+                self.reused.add(request.request_id)
+                continue
+            key = extend_key(key, live.token_ids[i], rotation.specs_of(i, num_prompt, total))
             memo.append(key)
-        self.key_memo[seq_id] = era, memo
-        return memo
+            self.key_facts.setdefault(key, (live.token_ids[i], i, set()))[2].update(scope)
+        self.key_memo[item.seq_id] = era, memo, key
+        return memo, key
+
+    def places(self, seq_id: int, end: int) -> dict[int, tuple[int, int]]:
+        """Of every token below `end` that a sequence holds, its slot and the position it stands at."""
+        seq = next(seq for seq in self.scheduler.live_sequences() if seq.seq_id == seq_id)
+        return slots_of(
+            self.sequences.by_id[seq_id].layout, end, seq.held.kept_blocks * self.scheduler.blocks.block_size
+        )
+
+    def reused_key(self, seq_id: int, slot: int) -> int:
+        """What every KV group has in this slot."""
+        size = self.scheduler.blocks.block_size
+        found = {
+            store[int(self.sequences.table(seq_id, group)[slot // size]), slot % size][0]
+            for group, store in enumerate(self.store)
+        }
+        (key,) = found
+        return key
 
     def keys_with_draft(self, request: EngineRequest, item: ScheduledSequence) -> list[int]:
         """The right key of every token of a scheduled sequence and of those proposed behind it."""
-        token_ids = self.sequences.by_id[item.seq_id].token_ids
-        keys = self.keys(request, item.seq_id, token_ids)
+        keys, key = self.keys(request, item)
         if not item.draft:
             return keys
         keys, rotation, num_prompt = list(keys), self.rotations[request.request_id], len(request.prompt_token_ids)
-        for i, token in enumerate(item.draft, start=len(token_ids)):
-            keys.append(extend_key(keys[-1], token, rotation.specs_of(i, num_prompt, i + 1)))
+        for i, token in enumerate(item.draft, start=len(self.sequences.by_id[item.seq_id].token_ids)):
+            key = extend_key(key, token, rotation.specs_of(i, num_prompt, i + 1))
+            keys.append(key)
+            scopes = set() if request.reuse is None else {request.reuse.scope}
+            self.key_facts.setdefault(key, (token, i, set()))[2].update(scopes)
         return keys
 
     def verify(self, item: ScheduledSequence) -> StepResult:
@@ -397,12 +449,13 @@ class FakeExecutor:
             mine = self.sequences.by_id[item.seq_id]
             token_ids, num_prompt = mine.token_ids, mine.slot.num_prompt_tokens
             specs = rotation.specs_of(end - 1, num_prompt, len(token_ids))
-            places = slots_of(mine.layout, end)
+            places = self.places(item.seq_id, end)
             assert len(places) == len({slot for slot, _ in places.values()}), "two tokens in one slot"
+            dropped = mine.layout.num_dropped if seq.request.request_id in self.reused else None
             for group, pool in enumerate(pools):
                 table = self.sequences.table(item.seq_id, group).tolist()
                 for i in range(item.start, end):
-                    for j, position in seen_by(seq.held, seq.request.context, i).items():
+                    for j, position in seen_by(seq.held, seq.request.context, i, dropped).items():
                         if pool.window is not None and i - position >= pool.window:
                             continue
                         assert j in places, f"token {i} cannot see token {j}: it was dropped"
@@ -431,6 +484,9 @@ class FakeExecutor:
             for slot in (self.sequences.by_id[seq_id].slot for seq_id in item.samples):
                 if slot.seq_id != item.seq_id:
                     self.seen[slot.seq_id] = end
+                if slot.seq_id != item.seq_id:
+                    era, memo, key = self.key_memo[item.seq_id]
+                    self.key_memo[slot.seq_id] = era, list(memo), key
                 token = draw(row, slot, len(slot.token_ids) - slot.num_prompt_tokens)
                 own = prompt_logprobs if slot.seq_id == item.seq_id else None
                 results.append(StepResult(slot.seq_id, (token,), prompt_logprobs=own))
@@ -511,6 +567,7 @@ def make_request(
     deadline: float | None = None,
     cache_salt: str | None = None,
     context: ContextRule | None = None,
+    reuse: PassageReuse | None = None,
     **sampling: object,
 ) -> EngineRequest:
     """A request with a seed and, unless said otherwise, no end before max_tokens."""
@@ -523,6 +580,7 @@ def make_request(
         deadline=deadline,
         cache_salt=cache_salt,
         context=context or ContextRule(),
+        reuse=reuse,
     )
 
 

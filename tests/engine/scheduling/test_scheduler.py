@@ -6,13 +6,15 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from helpers.fake_executor import EOS, FakeExecutor, FakeRotation, add, make_request, make_scheduler, oracle
+from helpers.fake_executor import EOS, FakeExecutor, FakeRotation, add, keys_of, make_request, make_scheduler, oracle
 
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
+
+NONE = dict.fromkeys(("preemption", "full_prefix_hit", "rope_update", "cache_reuse"), 0)  # tokens computed again
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor) -> tuple[SchedulerOutput, list[RequestOutput]]:
@@ -236,7 +238,9 @@ def test_a_window_pool_smaller_than_the_prompt_is_enough() -> None:
     request = make_request("x", [i % 3 for i in range(100)], max_tokens=20)
     add(executor, request)
     assert tokens_of(finish(scheduler, executor), "x") == oracle(request, executor.rotations["x"], 0, 150)[0]
-    assert scheduler.counters.recomputed_tokens == {"preemption": 0, "full_prefix_hit": 0, "rope_update": 0}
+    assert scheduler.counters.recomputed_tokens == dict.fromkeys(
+        ("preemption", "full_prefix_hit", "rope_update", "cache_reuse"), 0
+    )
 
 
 def test_a_full_queue_and_a_used_id_are_refused() -> None:
@@ -292,7 +296,7 @@ def test_a_full_hit_recomputes_its_last_block_and_counts_it() -> None:
         add(executor, make_request(name, range(8), max_tokens=1))
         outputs = finish(scheduler, executor)
     assert outputs[0].cached_tokens == 4
-    assert scheduler.counters.recomputed_tokens == {"preemption": 0, "full_prefix_hit": 4, "rope_update": 0}
+    assert scheduler.counters.recomputed_tokens == {**NONE, "full_prefix_hit": 4}
     assert scheduler.counters.prompt_tokens == 16
 
 
@@ -533,7 +537,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
     outputs = finish(scheduler, executor)
     (given,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
     assert [e and e.token_id for e in given] == [None, *range(1, 14)]
-    _, right = executor.key_memo[victim.seq_id]
+    right = keys_of(victim.request, executor.rotations["scored"], list(range(14)))
     assert [e.logprob for e in given if e] == [float(key % 1000) for key in right[:13]]
 
 

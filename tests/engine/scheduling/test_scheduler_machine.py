@@ -23,8 +23,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from windlass.engine.api.context import ContextRule
+from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.request import EngineRequest, RequestOutput
+from windlass.engine.cache import reuse as passages_taken
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 
@@ -43,6 +44,15 @@ PROMPTS = st.builds(
     st.sampled_from([[0, 1], [0, 1, 2, 3], [1]]),
     st.integers(0, 6),
     st.lists(st.integers(0, 1), min_size=1, max_size=6),
+)
+
+# The same texts in changing places, for passages.
+TEXTS = [[0, 0, 1, 0, 1, 1, 1, 0], [2, 1, 1, 0, 0, 2, 1, 0, 2, 2], [3, 0, 1, 3, 1, 0, 3]]
+COMPOSED = st.builds(
+    lambda start, texts, tail: [*start, *(token for text in texts for token in text), *tail],
+    st.lists(st.integers(0, 1), max_size=3),
+    st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3),
+    st.lists(st.integers(0, 1), min_size=1, max_size=4),
 )
 
 ROTATIONS = [
@@ -65,6 +75,17 @@ CONTEXTS = [
     ContextRule("shift", attention_window=7, attention_sinks=5),
 ]
 
+REUSES = [
+    *[None] * 3,
+    PassageReuse(0, scope="one"),  # it takes none, others may take it
+    PassageReuse(2, scope="one"),
+    PassageReuse(3, scope="one"),
+    PassageReuse(3, recompute=1, scope="one"),
+    PassageReuse(5, recompute=0.3, scope="one"),
+    PassageReuse(0, ((2, 9), (10, 18)), scope="one"),
+    PassageReuse(2, scope="other"),
+]
+
 REQUESTS = st.fixed_dictionaries(
     {
         "prompt": PROMPTS,
@@ -79,6 +100,7 @@ REQUESTS = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([(), (), (4,)]),
         "prompt_logprobs": st.sampled_from([None, None, None, None, 0]),
         "context": st.sampled_from(CONTEXTS),
+        "reuse": st.sampled_from(REUSES),
         "lifetime": st.sampled_from([None, None, None, None, None, None, 3, 30]),
     }
 )
@@ -141,6 +163,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in requests:
             self.add(**request)
 
+    @rule(
+        prompts=st.lists(COMPOSED, min_size=2, max_size=4),
+        rules=st.lists(st.sampled_from(REUSES[3:]), min_size=4, max_size=4),
+        request=REQUESTS,
+        contexts=st.lists(st.sampled_from([None, None, *CONTEXTS]), min_size=4, max_size=4),
+    )
+    def arrive_with_texts_in_common(
+        self,
+        prompts: list[list[int]],
+        rules: list[PassageReuse],
+        request: dict[str, Any],
+        contexts: list[ContextRule | None],
+    ) -> None:
+        alike = {"prompt_logprobs": None, "rotation": FakeRotation(), "salt": None}
+        for prompt, reuse_rule, context in zip(prompts, rules, contexts, strict=False):
+            self.add(**{**request, **alike, "prompt": prompt, "reuse": reuse_rule, "context": context})
+            self.run(2)
+
     def add(
         self,
         prompt: list[int],
@@ -148,11 +188,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         lifetime: int | None,
         salt: str | None,
         context: ContextRule | None,
+        reuse: PassageReuse | None,
         **options: Any,
     ) -> None:
         request_id = f"r{len(self.requests)}"
         deadline = None if lifetime is None else self.clock.now + lifetime
-        request = make_request(request_id, prompt, cache_salt=salt, deadline=deadline, context=context, **options)
+        if reuse is not None:
+            reuse = replace(reuse, scope=f"{reuse.scope} {salt}")
+        request = make_request(
+            request_id, prompt, cache_salt=salt, deadline=deadline, context=context, reuse=reuse, **options
+        )
         try:
             if context is not None:
                 longest = self.scheduler.limits.held(context).rotary_length
@@ -294,7 +339,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("keys re-rotated")
         if stats.dropped_tokens:
             event("tokens dropped")
-            assert stats.dropped_tokens % self.scheduler.blocks.block_size == 0 < stats.context_shifts
+            assert stats.context_shifts > 0
+            assert stats.reused_tokens or stats.dropped_tokens % self.scheduler.blocks.block_size == 0
+        assert self.executor.num_reused <= stats.reused_tokens
+        if stats.reused_tokens:
+            event("passages reused")
+            assert stats.reused_passages > 0
+        if recomputed["cache_reuse"]:
+            event("heads of passages computed anew")
         if self.executor.num_unparked:
             event("parked and unparked")
         if stats.prefix_cache_hits:
@@ -334,6 +386,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, request in self.requests.items():
             longest = self.scheduler.limits.held(request.context).longest
             for index in range(request.sampling.n):
+                if request_id in self.executor.reused:
+                    continue  # what it drew from was compared token by token
                 tokens, reason, stop = oracle(request, self.rotations[request_id], index, longest)
                 got = self.tokens[request_id, index]
                 if request_id in self.gone or ((request_id, index) in self.dropped):
@@ -347,8 +401,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("examples", [120, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(examples: int) -> None:
+def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(
+    examples: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert EOS < VOCAB
+    monkeypatch.setattr(passages_taken, "FEWEST_TOKENS", 2)
+    monkeypatch.setattr(passages_taken, "MAX_RUNS", 6)
     run_state_machine_as_test(
         SchedulerMachine,
         settings=settings(

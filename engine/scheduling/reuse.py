@@ -1,0 +1,42 @@
+"""When sequences take up passages that stand in the cache already, and what is counted of it.
+
+A sequence takes its cached prefix first and looks for passages behind it when it is admitted. It computes up to the first of
+them, goes on behind it, and so on to the last; the last token of a prompt is always computed. One that loses its place
+gives them back and looks again.
+"""
+
+from __future__ import annotations
+
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.reuse import ReuseLimits, hold_passages, take_up
+from windlass.engine.scheduling.counters import SchedulerCounters
+from windlass.engine.scheduling.sequence import Sequence
+
+
+class PassageReuser:
+    def __init__(self, blocks: BlockManager, counters: SchedulerCounters) -> None:
+        self._blocks = blocks
+        self._counters = counters
+
+    def look(self, seq: Sequence) -> None:
+        """Let a sequence that has just got its prefix, but not all of its tokens, hold the passages it will take up.
+
+        Nothing is taken where prompt log-probabilities are asked for, where keys will be re-rotated, and where tokens see a
+        window of their own.
+        """
+        rule, held = seq.request.reuse, seq.held
+        if rule is None or seq.prompt_logprobs is not None or held.seen is not None:
+            return
+        if seq.rotation.policy == "rotate" and seq.stage.last_length is not None:
+            return
+        longest = min(seq.num_prompt_tokens + seq.request.sampling.max_tokens, held.longest)
+        kept = held.kept_blocks * held.block_size  # that these are tokens and nothing else is what `shift` goes by
+        limits = ReuseLimits(kept, seq.num_prompt_tokens - 1, longest, held.window)
+        hold_passages(self._blocks, seq.cache, seq.token_ids, rule, limits)
+
+    def take_up(self, seq: Sequence) -> None:
+        """Take up what begins with the next token, if anything does."""
+        for passage in take_up(self._blocks, seq.cache, seq.token_ids):
+            self._counters.reused_passages += 1
+            self._counters.reused_tokens += passage.num_tokens
+            self._counters.recomputed_tokens["cache_reuse"] += passage.num_repeated
