@@ -45,7 +45,7 @@ _COUNTERS = {
     "dropped_tokens": ("dropped_tokens", "Tokens that sequences dropped."),
 }
 
-_RECOMPUTE_REASONS = ("full_prefix_hit", "preemption", "rope_update")
+_RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_update")
 
 # Printed from the start: Prometheus cannot see the first increase of a series that begins with it.
 _FINISH_REASONS = ("stop", "length")

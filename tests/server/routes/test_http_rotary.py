@@ -399,6 +399,7 @@ def test_metrics_of_moves_and_recomputing(live: Live) -> None:
         'windlass_recomputed_tokens_total{reason="rope_update"} 9.0',
         'windlass_recomputed_tokens_total{reason="preemption"} 0.0',
         'windlass_recomputed_tokens_total{reason="full_prefix_hit"} 0.0',
+        'windlass_recomputed_tokens_total{reason="cache_reuse"} 0.0',
         "windlass_rotary_specs_live 3.0",
     ):
         assert line in lines
