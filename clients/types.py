@@ -47,12 +47,20 @@ class RotaryGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextUse:
+    """What became of an answer's context. dropped_turns: oldest turns left out of the chat, None where none may be."""
+
+    dropped_turns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
     """The rotary scaling an answer ran under. parameters: its fields, theta included.
 
     policy: frozen, recompute or rotate. effective_length: tokens the frequencies were formed for, None for kinds that
     do not depend on length. fingerprint: equal for equal frequencies and factors. moves: how often the cached
-    keys were re-rotated. groups: the same for each group of layers, where a model has several.
+    keys were re-rotated. groups: the same for each group of layers, where a model has several. context: where
+    anything may be dropped.
     """
 
     rope_type: str
@@ -62,6 +70,7 @@ class Rotary:
     fingerprint: str | None = None
     moves: int = 0
     groups: dict[str, RotaryGroup] | None = None
+    context: ContextUse | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,17 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: st
     )
 
 
+def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: int) -> ApiError:
+    """The 400 for an answer that would be cut by the context where the caller wants none that is."""
+    return bad_request(
+        f"this model's context holds {max_model_len} tokens, prompt and answer together, but the prompt has {prompt_tokens} "
+        f"tokens and max_tokens is {max_tokens}: set max_tokens to at most {max_model_len - prompt_tokens}, "
+        "shorten the prompt or set context_overflow to 'stop'",
+        "max_tokens",
+        "context_length_exceeded",
+    )
+
+
 def answer_too_large(size: int, most: int, *, grown: bool = False) -> ApiError:
     """The 400 for an answer of too many bytes, with both numbers. grown: it was found while it was written."""
     return bad_request(

@@ -34,6 +34,7 @@ class AnswerOptions:
 
     n: choices per prompt; samples: outputs per prompt, of which the n likeliest are shown.
     logprobs, prompt_logprobs: alternatives per token, None for no log-probabilities at all.
+    dropped_turns: how many were left out of a chat, None where none may be.
     token_names: in log-probabilities tokens are called "token_id:17" rather than by their texts, which may be equal.
     usage_at_end, usage_always: `stream_options`.
     max_bytes: a whole answer that grows larger is refused.
@@ -46,6 +47,7 @@ class AnswerOptions:
     return_token_ids: bool = False
     token_names: bool = False
     skip_special_tokens: bool = True
+    dropped_turns: int | None = None
     usage_at_end: bool = False
     usage_always: bool = False
     max_bytes: int = 2**63
@@ -155,7 +157,13 @@ class AnswerWriter(ABC):
         if delta.rotary is None:
             return {}
         self._reports[delta.choice] = delta.rotary
-        return {"rotary": report_object(delta.rotary)}
+        return {"rotary": self.shown(delta.rotary)}
+
+    def shown(self, report: RotaryReport) -> dict[str, Any]:
+        """A report as answers have it, with what became of the context."""
+        dropped = self.options.dropped_turns
+        context = {} if dropped is None else {"context": {"dropped_turns": dropped}}
+        return {**report_object(report), **context}
 
     def last_event(self) -> bytes:
         """The usage chunk, where it was asked for."""
@@ -163,7 +171,7 @@ class AnswerWriter(ABC):
             return b""
         payload = {**self.envelope, "choices": [], "usage": self.tally.usage()}
         if self._reports:
-            payload["rotary"] = report_object(self._reports[min(self._reports)])
+            payload["rotary"] = self.shown(self._reports[min(self._reports)])
         return b"data: " + to_json(payload) + b"\n\n"
 
     def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
@@ -207,8 +215,17 @@ class AnswerWriter(ABC):
             for choice in outputs:
                 choices.append(self.whole(len(choices), choice, self.results[choice]))
                 reports.append(self.results[choice].rotary)
-        rotary = _place_reports(choices, reports)
+        rotary = self._place_reports(choices, reports)
         return {**self.envelope, "choices": choices, **self.extras(), **rotary, "usage": self.tally.usage()}
+
+    def _place_reports(self, choices: list[dict[str, Any]], reports: list[RotaryReport | None]) -> dict[str, Any]:
+        """The top level's `rotary`, the first choice's; where the choices differ, each gets its own too."""
+        first = reports[0]
+        if any(report != first for report in reports):
+            for choice, report in zip(choices, reports, strict=True):
+                if report is not None:
+                    choice["rotary"] = self.shown(report)
+        return {} if first is None else {"rotary": self.shown(first)}
 
     def grow(self, size: int) -> None:
         """Count bytes that are kept. Raises ApiError where they become too many."""
@@ -230,13 +247,3 @@ def in_pieces(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """The items, as many at once as are written in one go."""
     for start in range(0, len(items), ITEMS_AT_ONCE):
         yield items[start : start + ITEMS_AT_ONCE]
-
-
-def _place_reports(choices: list[dict[str, Any]], reports: list[RotaryReport | None]) -> dict[str, Any]:
-    """The top level's `rotary`, the first choice's; where the choices differ, each gets its own too."""
-    first = reports[0]
-    if any(report != first for report in reports):
-        for choice, report in zip(choices, reports, strict=True):
-            if report is not None:
-                choice["rotary"] = report_object(report)
-    return {} if first is None else {"rotary": report_object(first)}

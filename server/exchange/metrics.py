@@ -42,7 +42,9 @@ _COUNTERS = {
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
     "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
-    "dropped_tokens": ("dropped_tokens", "Tokens that sequences dropped."),
+    "dropped_tokens": ("dropped_tokens", "Tokens dropped by them."),
+    "reused_passages": ("reused_passages", "Cached passages taken up at another place of a prompt."),
+    "reused_tokens": ("reused_tokens", "Tokens of them that were not computed again."),
 }
 
 _RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_update")
@@ -69,9 +71,7 @@ class _EngineCollector(Collector):
         for name, (attribute, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
         for name, (attribute, text) in _COUNTERS.items():
-            value = getattr(self.stats, attribute, None)
-            if value is not None:
-                yield CounterMetricFamily(f"windlass_{name}", text, value=value)
+            yield CounterMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
         recomputed = CounterMetricFamily(
             "windlass_recomputed_tokens", "Positions passed through the model again, by reason.", labels=["reason"]
         )

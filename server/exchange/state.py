@@ -88,7 +88,12 @@ class ServerState:
             settings = self.settings
             parts: tuple[object, ...] = (info.fingerprint, self.tokenizer.chat_template, settings.sampling)
             parts += (self.tokenizer.tool_template, settings.reasoning_parser, settings.tool_call_parser)
-            parts += (settings.default_max_tokens, settings.completion_max_tokens, info.max_model_len)
+            parts += (
+                settings.context_overflow,
+                settings.default_max_tokens,
+                settings.completion_max_tokens,
+                info.max_model_len,
+            )
             self._fingerprint = info, "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
         return self._fingerprint[1]
 

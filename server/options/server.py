@@ -9,9 +9,10 @@ from typing import Annotated, cast
 
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
-from windlass.server.options.settings import RopePolicy, ServerSettings
+from windlass.server.options.settings import ContextOverflow, RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
 
+_CONTEXT_OVERFLOWS = ("stop", "error", "drop_turns")
 _ROPE_POLICIES = ("allow", "profiles", "off")
 REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gpt_oss", "none")
 # Options know no formats: a test compares this list with them.
@@ -129,6 +130,11 @@ class ServerOptions:
         option("--tool-call-parser", panel=_server, help="The format in which the model writes calls: auto (the one its chat "
                f"template teaches), none (calls are left in the text), {', '.join(TOOL_CALL_PARSERS)}."),
     ] = "auto"  # fmt: skip
+    context_overflow: Annotated[
+        str,
+        option("--context-overflow", panel=_server, help="What becomes of requests that are longer than the context: stop (the "
+               "answer ends there), error (they are refused) or drop_turns (chats lose their oldest turns)."),
+    ] = "stop"  # fmt: skip
     rope_policy: Annotated[
         str,
         option("--rope-policy", panel=_server, help="What requests may set of rotary scaling: allow (anything), profiles "
@@ -151,6 +157,7 @@ class ServerOptions:
         engine = engine or EngineOptions()
         choose("--tool-call-parser", self.tool_call_parser, ("auto", "none", *TOOL_CALL_PARSERS))
         choose("--generation-config", self.generation_config, ("auto", "none"))
+        choose("--context-overflow", self.context_overflow, _CONTEXT_OVERFLOWS)
         choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
         choose("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         if not 0 <= self.port <= 65535:
@@ -172,6 +179,7 @@ class ServerOptions:
             api_keys=self._api_keys(),
             cors_origins=tuple(split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
+            context_overflow=cast(ContextOverflow, self.context_overflow),
             max_response_bytes=read_size("--max-response-bytes", self.max_response_bytes),
             reasoning_parser=self.reasoning_parser,
             default_timeout=self.request_timeout,

@@ -10,6 +10,7 @@ from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
 RopePolicy = Literal["allow", "profiles", "off"]
+ContextOverflow = Literal["error", "stop", "drop_turns"]
 MIB = 2**20
 
 
@@ -56,6 +57,8 @@ class ServerSettings:
     rope_profiles: scalings that requests may name. rope_policy: whether requests may bring scalings of their own
     ("allow"), name profiles ("profiles") or neither ("off"). rope_update: the engine's default, to describe requests by.
     rope_exact: whether a request may ask for recomputing at every token.
+    context_overflow: what becomes of requests that are longer than the context and do not say; completions have no turns and
+    stop.
     sampling: of requests that leave it out. root_path: where a proxy has put the API, such as "/llm".
     """
 
@@ -90,6 +93,7 @@ class ServerSettings:
     rope_policy: RopePolicy = "allow"
     rope_update: RopeUpdate | None = None
     rope_exact: bool = False
+    context_overflow: ContextOverflow = "stop"
     sampling: SamplingDefaults = SamplingDefaults()
     root_path: str = ""
 

@@ -42,7 +42,8 @@ PromptLogprobs = list[dict[str, TokenLogprob] | None]
 
 class Rotary(StrictModel):
     """What an answer ran under. `effective_length`: tokens its frequencies were formed for, null for kinds without a
-    length. `moves`: times its cached keys were turned. `groups`: the same by group, where layers rotate in two ways."""
+    length. `moves`: times its cached keys were turned. `groups`: the same by group, where layers rotate in two ways.
+    `context`: what became of the context, where anything may be dropped."""
 
     rope_type: str
     parameters: dict[str, Any]
@@ -51,6 +52,7 @@ class Rotary(StrictModel):
     fingerprint: str
     moves: int
     groups: dict[str, dict[str, Any]] | None = None
+    context: dict[str, int] | None = None
 
 
 class ErrorDetail(StrictModel):

@@ -37,11 +37,11 @@ def only_empty(what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _only(allowed: str, name: str) -> AfterValidator:
-    """A choice of which one value is supported."""
+def _not(refused: str, name: str) -> AfterValidator:
+    """A choice of which one value is not supported."""
 
     def check(value: str | None) -> str | None:
-        if value not in (None, allowed):
+        if value == refused:
             raise unsupported(f"{name} {value!r} is")
         return value
 
@@ -156,8 +156,11 @@ class GenerationRequest(StrictModel):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
 
+    context_overflow: Annotated[
+        Literal["error", "stop", "shift", "drop_turns"] | None, _not("shift", "context_overflow")
+    ] = None
+
     # Not supported: accepted only where they ask for nothing
-    context_overflow: Annotated[Literal["stop", "shift"] | None, _only("stop", "context_overflow")] = None
     keep_tokens: Annotated[int | None, _only_absent("keep_tokens (it goes with context_overflow 'shift') is")] = None
     cache_reuse: Annotated[int | None, only_empty("cache_reuse above 0 is")] = None
 

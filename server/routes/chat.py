@@ -19,11 +19,13 @@ from windlass.server.exchange.body import read_body
 from windlass.server.exchange.request_id import request_id, set_request_id
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.deltas import Tally
+from windlass.server.generation.drop_turns import fit_turns
 from windlass.server.generation.structured import StructuredOutput, structured_of
 from windlass.server.generation.tool_use import plan_tools
-from windlass.server.protocol.chat import ChatCompletion, ChatRequest
+from windlass.server.protocol.chat import ChatCompletion, ChatMessage, ChatRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
+from windlass.server.text.history import check_calls
 from windlass.server.text.parsing.reasoning.formats import HARMONY
 from windlass.server.text.service import Prompt
 
@@ -89,10 +91,46 @@ async def _prepare(
     job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None
 ) -> tuple[list[Prompt], GenerationJob]:
     """The prompt, and the job as the rendered prompt has it: it may end inside the thinking."""
+    thinking = job.state.thinking
+    if job.overflow == "drop_turns":
+        await job.state.text.on_thread(check_calls, body.messages)  # also those of turns that go
+        fitted = await fit_turns(
+            body.messages,
+            lambda messages: _counted(job, body, tools, messages),
+            context=job.info.max_model_len,
+            room=_room(job, body),
+        )
+        text, prompts = fitted.made
+        job = replace(job, options=replace(job.options, dropped_turns=fitted.dropped))
+    else:
+        text, prompts = await _render(job, body, tools, body.messages)
+    place = thinking.place(text, (body.messages[-1].content or "") if body.continue_final_message else None)
+    sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, place))
+    return prompts, replace(job, sampling=sampling, place=place, parsing=thinking.parsing(job.parsing, place))
+
+
+def _room(job: GenerationJob, body: ChatRequest) -> int:
+    """Tokens that dropped turns shall leave to the answer: those it asks for, else up to a quarter of the context."""
+    if body.max_tokens is None and body.max_completion_tokens is None:
+        return min(job.sampling.max_tokens, max(1, job.info.max_model_len // 4))
+    return job.sampling.max_tokens
+
+
+async def _counted(
+    job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, messages: Sequence[ChatMessage]
+) -> tuple[tuple[str, list[Prompt]], int]:
+    made = await _render(job, body, tools, messages)
+    return made, len(made[1][0].token_ids)
+
+
+async def _render(
+    job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, messages: Sequence[ChatMessage]
+) -> tuple[str, list[Prompt]]:
+    """The chat as text and as a prompt; raises ApiError where it cannot be made or is longer than the context."""
     service, info, thinking = job.state.text, job.info, job.state.thinking
     truncate = body.truncate_prompt_tokens
     text = await service.render(
-        body.messages,
+        messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         variables=thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
@@ -110,6 +148,4 @@ async def _prepare(
         param="messages",
         caller=job.caller,
     )
-    place = thinking.place(text, (body.messages[-1].content or "") if body.continue_final_message else None)
-    sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, place))
-    return prompts, replace(job, sampling=sampling, place=place, parsing=thinking.parsing(job.parsing, place))
+    return text, prompts

@@ -15,7 +15,7 @@ from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.engine.errors import RequestError
 from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions, AnswerWriter
 from windlass.server.answers.size import estimate_bytes
-from windlass.server.errors import answer_too_large, bad_request
+from windlass.server.errors import answer_exceeds_context, answer_too_large, bad_request
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.behind_thinking import behind_thinking
@@ -29,6 +29,7 @@ from windlass.server.generation.sampling_params import (
     sequence_breakers,
 )
 from windlass.server.generation.structured import StructuredOutput, structured_of
+from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
 from windlass.server.text.parsing.events import ParsingPlan
 from windlass.server.text.parsing.reasoning.formats import Place
@@ -42,6 +43,7 @@ class GenerationJob:
     """A checked request that waits for its prompts. Made by `check`, run by `run`.
 
     sampling: what all prompts share; max_tokens is clamped per prompt.
+    overflow: what is done where prompt and answer are longer than the context.
     parsing: how answers are taken apart; None where all text is content.
     structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
     """
@@ -58,6 +60,7 @@ class GenerationJob:
     options: AnswerOptions
     chat: bool
     echo: bool
+    overflow: ContextOverflow
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
     place: Place = "behind"
@@ -131,9 +134,31 @@ def check(
         ),
         chat=chat,
         echo=echo,
+        overflow=_overflow(body, state.settings, chat=chat),
         parsing=parsing,
         structured=forced or (structured and replace(structured, instead=calls)),
     )
+
+
+def _overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) -> ContextOverflow:
+    """What the body says or, as far as it can be done for it, the operator."""
+    asked = body.context_overflow
+    if asked == "shift":  # refused with the body
+        raise AssertionError(asked)
+    if asked == "drop_turns":
+        if not chat:
+            raise bad_request(
+                "context_overflow drop_turns goes with messages: a prompt has no turns", "context_overflow"
+            )
+        if body.truncate_prompt_tokens is not None:
+            raise bad_request(
+                "truncate_prompt_tokens and context_overflow drop_turns both say how the prompt gets shorter: "
+                "give one of them",
+                "truncate_prompt_tokens",
+            )
+    if asked is None and settings.context_overflow == "drop_turns":
+        return "drop_turns" if chat and body.truncate_prompt_tokens is None else "stop"
+    return asked or settings.context_overflow
 
 
 async def run(
@@ -202,6 +227,8 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
         if not prompt.token_ids:
             raise bad_request("the prompt is empty: give at least one token", param)
         max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), info, param=param)
+        if job.overflow == "error" and max_tokens < sampling.max_tokens:
+            raise answer_exceeds_context(info.max_model_len, len(prompt.token_ids), sampling.max_tokens)
         requests.append(
             EngineRequest(
                 request_id=state.unique_id(job.request_id),

@@ -152,6 +152,7 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
             (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
             (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
             ("--rope-exact", server.rope_exact),
+            (f"--context-overflow {server.context_overflow}", server.context_overflow != "stop"),
             (f"--chat-template {server.chat_template}", server.chat_template is not None),
             (f"--generation-config {server.generation_config}", server.generation_config != "auto"),
             (f"--tool-call-parser {server.tool_call_parser}", server.tool_call_parser != "auto"),

@@ -29,7 +29,7 @@ def prepare_history(
     tools: what the template shall show to the model; where it cannot, the text of a system message does. form: an example of
     a call, for that text.
     """
-    _check_calls(messages)
+    check_calls(messages)
     plain = [_plain(message, facts) for message in messages]
     if not facts.calls:
         plain = _without_calls(plain)
@@ -38,7 +38,7 @@ def prepare_history(
     return plain
 
 
-def _check_calls(messages: Sequence[ChatMessage]) -> None:
+def check_calls(messages: Sequence[ChatMessage]) -> None:
     """Every call is answered by a message behind it, before anybody else speaks, and every answer answers a call."""
     open_calls: dict[str, None] = {}
     at = 0  # the message that made them

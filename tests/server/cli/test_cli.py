@@ -261,6 +261,7 @@ def test_connection_options(launched, monkeypatch):
         ),
         (["--grace-period", "-1"], "--grace-period must not be negative"),
         (["--request-timeout", "0"], "--request-timeout must be more than 0"),
+        (["--context-overflow", "shift"], "--context-overflow must be stop, error or drop_turns"),
         (["--default-max-tokens", "0"], "--default-max-tokens must be at least 1"),
         (["--max-connections", "0"], "--max-connections must be at least 1"),
         (["--max-connections-per-address", "-1"], "--max-connections-per-address must be at least 1"),

@@ -164,6 +164,8 @@ def test_bookkeeping_fields_have_no_effect(live: Live) -> None:
         ("rope_update", 5),
         ("rope_update", []),
         ("context_overflow", "shift"),
+        ("context_overflow", "drop_turns"),
+        ("context_overflow", "roll"),
         ("keep_tokens", 16),
         ("keep_tokens", -1),
         ("keep_tokens", 0),

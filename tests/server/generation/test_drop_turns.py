@@ -1,0 +1,104 @@
+"""Turns dropped from a chat: against every number of turns tried in order, for chats with calls of functions."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+
+import pytest
+
+from windlass.server.errors import ApiError, bad_request
+from windlass.server.generation.drop_turns import Fitted, fit_turns, old_turns, without
+from windlass.server.protocol.chat import ChatMessage
+from windlass.server.text.history import check_calls
+
+CONTEXT = 400
+
+
+def a_chat(draw: random.Random) -> list[ChatMessage]:
+    """Turns with answers, calls and results, and system messages between them; contents name their turn."""
+    messages: list[dict[str, object]] = []
+
+    def say(role: str, **more: object) -> None:
+        messages.append({"role": role, "content": "x" * draw.randrange(1, 60), **more})
+
+    if draw.random() < 0.7:
+        say(draw.choice(["system", "developer"]))
+    if draw.random() < 0.3:
+        say("assistant")
+    for turn in range(draw.randrange(0, 9)):
+        say("user")
+        for step in range(draw.randrange(0, 3)):
+            ids = [f"call-{turn}-{step}-{number}" for number in range(draw.randrange(1, 4))]
+            calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in ids]
+            say("assistant", tool_calls=calls)
+            for each in draw.sample(ids, len(ids)):
+                say("tool", tool_call_id=each)
+        if draw.random() < 0.8:
+            say("assistant")
+        if draw.random() < 0.2:
+            say("system")
+    if not messages:
+        say("user")
+    return [ChatMessage.model_validate(message) for message in messages]
+
+
+def tokens_of(messages: list[ChatMessage]) -> int:
+    return sum(len(message.content) + 4 for message in messages) + 3
+
+
+def fit(messages: list[ChatMessage], room: int, context: int = CONTEXT) -> tuple[Fitted[list[ChatMessage]], int]:
+    """What fits, and how often a chat was made."""
+    made = 0
+
+    async def make(kept: list[ChatMessage]) -> tuple[list[ChatMessage], int]:
+        nonlocal made
+        made += 1
+        if tokens_of(kept) > context:
+            raise bad_request("too long", "messages", "context_length_exceeded")
+        return kept, tokens_of(kept)
+
+    return asyncio.run(fit_turns(messages, make, context=context, room=room)), made
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_as_few_turns_go_as_must_and_none_in_part(seed: int) -> None:
+    draw = random.Random(seed)
+    messages, room = a_chat(draw), draw.choice([0, 1, 16, 100, 390, 10_000])
+    turns = old_turns(messages)
+    shortest = tokens_of(without(messages, turns))
+    if shortest > CONTEXT:
+        with pytest.raises(ApiError, match="too long"):
+            fit(messages, room)
+        return
+    fitted, made = fit(messages, room)
+    kept = fitted.made
+    # As one would do it by hand.
+    left = min(room, CONTEXT - shortest)
+    expected = next(n for n in range(len(turns) + 1) if tokens_of(without(messages, turns[:n])) + left <= CONTEXT)
+    assert fitted.dropped == expected and kept == without(messages, turns[:expected])
+    assert made <= 2 + math.log2(max(2, len(turns))) + 1
+    # What must never be lost, told without the code's own idea of turns.
+    numbers = [next(i for i, each in enumerate(messages) if each is message) for message in kept]
+    assert numbers == sorted(set(numbers))
+    check_calls(kept)
+    gone = set(range(len(messages))) - set(numbers)
+    assert not any(messages[i].role in ("system", "developer") for i in gone)
+    users = [i for i, message in enumerate(messages) if message.role == "user"]
+    if users:
+        assert all(i < users[-1] for i in gone)
+        if gone:
+            first_left = next(i for i in users if i not in gone)
+            assert gone == {i for i in range(first_left) if messages[i].role not in ("system", "developer")}
+    else:
+        assert not gone
+
+
+def test_a_fault_of_the_messages_is_no_reason_to_drop() -> None:
+    async def make(kept: list[ChatMessage]) -> tuple[None, int]:
+        raise bad_request("the template refuses", "messages", "template_error")
+
+    messages = [ChatMessage(role="user", content="a") for _ in range(5)]
+    with pytest.raises(ApiError, match="the template refuses"):
+        asyncio.run(fit_turns(messages, make, context=10, room=1))
