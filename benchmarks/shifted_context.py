@@ -2,9 +2,9 @@
 
     python benchmarks/shifted_context.py MODEL --text FILE_OR_DIR [--text …] [--max-len 16384] [--window 2048] [--out FILE.json]
 
-Reads the first --max-len tokens of each text: over all tokens before, over the last --window of them with each number of
---sinks, and with the context cut off and computed anew whenever it is full (`recomputed`: each token is read behind a half
-to a whole window). Prints a Markdown table of perplexities by stretch, over all texts. Nothing is timed.
+Reads the first --max-len tokens of each text: seeing the last --window of them and each number of --sinks, and with the
+context cut off and computed anew whenever it is full (`recomputed`: each token is read behind a half to a whole window).
+Prints a Markdown table of perplexities by stretch, over all texts. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
     core, window = EngineCore(config), options.window
     rules = {f"sinks {n}": ContextRule(attention_window=window, attention_sinks=n) for n in options.sinks}
-    ways = {"all tokens": ContextRule(), **rules, "recomputed": None}
+    ways: dict[str, ContextRule | None] = {**rules, "recomputed": None}
     losses = {name: list[Losses]() for name in ways}
     for number, text in enumerate(windows):
         tokens = list(text.ids[: options.max_len])

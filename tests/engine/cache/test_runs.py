@@ -35,8 +35,10 @@ def test_cutting_out_is_what_it_is_for_a_list(
     num_slots = slot + 3
     model = listed(layout, num_slots)
     dropped = closed = 0
+    num_tokens = position - start + 3  # ever
     for first, count, closing, grown in cuts:
         model += [(p, p) for p in range(model[-1][1] + 1, model[-1][1] + 1 + grown)] if model and model[-1] else []
+        num_tokens += len(model) - num_slots
         num_slots = len(model)
         first = min(first, num_slots)
         end = min(first + count, num_slots - 1)
@@ -47,7 +49,8 @@ def test_cutting_out_is_what_it_is_for_a_list(
         dropped, closed = dropped + gone, closed + gone * closing
         before = [entry and (entry[0], entry[1] + gone * closing) for entry in model[:first]]
         model = [*before, *model[end:]]
-        assert listed(layout, len(model)) == model
+        num_slots = len(model)
+        assert listed(layout, num_slots) == model and layout.slot_offset == num_slots - num_tokens
         assert (layout.num_dropped, layout.num_closed) == (dropped, closed)
         assert list(layout.spans(0, len(model)))[-1][1] == len(model)
         for window in (1, 3, 8, 100):
