@@ -1,10 +1,10 @@
 """What is lost where old tokens are dropped: perplexity by position under attention windows with sinks, against recomputing.
 
-    python benchmarks/shifted_context.py MODEL --text FILE_OR_DIR [--text …] [--max-len 16384] [--window 2048] [--out FILE.json]
+    python benchmarks/shifted_context.py MODEL --text FILE_OR_DIR [--text …] [--max-len 16384] [--out FILE.json]
 
 Reads the first --max-len tokens of each text: seeing the last --window of them and each number of --sinks, and with the
 context cut off and computed anew whenever it is full (`recomputed`: each token is read behind a half to a whole window).
-Prints a Markdown table of perplexities by stretch, over all texts. Nothing is timed.
+Prints Markdown tables of perplexities by stretch, one per text. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness.charts import legend, new_figure, style
 from long_text_report import make_parser, publish
 
 from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
@@ -63,44 +64,67 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     core, window = EngineCore(config), options.window
     rules = {f"sinks {n}": ContextRule(attention_window=window, attention_sinks=n) for n in options.sinks}
     ways: dict[str, ContextRule | None] = {**rules, "recomputed": None}
-    losses = {name: list[Losses]() for name in ways}
-    for number, text in enumerate(windows):
-        tokens = list(text.ids[: options.max_len])
+    edges = [*range(0, options.max_len, options.stretch), options.max_len]
+    found = []
+    for text in windows:
+        tokens, losses = list(text.ids[: options.max_len]), dict[str, Losses]()
         for name, rule in ways.items():
-            print(f"text {number + 1} of {len(windows)}: {name}", file=sys.stderr, flush=True)
-            found = read_recomputing(core, tokens, window) if rule is None else read(core, tokens, rule)
-            losses[name].append(found)
-    ends = [*range(0, options.max_len, options.stretch), options.max_len]
-    rows = []
-    for low, high in pairwise(ends):
-        span = slice(max(0, low - 1), high - 1)
-        means = {name: float(np.mean([each[span].mean() for each in found])) for name, found in losses.items()}
-        rows.append({"from": low, "to": high, "nats": means})
-    return {
-        "date": datetime.date.today().isoformat(),
-        "model": options.model.name,
-        "window": window,
-        "texts": [{"name": text.name, "sha256": text.digest} for text in texts],
-        "rows": rows,
-    }
+            print(f"{texts[text.text].name}: {name}", file=sys.stderr, flush=True)
+            losses[name] = read_recomputing(core, tokens, window) if rule is None else read(core, tokens, rule)
+        rows = [
+            {
+                "from": low,
+                "to": high,
+                "nats": {name: float(x[max(0, low - 1) : high - 1].mean()) for name, x in losses.items()},
+            }
+            for low, high in pairwise(edges)
+        ]
+        found.append({"name": texts[text.text].name, "sha256": texts[text.text].digest, "rows": rows})
+    date = datetime.date.today().isoformat()
+    return {"date": date, "model": options.model.name, "window": window, "texts": found}
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: a row per stretch, a column per way."""
-    names = list(report["rows"][0]["nats"])
-    lines = ["| positions | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
-    for row in report["rows"]:
-        cells = [f"{math.exp(row['nats'][name]):.2f}" for name in names]
-        lines.append(f"| {row['from']:,}–{row['to']:,} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    """Markdown, one table per text: a row per stretch, a column per way."""
+    tables = []
+    for text in report["texts"]:
+        names = list(text["rows"][0]["nats"])
+        lines = [f"| {text['name']} | " + " | ".join(names) + " |", "|---" + "|--:" * len(names) + "|"]
+        for row in text["rows"]:
+            cells = [f"{math.exp(row['nats'][name]):.2f}" for name in names]
+            lines.append(f"| {row['from']:,}–{row['to']:,} | " + " | ".join(cells) + " |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """A panel per text, a line per way. Needs matplotlib."""
+    figure = new_figure(5.2 * len(report["texts"]), 3.4)
+    panels = figure.subplots(1, len(report["texts"]), squeeze=False)[0]
+    for axes, text in zip(panels, report["texts"], strict=True):
+        rows = text["rows"]
+        for name in rows[0]["nats"]:
+            x = [(row["from"] + row["to"]) / 2 for row in rows]
+            axes.plot(x, [math.exp(row["nats"][name]) for row in rows], marker=".", label=name)
+        axes.set_title(text["name"], fontsize=9)
+        axes.set_xlabel("position", fontsize=8)
+        axes.set_ylabel("perplexity", fontsize=8)
+        axes.set_yscale("log")
+        style(axes)
+    legend(panels[0])
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
     parser = make_parser(__doc__, max_len=16384, stretch=2048)
     parser.add_argument("--window", type=int, default=2048, help="keys that a token sees, itself included")
     parser.add_argument("--sinks", type=int, nargs="+", default=[0, 1, 4, 16, 64], help="leading tokens seen besides")
+    parser.add_argument("--plot", type=Path, help="draw it, as PNG")
     options = parser.parse_args()
-    publish(measure(options), options.out, table)
+    report = measure(options)
+    publish(report, options.out, table)
+    if options.plot is not None:
+        draw(report, options.plot)
 
 
 if __name__ == "__main__":
