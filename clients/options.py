@@ -94,6 +94,8 @@ class GenerationOptions(TypedDict, total=False):
     rope_update: str | Mapping[str, Any] | None
     context_overflow: str | None
     keep_tokens: int | None
+    attention_window: int | None
+    attention_sinks: int | None
     cache_reuse: int | None
     cache_salt: str | None
     priority: int | None

@@ -48,9 +48,22 @@ class RotaryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextUse:
-    """What became of an answer's context. dropped_turns: oldest turns left out of the chat, None where none may be."""
+    """What became of an answer's context; None where it does not apply.
 
+    window: tokens that were held at most where the oldest are dropped; kept_tokens: leading ones that stayed; dropped_tokens
+    in so many shifts. attention_window, attention_sinks: what each token saw. dropped_turns: oldest turns left out of the
+    chat. reused_tokens, reused_passages: taken from passages that stood elsewhere.
+    """
+
+    window: int | None = None
+    kept_tokens: int | None = None
+    dropped_tokens: int | None = None
+    shifts: int | None = None
+    attention_window: int | None = None
+    attention_sinks: int | None = None
     dropped_turns: int | None = None
+    reused_tokens: int | None = None
+    reused_passages: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

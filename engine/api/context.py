@@ -51,9 +51,9 @@ class PassageReuse:
 class ContextReport:
     """What became of a sample's context, as answers tell it.
 
-    window: tokens it held at most, None where nothing is ever dropped. kept_tokens: leading ones that stay, in whole blocks.
-    dropped_tokens, shifts: so far. reused_tokens: taken from passages that stood elsewhere; reused_passages: how many
-    passages those were.
+    window: tokens it held at most, or those that a token saw; None where all are held and seen. kept_tokens: leading ones
+    that stay, in whole blocks. dropped_tokens, shifts: under `shift`, so far. reused_tokens: taken from passages that stood
+    elsewhere; reused_passages: how many passages those were.
     """
 
     window: int | None = None

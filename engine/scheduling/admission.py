@@ -35,7 +35,7 @@ class Admission:
     def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
         """Raise RequestError unless the request, alone in the engine, can run to its end."""
         prompt, sampling, held = len(request.prompt_token_ids), request.sampling, self._limits.held(request.context)
-        limit = held.longest if held.window is None else min(held.longest, held.window)
+        limit = held.longest_prompt
         if prompt == 0:
             raise RequestError("the prompt is empty: send at least one token", "prompt", "empty_prompt")
         if sampling.n < 1:

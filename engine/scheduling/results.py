@@ -124,7 +124,7 @@ class ResultIntake:
         self._counters.generation_tokens += num_accepted
         self._note_first_token(seq, now)
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-        report = seq.held.report(seq.cache)
+        report = seq.held.report_of(seq.cache)
         if reason is not None:
             self._finish(seq, now)
         return RequestOutput(
@@ -143,7 +143,7 @@ class ResultIntake:
     def _finish_scoring(self, seq: Sequence, now: float) -> list[RequestOutput]:
         """End a request that asked for no tokens, its prompt being computed; every sample is equally empty."""
         self._note_first_token(seq, now)
-        report = seq.held.report(seq.cache)
+        report = seq.held.report_of(seq.cache)
         self._finish(seq, now)
         first = RequestOutput(
             seq.request.request_id,

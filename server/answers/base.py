@@ -162,8 +162,10 @@ class AnswerWriter(ABC):
     def shown(self, report: RotaryReport) -> dict[str, Any]:
         """A report as answers have it, with what became of the context."""
         dropped = self.options.dropped_turns
-        context = {} if dropped is None else {"context": {"dropped_turns": dropped}}
-        return {**report_object(report), **context}
+        shown = report_object(report)
+        if dropped is not None:
+            shown["context"] = {**shown.get("context", {}), "dropped_turns": dropped}
+        return shown
 
     def last_event(self) -> bytes:
         """The usage chunk, where it was asked for."""

@@ -9,14 +9,16 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import DeadlineError, EngineDeadError
 from windlass.engine.rotary.policy import RotaryReport
 from windlass.server.exchange.metrics import ServerMetrics
+from windlass.server.generation.context_rules import context_object
 from windlass.server.generation.request_rotation import Rotation, report_at
 from windlass.server.text.detokenizer import Detokenizer
 from windlass.server.text.service import Prompt
@@ -42,7 +44,8 @@ class TextOptions:
 class GenerationPlan:
     """A request ready to run: one engine request per prompt, `samples` outputs each.
 
-    rotation: what the requests asked for, for samples that end before the engine tells what they ran under.
+    size: what their contexts may hold. rotation: what the requests asked for, for samples that end before the engine tells
+    what they ran under.
     answer_bytes: how large the answer may become, as estimated.
     window: prompts that are on the engine at once; the others wait here and do not fill the engine's queue.
     """
@@ -50,6 +53,7 @@ class GenerationPlan:
     prompts: list[Prompt]
     requests: list[EngineRequest]
     rotation: Rotation
+    size: ContextSize
     answer_bytes: int
     samples: int
     text: TextOptions
@@ -178,7 +182,7 @@ class Generation:
 
     def _push(self, sample: _Sample, output: RequestOutput, now: float) -> Delta:
         token_ids = output.token_ids
-        reason, rotary = output.finish_reason, output.rotary
+        reason, rotary, context = output.finish_reason, output.rotary, output.context
         if reason == "timeout":
             raise DeadlineError("the request's deadline passed before it finished")
         if reason == "abort":
@@ -204,11 +208,16 @@ class Generation:
             if rotary is None or taken < len(output.token_ids):  # the engine does not know of stop strings and goes on
                 request = self.plan.requests[sample.prompt_index]
                 prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
-                rotary = report_at(self.plan.rotation.plan(prompt + max_tokens), prompt, detokenizer.num_tokens)
+                longest, tokens = min(prompt + max_tokens, self.plan.size.rotary_length), detokenizer.num_tokens
+                rotary = report_at(self.plan.rotation.plan(longest), prompt, tokens)
+                context = self.plan.size.report(prompt + max(tokens - 1, 0))
         elif output.stop_token_id is not None:
             stop_reason = output.stop_token_id
         self.tally.completion_tokens += len(token_ids)
         sample.finished = reason is not None
+        if rotary is not None:
+            rule = self.plan.requests[sample.prompt_index].context
+            rotary = replace(rotary, context=context_object(context, rule))
         pieces = tuple(detokenizer.pieces) if len(token_ids) > 1 else ()
         return Delta(0, text, token_ids, logprobs, reason, stop_reason, output.prompt_logprobs, rotary, pieces)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from windlass.engine.api.request import ModelInfo
 from windlass.server.errors import bad_request, context_length_exceeded
 
 
@@ -33,18 +32,17 @@ _NAMES: dict[Any, str] = {str: "string", list: "list of token ids"}
 
 
 def check_token_prompts(
-    prompts: list[list[int]], info: ModelInfo, *, truncate: int | None, keep_first: bool = False
+    prompts: list[list[int]], vocab_size: int, longest: int, *, truncate: int | None, keep_first: bool = False
 ) -> list[list[int]]:
-    """The prompts, cut to their last `truncate` ids, or to the first.
+    """The prompts, cut to their last `truncate` ids, or to the first. longest: tokens that one may have.
 
     Raises ApiError for one that is too long or holds no valid ids. Lengths come first, as they cost nothing:
     32 MiB of digits are refused without being looked at.
     """
-    vocab_size = info.vocab_size
     if truncate is None:
         for ids in prompts:
-            if len(ids) > info.max_model_len:
-                raise context_length_exceeded(info.max_model_len, len(ids), param="prompt")
+            if len(ids) > longest:
+                raise context_length_exceeded(longest, len(ids), param="prompt")
     checked = []
     for ids in prompts:
         check_token_ids(ids, vocab_size, "prompt")

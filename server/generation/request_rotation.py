@@ -106,6 +106,8 @@ def report_object(report: RotaryReport) -> dict[str, Any]:
     }
     if report.groups:
         shown["groups"] = report.groups
+    if report.context:
+        shown["context"] = report.context
     return shown
 
 

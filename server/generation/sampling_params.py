@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, ModelInfo, RepeatPenalty, SamplingParams
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.options.settings import SamplingDefaults
@@ -109,15 +110,15 @@ def sequence_breakers(body: GenerationRequest) -> list[str]:
     return list(DEFAULT_BREAKERS if body.dry_sequence_breakers is None else body.dry_sequence_breakers)
 
 
-def fit_to_context(max_tokens: int, prompt_tokens: int, info: ModelInfo, *, param: str) -> int:
+def fit_to_context(max_tokens: int, prompt_tokens: int, size: ContextSize, *, param: str) -> int:
     """`max_tokens` clamped to what the context leaves; raises ApiError where the prompt leaves nothing.
 
     With max_tokens 0 (scoring) the prompt may fill the whole context.
     """
-    room = info.max_model_len - prompt_tokens
-    if room < 0 or (room == 0 and max_tokens > 0):
-        raise context_length_exceeded(info.max_model_len, prompt_tokens, param=param)
-    return min(max_tokens, room)
+    left = size.longest_prompt - prompt_tokens
+    if left < 0 or (left == 0 and max_tokens > 0):
+        raise context_length_exceeded(size.longest_prompt, prompt_tokens, param=param)
+    return min(max_tokens, size.longest - prompt_tokens)
 
 
 def check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:

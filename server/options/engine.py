@@ -59,6 +59,16 @@ class EngineOptions:
         option("--max-model-len", panel=_engine, help="Longest prompt and output together, in tokens. May exceed the "
                "model's own length (see --rope-scaling). Default: the model's own, if it fits."),
     ] = None  # fmt: skip
+    shift_context: Annotated[
+        int | None,
+        option("--shift-context", panel=_engine, help="Tokens that a sequence holds which drops its oldest ones "
+               "(context_overflow shift). Default: --max-model-len."),
+    ] = None  # fmt: skip
+    max_total_tokens: Annotated[
+        int | None,
+        option("--max-total-tokens", panel=_engine, help="Where such a sequence ends, prompt and answer together. Default: "
+               "nowhere."),
+    ] = None  # fmt: skip
     max_num_batched_tokens: Annotated[
         int, option("--max-num-batched-tokens", panel=_engine, help="Token budget of one step.")
     ] = 2048

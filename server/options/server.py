@@ -12,7 +12,7 @@ from windlass.server.options.engine import EngineOptions
 from windlass.server.options.settings import ContextOverflow, RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
 
-_CONTEXT_OVERFLOWS = ("stop", "error", "drop_turns")
+_CONTEXT_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
 _ROPE_POLICIES = ("allow", "profiles", "off")
 REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gpt_oss", "none")
 # Options know no formats: a test compares this list with them.
@@ -133,8 +133,22 @@ class ServerOptions:
     context_overflow: Annotated[
         str,
         option("--context-overflow", panel=_server, help="What becomes of requests that are longer than the context: stop (the "
-               "answer ends there), error (they are refused) or drop_turns (chats lose their oldest turns)."),
+               "answer ends there), error (they are refused), shift (the oldest tokens are dropped and it goes on) or drop_turns "
+               "(chats lose their oldest turns)."),
     ] = "stop"  # fmt: skip
+    keep_tokens: Annotated[
+        int | None,
+        option("--keep-tokens", panel=_server, help="Leading tokens that shift never drops, in whole blocks. Default: a chat's "
+               "system prompt, else 16."),
+    ] = None  # fmt: skip
+    attention_window: Annotated[
+        int | None,
+        option("--attention-window", panel=_server, help="Tokens that each token sees, itself included. Default: all."),
+    ] = None
+    attention_sinks: Annotated[
+        int,
+        option("--attention-sinks", panel=_server, help="Leading tokens that are seen beside the attention window."),
+    ] = 0
     rope_policy: Annotated[
         str,
         option("--rope-policy", panel=_server, help="What requests may set of rotary scaling: allow (anything), profiles "
@@ -180,6 +194,9 @@ class ServerOptions:
             cors_origins=tuple(split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
             context_overflow=cast(ContextOverflow, self.context_overflow),
+            keep_tokens=self.keep_tokens,
+            attention_window=self.attention_window,
+            attention_sinks=self.attention_sinks,
             max_response_bytes=read_size("--max-response-bytes", self.max_response_bytes),
             reasoning_parser=self.reasoning_parser,
             default_timeout=self.request_timeout,

@@ -10,7 +10,7 @@ from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
 RopePolicy = Literal["allow", "profiles", "off"]
-ContextOverflow = Literal["error", "stop", "drop_turns"]
+ContextOverflow = Literal["error", "stop", "shift", "drop_turns"]
 MIB = 2**20
 
 
@@ -58,7 +58,8 @@ class ServerSettings:
     ("allow"), name profiles ("profiles") or neither ("off"). rope_update: the engine's default, to describe requests by.
     rope_exact: whether a request may ask for recomputing at every token.
     context_overflow: what becomes of requests that are longer than the context and do not say; completions have no turns and
-    stop.
+    stop. keep_tokens, attention_window, attention_sinks: see `ContextRule`, of requests that do not say; keep_tokens None: a
+    chat's system prompt.
     sampling: of requests that leave it out. root_path: where a proxy has put the API, such as "/llm".
     """
 
@@ -94,6 +95,9 @@ class ServerSettings:
     rope_update: RopeUpdate | None = None
     rope_exact: bool = False
     context_overflow: ContextOverflow = "stop"
+    keep_tokens: int | None = None
+    attention_window: int | None = None
+    attention_sinks: int = 0
     sampling: SamplingDefaults = SamplingDefaults()
     root_path: str = ""
 

@@ -37,28 +37,6 @@ def only_empty(what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _not(refused: str, name: str) -> AfterValidator:
-    """A choice of which one value is not supported."""
-
-    def check(value: str | None) -> str | None:
-        if value == refused:
-            raise unsupported(f"{name} {value!r} is")
-        return value
-
-    return AfterValidator(check)
-
-
-def _only_absent(what: str) -> AfterValidator:
-    """A field that is accepted only when null."""
-
-    def check(value: Any) -> Any:
-        if value is not None:
-            raise unsupported(what)
-        return value
-
-    return AfterValidator(check)
-
-
 def _response_format(value: Any) -> Any:
     if value is None:
         return None
@@ -156,12 +134,13 @@ class GenerationRequest(StrictModel):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
 
-    context_overflow: Annotated[
-        Literal["error", "stop", "shift", "drop_turns"] | None, _not("shift", "context_overflow")
-    ] = None
+    # What is longer than the context
+    context_overflow: Literal["error", "stop", "shift", "drop_turns"] | None = None
+    keep_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
 
     # Not supported: accepted only where they ask for nothing
-    keep_tokens: Annotated[int | None, _only_absent("keep_tokens (it goes with context_overflow 'shift') is")] = None
     cache_reuse: Annotated[int | None, only_empty("cache_reuse above 0 is")] = None
 
     # OpenAI's bookkeeping: accepted, without effect

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from fastapi import APIRouter
@@ -18,6 +19,7 @@ from windlass.server.errors import bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.request_id import request_id, set_request_id
 from windlass.server.exchange.streaming import Exchange
+from windlass.server.generation.context_rules import keeping, size_of
 from windlass.server.generation.deltas import Tally
 from windlass.server.generation.drop_turns import fit_turns
 from windlass.server.generation.structured import StructuredOutput, structured_of
@@ -104,9 +106,23 @@ async def _prepare(
         job = replace(job, options=replace(job.options, dropped_turns=fitted.dropped))
     else:
         text, prompts = await _render(job, body, tools, body.messages)
+    if job.overflow == "shift" and body.keep_tokens is None and job.state.settings.keep_tokens is None:
+        job = await _keeping_system_prompt(job, body, tools, prompts[0].token_ids)
     place = thinking.place(text, (body.messages[-1].content or "") if body.continue_final_message else None)
     sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, place))
     return prompts, replace(job, sampling=sampling, place=place, parsing=thinking.parsing(job.parsing, place))
+
+
+async def _keeping_system_prompt(
+    job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, prompt: Sequence[int]
+) -> GenerationJob:
+    """The job under whose rule the system prompt is never dropped, where the chat begins with one."""
+    system = list(takewhile(lambda message: message.role in ("system", "developer"), body.messages))
+    if not system or len(system) == len(body.messages):
+        return job
+    _, heads = await _render(job, body, tools, system)
+    rule = keeping(job.rule, heads[0].token_ids, prompt, job.info)
+    return replace(job, rule=rule, size=size_of(rule, job.info))
 
 
 def _room(job: GenerationJob, body: ChatRequest) -> int:
@@ -127,7 +143,7 @@ async def _render(
     job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, messages: Sequence[ChatMessage]
 ) -> tuple[str, list[Prompt]]:
     """The chat as text and as a prompt; raises ApiError where it cannot be made or is longer than the context."""
-    service, info, thinking = job.state.text, job.info, job.state.thinking
+    service, thinking = job.state.text, job.state.thinking
     truncate = body.truncate_prompt_tokens
     text = await service.render(
         messages,
@@ -135,14 +151,14 @@ async def _render(
         continue_final_message=body.continue_final_message,
         variables=thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
         tools=tools,
-        max_model_len=info.max_model_len,
+        max_model_len=job.size.longest_prompt,
         truncated=truncate is not None,
         caller=job.caller,
     )
     prompts = await service.encode(
         [text],
         add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
-        max_model_len=info.max_model_len,
+        max_model_len=job.size.longest_prompt,
         truncate=truncate,
         keep_first=body.truncation_side == "right",
         param="messages",

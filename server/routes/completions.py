@@ -67,21 +67,23 @@ async def create_completion(request: Request) -> Response:
 
 
 async def _prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
-    state, info = job.state, job.info
+    state = job.state
     given = split_prompts(body.prompt, max_prompts=state.settings.max_prompts)
     truncate, keep_first = body.truncate_prompt_tokens, body.truncation_side == "right"
     if isinstance(given[0], str):
         return await state.text.encode(
             given,
             add_special_tokens=body.add_special_tokens is not False,
-            max_model_len=info.max_model_len,
+            max_model_len=job.size.longest_prompt,
             truncate=truncate,
             keep_first=keep_first,
             param="prompt",
             caller=job.caller,
         )
     checked = await state.text.on_thread(
-        lambda: check_token_prompts(given, info, truncate=truncate, keep_first=keep_first)
+        lambda: check_token_prompts(
+            given, job.info.vocab_size, job.size.longest_prompt, truncate=truncate, keep_first=keep_first
+        )
     )
     return [Prompt(ids) for ids in checked]
 

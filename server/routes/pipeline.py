@@ -11,6 +11,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.engine.errors import RequestError
 from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions, AnswerWriter
@@ -19,6 +21,7 @@ from windlass.server.errors import answer_exceeds_context, answer_too_large, bad
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.behind_thinking import behind_thinking
+from windlass.server.generation.context_rules import rule_of, size_of
 from windlass.server.generation.deltas import Generation, GenerationPlan, Tally, TextOptions
 from windlass.server.generation.request_rotation import Rotation, rotation_of
 from windlass.server.generation.sampling_params import (
@@ -43,7 +46,8 @@ class GenerationJob:
     """A checked request that waits for its prompts. Made by `check`, run by `run`.
 
     sampling: what all prompts share; max_tokens is clamped per prompt.
-    overflow: what is done where prompt and answer are longer than the context.
+    overflow: what is done where prompt and answer are longer than the context; rule, size: what the engine does, and what
+    that comes to.
     parsing: how answers are taken apart; None where all text is content.
     structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
     """
@@ -61,6 +65,8 @@ class GenerationJob:
     chat: bool
     echo: bool
     overflow: ContextOverflow
+    rule: ContextRule
+    size: ContextSize
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
     place: Place = "behind"
@@ -97,6 +103,8 @@ def check(
             structured.field,
             "invalid_grammar",
         )
+    overflow = _overflow(body, state.settings, chat=chat)
+    rule = rule_of(body, overflow, state.settings)
     n, samples = samples_per_prompt(body)
     wanted = [top for top in (body.prompt_logprobs, logprobs if echo else None) if top is not None]
     sampling = build_sampling(
@@ -134,7 +142,9 @@ def check(
         ),
         chat=chat,
         echo=echo,
-        overflow=_overflow(body, state.settings, chat=chat),
+        overflow=overflow,
+        rule=rule,
+        size=size_of(rule, info),
         parsing=parsing,
         structured=forced or (structured and replace(structured, instead=calls)),
     )
@@ -143,8 +153,6 @@ def check(
 def _overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) -> ContextOverflow:
     """What the body says or, as far as it can be done for it, the operator."""
     asked = body.context_overflow
-    if asked == "shift":  # refused with the body
-        raise AssertionError(asked)
     if asked == "drop_turns":
         if not chat:
             raise bad_request(
@@ -226,7 +234,7 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
     for prompt in prompts:
         if not prompt.token_ids:
             raise bad_request("the prompt is empty: give at least one token", param)
-        max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), info, param=param)
+        max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
         if job.overflow == "error" and max_tokens < sampling.max_tokens:
             raise answer_exceeds_context(info.max_model_len, len(prompt.token_ids), sampling.max_tokens)
         requests.append(
@@ -238,6 +246,7 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
                 rope_update=rotation.update,
                 rope_exact=rotation.exact,
                 cache_salt=body.cache_salt,
+                context=job.rule,
                 priority=body.priority or 0,
                 deadline=job.deadline,
             )
@@ -246,6 +255,7 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
         prompts=prompts,
         requests=requests,
         rotation=rotation,
+        size=job.size,
         answer_bytes=_answer_bytes(job, requests),
         samples=sampling.n,
         text=TextOptions(

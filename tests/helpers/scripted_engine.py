@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+from windlass.engine.api.context import ContextReport
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 from windlass.engine.errors import DeadlineError, EngineDeadError
 from windlass.engine.rotary.groups import RotaryGroup
@@ -57,7 +58,8 @@ def model_info(**fields: object) -> ModelInfo:
         "weight_bytes": 4000,
         "load_seconds": 0.1,
     }
-    return ModelInfo(**{**defaults, **fields})  # type: ignore[arg-type]
+    chosen = {**defaults, **fields}
+    return ModelInfo(**{"shift_context": chosen["max_model_len"], **chosen})  # type: ignore[arg-type]
 
 
 @dataclass
@@ -74,6 +76,7 @@ class ScriptedEngine:
     fail_after: tuple[int, Exception] | None = None
     ignore_deadline: bool = False
     report: Callable[[EngineRequest], RotaryReport | None] = lambda request: None  # on the last output of each sample
+    context: ContextReport | None = None  # likewise
 
     info: ModelInfo | None = field(default_factory=model_info)
     state: str = "ready"
@@ -153,6 +156,7 @@ class ScriptedEngine:
                     stop_id,
                     self.cached_tokens,
                     None if reason is None else self.report(request),
+                    None if reason is None else self.context,
                 )
                 if reason is not None:
                     live.remove(index)

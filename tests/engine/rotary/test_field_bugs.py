@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.cache.changes import TableChange, TableChanges
+from windlass.engine.cache.runs import SlotLayout
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.families.reading import read_rotary_groups
@@ -115,7 +116,9 @@ def test_positions_stay_whole_past_what_float32_counts(dtype: str, llama: Path) 
     row = core.runner.tables.acquire([spec])
     for first in (256, 10_000_000, 2**24, 2**31):
         tables = TableChanges(True, (TableChange(appended=(0,)),))
-        held = NewSequence(0, 0, SamplingParams(), 0, 4, (), tuple(prompt(4)), tables, row, first)
+        held = NewSequence(
+            0, 0, SamplingParams(), 0, 4, (), tuple(prompt(4)), tables, row, SlotLayout.starting_at(first)
+        )
         core.runner.restore(Snapshot(0, sequences=(held,)))
         batch = core.runner.batches.build([ScheduledSequence(0, 0, 4, 4)])
         assert batch.positions.tolist() == [first, first + 1, first + 2, first + 3]

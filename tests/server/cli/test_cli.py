@@ -20,6 +20,7 @@ from windlass import __version__
 from windlass.engine.api.config import (
     CacheConfig,
     ComputeConfig,
+    ContextConfig,
     EngineConfig,
     LoadingConfig,
     RotaryConfig,
@@ -84,6 +85,8 @@ ENGINE_ARGUMENTS = {
     "--kv-cache-dtype": "float16",
     "--load-format": "dummy",
     "--max-model-len": "4096",
+    "--shift-context": "64",
+    "--max-total-tokens": "9000",
     "--max-num-batched-tokens": "512",
     "--max-num-seqs": "9",
     "--max-waiting": "33",
@@ -104,6 +107,7 @@ ENGINE_ARGUMENTS = {
 ENGINE_CONFIG = EngineConfig(
     model="/models/x",
     max_model_len=4096,
+    context=ContextConfig(shift_context=64, max_total_tokens=9000),
     compute=ComputeConfig(
         device="cpu",
         dtype="bfloat16",
@@ -261,7 +265,7 @@ def test_connection_options(launched, monkeypatch):
         ),
         (["--grace-period", "-1"], "--grace-period must not be negative"),
         (["--request-timeout", "0"], "--request-timeout must be more than 0"),
-        (["--context-overflow", "shift"], "--context-overflow must be stop, error or drop_turns"),
+        (["--context-overflow", "roll"], "--context-overflow must be stop, error, shift or drop_turns"),
         (["--default-max-tokens", "0"], "--default-max-tokens must be at least 1"),
         (["--max-connections", "0"], "--max-connections must be at least 1"),
         (["--max-connections-per-address", "-1"], "--max-connections-per-address must be at least 1"),

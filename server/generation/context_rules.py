@@ -1,0 +1,77 @@
+"""What becomes of a request's oldest tokens: what its body says or, where it does not, the operator.
+
+Knows rules and their limits; nothing of HTTP or of the engine's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, ContextReport, ContextRule
+from windlass.engine.api.context_size import ContextSize, ContextSizes
+from windlass.engine.api.request import ModelInfo
+from windlass.server.errors import bad_request
+from windlass.server.options.settings import ContextOverflow, ServerSettings
+from windlass.server.protocol.generation_request import GenerationRequest
+
+
+def rule_of(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:
+    """The rule of a request under `overflow`; raises ApiError for fields that do not go together."""
+    if body.keep_tokens is not None and overflow != "shift":
+        raise bad_request("keep_tokens goes with context_overflow shift", "keep_tokens")
+    window, sinks = body.attention_window, body.attention_sinks
+    if window is None:
+        window = settings.attention_window
+        sinks = settings.attention_sinks if sinks is None else sinks
+    if sinks and window is None:
+        raise bad_request("attention_sinks goes with attention_window", "attention_sinks")
+    keep = settings.keep_tokens if body.keep_tokens is None else body.keep_tokens
+    return ContextRule(
+        overflow="shift" if overflow == "shift" else "stop",
+        keep_tokens=DEFAULT_KEEP_TOKENS if keep is None else keep,
+        attention_window=window,
+        attention_sinks=sinks or 0,
+    )
+
+
+def size_of(rule: ContextRule, info: ModelInfo) -> ContextSize:
+    """What the rule comes to on this model; raises RequestError for one that cannot be."""
+    return _sizes(info).size(rule)
+
+
+def keeping(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info: ModelInfo) -> ContextRule:
+    """The rule under which as much as may be of a chat's system prompt is kept: what the chat shares with `head`, its system
+    prompt alone. Where they share nothing, the rule as it is.
+    """
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(head, prompt, strict=False)) if a != b), min(len(head), len(prompt))
+    )
+    size = info.block_size
+    most = info.shift_context // size * size - 2 * size
+    return replace(rule, keep_tokens=max(0, min(shared, most))) if shared else rule
+
+
+def context_object(report: ContextReport | None, rule: ContextRule) -> dict[str, int] | None:
+    """What became of a context, as answers show it: what applies alone."""
+    if report is None:
+        return None
+    shown: dict[str, int] = {}
+    if rule.attention_window is not None:
+        shown |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
+    elif report.window is not None:
+        shown |= {
+            "window": report.window,
+            "kept_tokens": report.kept_tokens,
+            "dropped_tokens": report.dropped_tokens,
+            "shifts": report.shifts,
+        }
+    if report.reused_passages:
+        shown |= {"reused_tokens": report.reused_tokens, "reused_passages": report.reused_passages}
+    return shown
+
+
+def _sizes(info: ModelInfo) -> ContextSizes:
+    return ContextSizes(
+        info.max_model_len, info.block_size, info.shift_context, info.max_total_tokens, info.shift_refusal
+    )

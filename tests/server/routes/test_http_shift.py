@@ -1,0 +1,162 @@
+"""Answers that go past their context: what the fields and options come to, and a real engine that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from helpers.live_server import Live, live_server
+from helpers.real_server import RealServer, serve
+from helpers.scripted_engine import ScriptedEngine, model_info
+
+from windlass.clients import Client
+from windlass.engine.api.context import ContextReport, ContextRule
+from windlass.engine.rotary.policy import RotaryReport
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server(default_max_tokens=20) as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    return shared
+
+
+def asked(live: Live, **fields: Any) -> ContextRule:
+    live.complete("a b c", max_tokens=3, **fields)
+    return live.engine.requests[-1].context
+
+
+def test_fields_reach_the_engine(live: Live) -> None:
+    assert asked(live) == ContextRule()
+    assert asked(live, context_overflow="shift") == ContextRule("shift", 16)
+    assert asked(live, context_overflow="shift", keep_tokens=0) == ContextRule("shift", 0)
+    assert asked(live, attention_window=40, attention_sinks=4) == ContextRule("stop", 16, 40, 4)
+    both = asked(live, context_overflow="shift", attention_window=40)
+    assert both == ContextRule("shift", 16, 40, 0)
+
+
+def test_max_tokens_may_pass_the_context_under_shift_alone(live: Live) -> None:
+    most = live.http.get("/v1/models").json()["data"][0]["max_model_len"]
+    live.stream(COMPLETIONS, {"prompt": "a", "max_tokens": 10**4, "context_overflow": "stop"})
+    assert live.engine.requests[-1].sampling.max_tokens < most
+    live.stream(COMPLETIONS, {"prompt": "a", "max_tokens": 10**4, "context_overflow": "shift"})
+    assert live.engine.requests[-1].sampling.max_tokens == 10**4
+    error = live.refuse(COMPLETIONS, {"prompt": [5] * (most + 1), "context_overflow": "shift"})
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"keep_tokens": 16}, "keep_tokens", "goes with context_overflow shift"),
+        ({"keep_tokens": -1, "context_overflow": "shift"}, "keep_tokens", "greater than or equal to 0"),
+        ({"keep_tokens": 10**6, "context_overflow": "shift"}, "keep_tokens", "must lie between 0 and"),
+        ({"attention_sinks": 4}, "attention_sinks", "goes with attention_window"),
+        ({"attention_window": 0}, "attention_window", "greater than or equal to 1"),
+        ({"attention_window": 10**6}, "attention_window", "they may come to"),
+        ({"context_overflow": "roll"}, "context_overflow", "'error', 'stop', 'shift' or 'drop_turns'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_limits(live: Live, fields: dict[str, Any], param: str, says: str) -> None:
+    error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
+    assert error["param"] == param and says in error["message"], error["message"]
+    assert error["code"]
+    assert not live.engine.requests
+
+
+def test_a_model_that_cannot_says_why() -> None:
+    engine = ScriptedEngine(info=model_info(shift_refusal="its positions are learned"))
+    with live_server(engine) as live:
+        for fields in ({"context_overflow": "shift"}, {"attention_window": 8}):
+            error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
+            assert "its positions are learned" in error["message"] and error["param"] == next(iter(fields))
+
+
+def test_a_chats_system_prompt_is_kept(live: Live) -> None:
+    system = {"role": "system", "content": "be kind " * 10}
+    live.chat(messages=[system, {"role": "user", "content": "hello"}], max_tokens=3, context_overflow="shift")
+    request = live.engine.requests[-1]
+    kept = live.tokenizer.decode(request.prompt_token_ids[: request.context.keep_tokens], skip_special_tokens=False)
+    assert "be kind be kind" in kept and "hello" not in kept
+    live.chat("hello", max_tokens=3, context_overflow="shift")
+    assert live.engine.requests[-1].context.keep_tokens == 16
+    messages = [system, {"role": "user", "content": "hello"}]
+    live.chat(messages=messages, max_tokens=3, context_overflow="shift", keep_tokens=32)
+    assert live.engine.requests[-1].context.keep_tokens == 32
+
+
+def test_the_operators_defaults_hold_for_requests_that_do_not_say() -> None:
+    settings = {"context_overflow": "shift", "keep_tokens": 32, "attention_window": 48, "attention_sinks": 2}
+    with live_server(**settings) as live:
+        assert asked(live) == ContextRule("shift", 32, 48, 2)
+        assert asked(live, context_overflow="stop", attention_window=9) == ContextRule("stop", 32, 9, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_say_what_became_of_the_context(live: Live, stream: bool) -> None:
+    live.engine.report = lambda request: RotaryReport("default", {}, "frozen", None, "f", 0)
+    live.engine.context = ContextReport(64, 16, 48, 3)
+    body = {"prompt": "a", "max_tokens": 3, "context_overflow": "shift"}
+    if stream:
+        (rotary,) = [event["rotary"] for event in live.stream(COMPLETIONS, body)[:-1] if event.get("rotary")]
+    else:
+        rotary = live.complete(**body)["rotary"]
+    assert rotary["context"] == {"window": 64, "kept_tokens": 16, "dropped_tokens": 48, "shifts": 3}
+
+
+# -- a real engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with serve("--max-model-len", "128", "--shift-context", "64", "--max-total-tokens", "600") as server:
+        server.wait_ready()
+        yield server
+
+
+def test_a_stream_goes_far_beyond_its_context(server: RealServer) -> None:
+    with Client(f"{server.url}") as client:
+        answer = client.completions(
+            "Once upon a time", max_tokens=300, ignore_eos=True, context_overflow="shift", seed=1
+        )
+    assert answer.usage.completion_tokens == 300 and answer.choices[0].finish_reason == "length"
+    context = answer.rotary.context
+    computed = answer.usage.prompt_tokens + 299
+    assert (context.window, context.kept_tokens) == (64, 16)
+    assert context.shifts == -(-(computed - 64) // 16) and context.dropped_tokens == 16 * context.shifts
+    assert server.metric("windlass_dropped_tokens_total") >= context.dropped_tokens
+    assert server.metric("windlass_num_requests_running") == 0
+
+
+def test_a_stop_string_ends_it_with_the_same_report(server: RealServer) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "temperature": 1, "seed": 4}
+    body |= {"context_overflow": "shift"}
+    whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    text = whole["choices"][0]["text"]
+    stop = next(text[i : i + 12] for i in range(2 * len(text) // 3, len(text)) if text.find(text[i : i + 12]) == i)
+    ended = httpx.post(f"{server.url}/v1/completions", json={**body, "stop": [stop]}, timeout=60).json()
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert ended["rotary"]["context"]["window"] == 64
+    tokens = ended["usage"]["prompt_tokens"] + ended["usage"]["completion_tokens"] - 1
+    assert 100 < tokens < 200
+    assert ended["rotary"]["context"]["shifts"] == -(-(tokens - 64) // 16)
+
+
+def test_it_ends_where_the_operator_says(server: RealServer) -> None:
+    body = {"prompt": "Once", "max_tokens": 5000, "ignore_eos": True, "context_overflow": "shift"}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+    assert answer["usage"]["total_tokens"] == 600 and answer["choices"][0]["finish_reason"] == "length"
+    window = {**body, "max_tokens": 400, "attention_window": 32, "attention_sinks": 4, "prompt": "a b c d " * 60}
+    answer = httpx.post(f"{server.url}/v1/completions", json=window, timeout=60).json()
+    assert answer["rotary"]["context"] == {"attention_window": 32, "attention_sinks": 4}
+    assert answer["usage"]["prompt_tokens"] > 128
