@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ def read(pages: KVPages) -> Tensor:
     return pages.keys_of(torch.arange(TOKENS // BLOCK), DIM).reshape(TOKENS, DIM).double()
 
 
-def error(scores: Tensor, right: Tensor) -> float:
-    return 100 * float((scores - right).pow(2).mean().sqrt() / right.pow(2).mean().sqrt())
+def error(scores: Tensor, right: Tensor) -> float | None:
+    """In per cent; None where a score is not finite."""
+    found = 100 * float((scores - right).pow(2).mean().sqrt() / right.pow(2).mean().sqrt())
+    return found if math.isfinite(found) else None
 
 
 def measure(shifts: list[int]) -> list[dict[str, Any]]:
@@ -87,17 +90,24 @@ def measure(shifts: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a row for each number of shifts."""
+    lines = ["| shifts | " + " | ".join(f"{name}, keys | {name}, query" for name in TYPES) + " |"]
+    lines.append("|--:" * (1 + 2 * len(TYPES)) + "|")
+    for row in rows:
+        found = [row[name][way] for name in TYPES for way in ("keys", "query")]
+        cells = ["not finite" if x is None else f"{x:.2g} %" for x in found]
+        lines.append(f"| {row['shifts']:,} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shifts", type=int, nargs="+", default=[1, 10, 100, 1000, 10_000, 100_000])
     parser.add_argument("--json", type=Path, help="write every number as JSON")
     options = parser.parse_args()
     rows = measure(sorted(options.shifts))
-    print("| shifts | " + " | ".join(f"{name}, keys | {name}, query" for name in TYPES) + " |")
-    print("|--:" * (1 + 2 * len(TYPES)) + "|")
-    for row in rows:
-        cells = [f"{row[name][way]:.2g} %" for name in TYPES for way in ("keys", "query")]
-        print(f"| {row['shifts']:,} | " + " | ".join(cells) + " |")
+    print(table(rows))
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -74,3 +74,19 @@ def test_the_page_on_a_real_model_shows_its_numbers():
     for way, texts in stale["loss"].items():
         means = [mean(text[at] for text in texts) for at in range(3)]
         assert rows[way][:3] == pytest.approx([math.exp(x) for x in means], rel=5e-4)
+
+
+def test_the_page_on_endless_contexts_has_the_tables_of_its_numbers():
+    page = (DOCS / "endless-context.md").read_text(encoding="utf-8")
+    for name in ("shifted_context", "endless_stream", "turned_keys"):
+        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        report = json.loads((DOCS / f"{name}.json").read_text(encoding="utf-8"))
+        for part in module.table(report).split("\n\n"):
+            assert part in page, name
+        assert f"{name}.json" in page
+    stream = json.loads((DOCS / "endless_stream.json").read_text(encoding="utf-8"))
+    assert stream["tokens"] >= 100_000 and len(stream["blocks_once_full"]) == 1
+    assert stream["date"] in page
