@@ -97,6 +97,8 @@ class GenerationOptions(TypedDict, total=False):
     attention_window: int | None
     attention_sinks: int | None
     cache_reuse: int | None
+    passages: Sequence[Mapping[str, int]] | None
+    cache_reuse_recompute: float | None
     cache_salt: str | None
     priority: int | None
     request_id: str | None

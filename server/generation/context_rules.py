@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, ContextReport, ContextRule
+from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, ContextReport, ContextRule, PassageReuse
 from windlass.engine.api.context_size import ContextSize, ContextSizes
 from windlass.engine.api.request import ModelInfo
 from windlass.server.errors import bad_request
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
+
+SHORTEST_PASSAGE = 32  # tokens
+DEFAULT_RECOMPUTE = 0.05  # of a passage, at its head
 
 
 def rule_of(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:
@@ -33,6 +36,26 @@ def rule_of(body: GenerationRequest, overflow: ContextOverflow, settings: Server
         attention_window=window,
         attention_sinks=sinks or 0,
     )
+
+
+def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> PassageReuse:
+    """What a request takes of other prompts; raises ApiError for what cannot be. scope: see `PassageReuse`.
+
+    One that takes nothing can still be taken from.
+    """
+    at_least = settings.cache_reuse if body.cache_reuse is None else body.cache_reuse
+    if 0 < at_least < SHORTEST_PASSAGE:
+        raise bad_request(
+            f"cache_reuse must be 0 or at least {SHORTEST_PASSAGE}: shorter passages are not taken, got {at_least}",
+            "cache_reuse",
+        )
+    if body.cache_reuse_recompute is not None and not at_least and body.passages is None:
+        raise bad_request("cache_reuse_recompute goes with cache_reuse or passages", "cache_reuse_recompute")
+    if body.passages is not None and chat:
+        raise bad_request("passages goes with a prompt; chats have cache_reuse", "passages")
+    spans = tuple((span.start, span.end) for span in body.passages or ())
+    recompute = DEFAULT_RECOMPUTE if body.cache_reuse_recompute is None else body.cache_reuse_recompute
+    return PassageReuse(at_least, spans, recompute, scope)
 
 
 def size_of(rule: ContextRule, info: ModelInfo) -> ContextSize:

@@ -145,6 +145,11 @@ class ServerOptions:
         int | None,
         option("--attention-window", panel=_server, help="Tokens that each token sees, itself included. Default: all."),
     ] = None
+    cache_reuse: Annotated[
+        int,
+        option("--cache-reuse", panel=_server, metavar="N", help="Cached passages of at least N tokens are used wherever they "
+               "stood, in requests that do not say. 0: only equal beginnings are."),
+    ] = 0  # fmt: skip
     attention_sinks: Annotated[
         int,
         option("--attention-sinks", panel=_server, help="Leading tokens that are seen beside the attention window."),
@@ -197,6 +202,7 @@ class ServerOptions:
             keep_tokens=self.keep_tokens,
             attention_window=self.attention_window,
             attention_sinks=self.attention_sinks,
+            cache_reuse=self.cache_reuse,
             max_response_bytes=read_size("--max-response-bytes", self.max_response_bytes),
             reasoning_parser=self.reasoning_parser,
             default_timeout=self.request_timeout,

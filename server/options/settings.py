@@ -59,7 +59,7 @@ class ServerSettings:
     rope_exact: whether a request may ask for recomputing at every token.
     context_overflow: what becomes of requests that are longer than the context and do not say; completions have no turns and
     stop. keep_tokens, attention_window, attention_sinks: see `ContextRule`, of requests that do not say; keep_tokens None: a
-    chat's system prompt.
+    chat's system prompt. cache_reuse: see `PassageReuse.at_least`.
     sampling: of requests that leave it out. root_path: where a proxy has put the API, such as "/llm".
     """
 
@@ -98,6 +98,7 @@ class ServerSettings:
     keep_tokens: int | None = None
     attention_window: int | None = None
     attention_sinks: int = 0
+    cache_reuse: int = 0
     sampling: SamplingDefaults = SamplingDefaults()
     root_path: str = ""
 

@@ -56,6 +56,13 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool | None = None
 
 
+class PassageSpan(StrictModel):
+    """Tokens start to end - 1 of a prompt."""
+
+    start: Annotated[int, Field(ge=0, le=INT32_MAX)]
+    end: Annotated[int, Field(ge=1, le=INT32_MAX)]
+
+
 class GenerationRequest(StrictModel):
     """Sampling, serving and bookkeeping fields. None always means "not given"."""
 
@@ -140,8 +147,10 @@ class GenerationRequest(StrictModel):
     attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
 
-    # Not supported: accepted only where they ask for nothing
-    cache_reuse: Annotated[int | None, only_empty("cache_reuse above 0 is")] = None
+    # What is taken from the cache wherever it stood
+    cache_reuse: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    passages: Annotated[list[PassageSpan], Field(min_length=1, max_length=64)] | None = None
+    cache_reuse_recompute: Annotated[float, Field(ge=0, le=INT32_MAX)] | None = None
 
     # OpenAI's bookkeeping: accepted, without effect
     user: str | None = None

@@ -5,13 +5,14 @@ Shared by completions and chats, which differ in how prompts are made and answer
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from windlass.engine.api.context import ContextRule
+from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.engine.errors import RequestError
@@ -21,7 +22,7 @@ from windlass.server.errors import answer_exceeds_context, answer_too_large, bad
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.behind_thinking import behind_thinking
-from windlass.server.generation.context_rules import rule_of, size_of
+from windlass.server.generation.context_rules import reuse_of, rule_of, size_of
 from windlass.server.generation.deltas import Generation, GenerationPlan, Tally, TextOptions
 from windlass.server.generation.request_rotation import Rotation, rotation_of
 from windlass.server.generation.sampling_params import (
@@ -46,8 +47,8 @@ class GenerationJob:
     """A checked request that waits for its prompts. Made by `check`, run by `run`.
 
     sampling: what all prompts share; max_tokens is clamped per prompt.
-    overflow: what is done where prompt and answer are longer than the context; rule, size: what the engine does, and what
-    that comes to.
+    overflow: what is done where prompt and answer are longer than the context; rule, size, reuse: what the engine does, what
+    that comes to, and what is taken of other prompts.
     parsing: how answers are taken apart; None where all text is content.
     structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
     """
@@ -66,6 +67,7 @@ class GenerationJob:
     echo: bool
     overflow: ContextOverflow
     rule: ContextRule
+    reuse: PassageReuse
     size: ContextSize
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
@@ -144,10 +146,18 @@ def check(
         echo=echo,
         overflow=overflow,
         rule=rule,
+        reuse=reuse_of(body, _scope(body, caller, state.settings), state.settings, chat=chat),
         size=size_of(rule, info),
         parsing=parsing,
         structured=forced or (structured and replace(structured, instead=calls)),
     )
+
+
+def _scope(body: GenerationRequest, caller: str, settings: ServerSettings) -> str:
+    """Among whom passages are shared: requests of one salt, else of one key, where there are keys."""
+    if body.cache_salt is not None:
+        return "salt " + body.cache_salt
+    return "key " + hashlib.sha256(caller.encode()).hexdigest() if settings.api_keys else ""
 
 
 def _overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) -> ContextOverflow:
@@ -247,6 +257,7 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
                 rope_exact=rotation.exact,
                 cache_salt=body.cache_salt,
                 context=job.rule,
+                reuse=job.reuse,
                 priority=body.priority or 0,
                 deadline=job.deadline,
             )

@@ -156,6 +156,7 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
             (f"--keep-tokens {server.keep_tokens}", server.keep_tokens is not None),
             (f"--attention-window {server.attention_window}", server.attention_window is not None),
             (f"--attention-sinks {server.attention_sinks}", server.attention_sinks > 0),
+            (f"--cache-reuse {server.cache_reuse}", server.cache_reuse > 0),
             (f"--shift-context {engine.shift_context}", engine.shift_context is not None),
             (f"--max-total-tokens {engine.max_total_tokens}", engine.max_total_tokens is not None),
             (f"--chat-template {server.chat_template}", server.chat_template is not None),

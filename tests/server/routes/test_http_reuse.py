@@ -1,0 +1,132 @@
+"""Cached passages used anywhere in another prompt: what the fields come to, and a real engine that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from helpers.live_server import Live, live_server
+from helpers.real_server import RealServer, serve
+
+from windlass.engine.api.context import PassageReuse
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server(default_max_tokens=20) as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    return shared
+
+
+def asked(live: Live, **fields: Any) -> PassageReuse | None:
+    live.complete("a b c", max_tokens=3, **fields)
+    return live.engine.requests[-1].reuse
+
+
+def test_fields_reach_the_engine(live: Live) -> None:
+    assert asked(live) == PassageReuse(0, (), 0.05, "")  # it can be taken from
+    assert asked(live, cache_reuse=64) == PassageReuse(64, (), 0.05, "")
+    assert asked(live, cache_reuse=64, cache_reuse_recompute=0.3, cache_salt="s") == PassageReuse(64, (), 0.3, "salt s")
+    spans = [{"start": 0, "end": 2}, {"start": 2, "end": 3}]
+    assert asked(live, passages=spans, cache_reuse_recompute=8) == PassageReuse(0, ((0, 2), (2, 3)), 8.0, "")
+
+
+def test_passages_are_shared_among_requests_of_one_key() -> None:
+    with live_server(api_keys=("one", "two"), cache_reuse=48) as live:
+        scopes = []
+        for key in ("one", "two", "one"):
+            headers = {"authorization": f"Bearer {key}"}
+            live.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2}, headers=headers).raise_for_status()
+            reuse = live.engine.requests[-1].reuse
+            assert reuse is not None and reuse.at_least == 48
+            scopes.append(reuse.scope)
+        assert scopes[0] == scopes[2] != scopes[1] and "one" not in scopes[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"cache_reuse": -1}, "cache_reuse"),
+        ({"cache_reuse": 31}, "cache_reuse"),
+        ({"cache_reuse_recompute": 0.1}, "cache_reuse_recompute"),
+        ({"cache_reuse": 64, "cache_reuse_recompute": -0.1}, "cache_reuse_recompute"),
+        ({"passages": []}, "passages"),
+        ({"passages": [{"start": 0}]}, "passages"),
+        ({"passages": [{"start": 0, "end": 9}] * 65}, "passages"),
+    ],
+)
+def test_what_cannot_be_is_refused(live: Live, fields: dict[str, Any], param: str) -> None:
+    error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
+    assert error["param"].startswith(param) and error["code"] and not live.engine.requests
+
+
+def test_chats_have_no_spans(live: Live) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "passages": [{"start": 0, "end": 40}]}
+    assert live.refuse(CHAT, body)["param"] == "passages"
+
+
+# -- a real engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with serve("--max-model-len", "512") as server:
+        server.wait_ready()
+        yield server
+
+
+def ask(server: RealServer, prompt: str, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields}
+    response = httpx.post(f"{server.url}{COMPLETIONS}", json=body, timeout=60)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def cached(answer: dict[str, Any]) -> int:
+    count: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return count
+
+
+DOCUMENTS = [" ".join(f"{word} {number}" for number in range(40)) for word in ("river", "stone", "cloud")]
+
+
+def test_documents_in_another_order_are_taken_from_the_cache(server: RealServer) -> None:
+    first, second, third = DOCUMENTS
+    ask(server, f"Documents: {first} {second} {third} What are they about?")
+    turned = f"Other documents: {third} {first} {second} Which is the longest?"
+    assert cached(ask(server, turned, cache_salt="x")) == 0  # another salt's
+    answer = ask(server, turned, cache_reuse=32, cache_reuse_recompute=0)
+    context, prompt = answer["rotary"]["context"], answer["usage"]["prompt_tokens"]
+    assert context["reused_passages"] >= 2 and context["reused_tokens"] > prompt / 2
+    assert cached(answer) >= context["reused_tokens"]
+    assert server.metric("windlass_reused_tokens_total") == context["reused_tokens"]
+    heads = ask(server, turned + " Now?", cache_reuse=32, cache_salt=None)
+    assert heads["usage"]["prompt_tokens"] > prompt
+
+
+def test_spans_outside_the_prompt_or_over_each_other_are_refused(server: RealServer) -> None:
+    for spans in ([{"start": 0, "end": 10**6}], [{"start": 0, "end": 60}, {"start": 50, "end": 90}]):
+        body = {"prompt": DOCUMENTS[0], "max_tokens": 2, "passages": spans}
+        response = httpx.post(f"{server.url}{COMPLETIONS}", json=body, timeout=60)
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"] == "passages" and error["code"], error
+    assert ask(server, DOCUMENTS[0], passages=[{"start": 0, "end": 60}])["choices"]
+
+
+def test_a_deterministic_server_refuses() -> None:
+    with serve("--deterministic") as server:
+        server.wait_ready()
+        response = httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a", "cache_reuse": 64}, timeout=60)
+        assert response.status_code == 400 and response.json()["error"]["param"] == "cache_reuse"
+        assert httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a"}, timeout=60).status_code == 200
