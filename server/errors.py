@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
+from starlette.types import Scope
 
 from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError, RequestError
 from windlass.server.options.engine_names import in_options
@@ -117,8 +118,35 @@ def internal_error() -> ApiError:
     )
 
 
-def error_response(error: ApiError) -> Response:
-    """The plain JSON response of an error."""
+MESSAGES_PATH = "/v1/messages"
+
+# What Anthropic calls errors of a status.
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    431: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
+    """The error in the shape of the endpoint that `scope` asks for; in Anthropic's it has `param` and `code` besides."""
+    path = scope["path"]
+    if path != MESSAGES_PATH and not path.startswith(MESSAGES_PATH + "/"):
+        return error.body()
+    kind = _MESSAGES_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
+    detail = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    return {"type": "error", "error": detail, "request_id": scope.get("windlass.request_id")}
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """The plain JSON response of an error, in the shape that belongs to the path of `scope`."""
     return Response(
-        to_json(error.body()), status_code=error.status, media_type="application/json", headers=error.headers
+        to_json(error_body(error, scope)),
+        status_code=error.status,
+        media_type="application/json",
+        headers=error.headers,
     )

@@ -33,6 +33,7 @@ from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.generation_request import StreamOptions
+from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -58,6 +59,7 @@ def names_in(text: str) -> set[str]:
 
 
 HTTP, SERVING, ROTARY, MONITORING = read("http.md"), read("serving.md"), read("rotary.md"), read("monitoring.md")
+RESPONSES = read("responses.md")
 COMMON = section(HTTP, "## Fields of both generation endpoints")
 
 
@@ -68,6 +70,7 @@ COMMON = section(HTTP, "## Fields of both generation endpoints")
         (ChatRequest, COMMON + section(HTTP, "## `POST /v1/chat/completions`")),
         (ChatMessage, section(HTTP, "## `POST /v1/chat/completions`")),
         (StreamOptions, COMMON),
+        (ResponseRequest, COMMON + RESPONSES),
         (TokenizeRequest, section(HTTP, "## Tokens")),
         (DetokenizeRequest, section(HTTP, "## Tokens")),
         (RotaryInspectRequest, section(HTTP, "## Rotary")),
@@ -92,7 +95,7 @@ def test_every_endpoint_is_on_the_page():
     table = section(HTTP, "## Endpoints")
     for path, methods in paths.items():
         for method in methods:
-            shown = path.replace("{model}", "{id}")
+            shown = path.replace("{model}", "{id}").replace("{response_id}", "{id}")
             assert f"`{method.upper()} {shown}`" in table, f"{method} {path}"
 
 
@@ -261,6 +264,7 @@ LIMITS = {
     "max_tokenize_chars": "4,194,304",
     "max_response_bytes": "64 MiB",
     "max_in_flight": "4,096",
+    "response_store_bytes": "64 MiB",
 }
 
 

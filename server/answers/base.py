@@ -161,11 +161,7 @@ class AnswerWriter(ABC):
 
     def shown(self, report: RotaryReport) -> dict[str, Any]:
         """A report as answers have it, with what became of the context."""
-        dropped = self.options.dropped_turns
-        shown = report_object(report)
-        if dropped is not None:
-            shown["context"] = {**shown.get("context", {}), "dropped_turns": dropped}
-        return shown
+        return shown_report(report, self.options.dropped_turns)
 
     def last_event(self) -> bytes:
         """The usage chunk, where it was asked for."""
@@ -243,6 +239,14 @@ class AnswerWriter(ABC):
             for piece in in_pieces(entries):
                 found.extend(prompt_logprobs_object(self.tokenizer, piece, self.options.prompt_logprobs))
             self.grow(found.size)
+
+
+def shown_report(report: RotaryReport, dropped_turns: int | None) -> dict[str, Any]:
+    """A rotary report as answers have it. dropped_turns: None where none may be."""
+    shown = report_object(report)
+    if dropped_turns is not None:
+        shown["context"] = {**shown.get("context", {}), "dropped_turns": dropped_turns}
+    return shown
 
 
 def in_pieces(items: Sequence[T]) -> Iterator[Sequence[T]]:

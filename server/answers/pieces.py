@@ -25,6 +25,11 @@ class JsonList:
             self._parts.append(part)
             self.size += len(part) + 1
 
+    def take(self, other: JsonList) -> None:
+        """Append the items of another array."""
+        self._parts += other._parts
+        self.size += other.size
+
     def __add__(self, other: JsonList) -> JsonList:
         both = JsonList()
         both._parts = self._parts + other._parts

@@ -27,6 +27,8 @@ from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.protocol.completions import Completion, CompletionRequest
+from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
+from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.protocol.text import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -34,7 +36,7 @@ from windlass.server.protocol.text import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from windlass.server.routes import chat, completions, health, models, rotary, text
+from windlass.server.routes import chat, completions, health, models, responses, rotary, text
 from windlass.server.routes.common import REF
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 _REQUESTS: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
+    ResponseRequest,
     TokenizeRequest,
     DetokenizeRequest,
     RotaryInspectRequest,
@@ -50,6 +53,9 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
 _ANSWERS: tuple[type[BaseModel], ...] = (
     Completion,
     ChatCompletion,
+    ResponseAnswer,
+    DeletedResponse,
+    ItemList,
     TokenizeAnswer,
     DetokenizeAnswer,
     Model,
@@ -84,7 +90,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         lifespan=lifespan,
     )
     app.state.windlass = state
-    for module in (completions, chat, text, models, rotary, health):
+    for module in (completions, chat, responses, text, models, rotary, health):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)
@@ -101,7 +107,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=[
                 "*"
             ],  # clients send many of their own (x-stainless-…); the origins are the operator's choice
@@ -115,7 +121,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(from_exception(error) or internal_error())
+    return error_response(from_exception(error) or internal_error(), request.scope)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -128,7 +134,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         message = f"{where} is not how this endpoint is called"
     else:
         message = str(error.detail)
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})), request.scope)
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:

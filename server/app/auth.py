@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.server.errors import ApiError, error_response
+from windlass.server.exchange.request_id import CALLER
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class AuthMiddleware:
-    """Asks for `Authorization: Bearer <key>` on every path but OPEN_PATHS."""
+    """Asks for `Authorization: Bearer <key>`, or `x-api-key: <key>`, on every path but OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
         self._app = app
@@ -28,7 +29,9 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            if scope["path"] in OPEN_PATHS or self._allowed(scope):
+            caller = self._caller(scope)
+            if caller is not None or scope["path"] in OPEN_PATHS:
+                scope[CALLER] = caller
                 await self._app(scope, receive, send)
             else:
                 error = ApiError(
@@ -37,16 +40,29 @@ class AuthMiddleware:
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
         else:  # this server has no WebSockets
             await send({"type": "websocket.close", "code": 1008})
 
-    def _allowed(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, key = given[0].partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        # All are compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+    def _caller(self, scope: Scope) -> str | None:
+        """The digest of the key that the request is sent with, in hexadecimal; None where it has no valid one."""
+        found = None
+        for key in _keys(scope):
+            digest = hashlib.sha256(key).digest()
+            # All are compared, so that the time tells nothing.
+            matches = [hmac.compare_digest(digest, known) for known in self._digests]
+            if any(matches):
+                found = found or digest.hex()
+        return found
+
+
+def _keys(scope: Scope) -> list[bytes]:
+    """The keys that a request brings, at most one in each header."""
+    keys = []
+    for header, prefix in ((b"authorization", b"bearer"), (b"x-api-key", b"")):
+        given = [value for name, value in scope["headers"] if name == header]
+        if len(given) == 1:
+            scheme, _, key = given[0].partition(b" ") if prefix else (b"", b"", given[0])
+            if scheme.lower() == prefix:
+                keys.append(key.strip())
+    return keys

@@ -78,7 +78,7 @@ class LimitsMiddleware:
     @staticmethod
     async def _refuse(status: int, message: str, scope: Scope, receive: Receive, send: Send) -> None:
         error = ApiError(status, message, code="request_too_large", headers={"connection": "close"})
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     @staticmethod
     async def _drain(receive: Receive, most: int) -> None:

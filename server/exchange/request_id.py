@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.server.errors import error_response, internal_error
 
+CALLER = "windlass.caller"  # in a scope: a digest of the key that it was sent with, where keys are asked for
 _HEADER = b"x-request-id"
 _VALID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 _logger = logging.getLogger("windlass.server")
@@ -47,7 +48,7 @@ class RequestIdMiddleware:
             if started:
                 raise
             _logger.exception("request %s failed", request_id(scope), exc_info=error)
-            await error_response(internal_error())(scope, receive, send_with_id)
+            await error_response(internal_error(), scope)(scope, receive, send_with_id)
 
 
 def request_id(scope: Scope) -> str:

@@ -15,12 +15,16 @@ from windlass.engine.api.request import ModelInfo
 from windlass.engine.client import EngineClient
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.exchange.metrics import ServerMetrics
+from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.settings import ServerSettings
 from windlass.server.text.parsing.reasoning.model import ThinkingModel
 from windlass.server.text.service import TextService
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
+
+
+MOST_RESPONSES = 16384  # kept for later requests, however small
 
 
 class Stoppable(Protocol):
@@ -44,6 +48,7 @@ class ServerState:
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
         self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
+        self.responses = ResponseStore(most=MOST_RESPONSES, max_bytes=settings.response_store_bytes)
         self._fingerprint: tuple[ModelInfo, str] | None = None
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()

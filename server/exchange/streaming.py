@@ -1,8 +1,8 @@
 """One generation exchange with a client: late headers, server-sent events, keep-alives, disconnects, aborts, deadlines.
 
 An `Exchange` is the ASGI response of a generation route. It runs the route's work and sees to it that the client gets
-exactly one of: a JSON answer, a JSON error with its status, or a stream that ends with `data: [DONE]`. It knows
-nothing of completions or chats.
+exactly one of: a JSON answer, a JSON error with its status, or a stream that ends as its form says. It knows nothing of
+completions or chats.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from windlass.server.errors import ApiError, from_exception, internal_error
+from windlass.server.errors import ApiError, error_body, from_exception, internal_error
 from windlass.server.exchange.request_id import direct_send, request_id
 from windlass.server.exchange.slices import SLICE, send_whole
 from windlass.server.exchange.state import ServerState
@@ -40,6 +41,18 @@ def sse(payload: dict[str, Any]) -> bytes:
     return b"data: " + to_json(payload) + b"\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How the streams of one API fail and end, and what fills their silence. failure: the events of an error."""
+
+    failure: Callable[[ApiError], bytes] = lambda error: sse(error.body())
+    done: bytes = DONE
+    keep_alive: bytes = KEEP_ALIVE
+
+
+PLAIN = StreamForm()
+
+
 class Exchange(Response):
     """Runs `work(exchange)`, which sends its answer with `send_json` or `send_events` and `finish`.
 
@@ -51,7 +64,12 @@ class Exchange(Response):
     """
 
     def __init__(
-        self, state: ServerState, work: Callable[[Exchange], Awaitable[None]], *, deadline: float | None = None
+        self,
+        state: ServerState,
+        work: Callable[[Exchange], Awaitable[None]],
+        *,
+        deadline: float | None = None,
+        form: StreamForm = PLAIN,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -59,6 +77,8 @@ class Exchange(Response):
         self._state = state
         self._work = work
         self._deadline = deadline
+        self._form = form
+        self._scope: Scope
         self._send: Send  # through all middlewares
         self._send_direct: Send  # past them, for the bodies of streams
         self._id = ""  # under which the log speaks of the request, and the client of its error
@@ -94,11 +114,11 @@ class Exchange(Response):
         self._sending = False
 
     async def finish(self, events: bytes = b"") -> None:
-        """Last events of a stream, [DONE] and the end of the body."""
+        """Last events of a stream, what its form ends with, and the end of the body."""
         self._stop_keep_alive()
         if not self._streaming:
             await self._start_stream()
-        await self._send_direct({"type": "http.response.body", "body": events + DONE, "more_body": False})
+        await self._send_direct({"type": "http.response.body", "body": events + self._form.done, "more_body": False})
 
     # ---- for the server ----------------------------------------------------------------------------------------------
     def stop(self, error: ApiError) -> None:
@@ -107,6 +127,7 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
+        self._scope = scope
         self._send = send
         self._send_direct = direct_send(scope, send)
         self._id = request_id(scope)
@@ -174,9 +195,9 @@ class Exchange(Response):
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 if self._streaming:
-                    await self.finish(sse(error.body()))
+                    await self.finish(self._form.failure(error))
                 else:
-                    await self._send_body(error.status, [to_json(error.body())], error.headers)
+                    await self._send_body(error.status, [to_json(error_body(error, self._scope))], error.headers)
         except TimeoutError:
             _logger.info("request %s: its client does not read; the stream ends without its error event", self._id)
 
@@ -205,7 +226,7 @@ class Exchange(Response):
     async def _send_keep_alive(self) -> None:
         if not self._streaming:
             await self._start_stream()
-        await self._send_direct({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        await self._send_direct({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
 
     def _stop_keep_alive(self) -> None:
         if self._keep_alive_timer is not None:

@@ -112,6 +112,11 @@ class ServerOptions:
         option("--max-response-bytes", panel=_server, metavar="SIZE", help="Largest answer that is not streamed; what could "
                "become larger is refused before it is generated."),
     ] = "64MiB"  # fmt: skip
+    response_store: Annotated[
+        str,
+        option("--response-store", panel=_server, metavar="SIZE", help="What is kept in memory of answers of /v1/responses, for "
+               "requests that go on from them; 0: nothing. The oldest are forgotten."),
+    ] = "64MiB"  # fmt: skip
     reasoning_parser: Annotated[
         str,
         option("--reasoning-parser", panel=_server, help="How the model marks its thinking, which chats answer apart from "
@@ -204,6 +209,9 @@ class ServerOptions:
             attention_sinks=self.attention_sinks,
             cache_reuse=self.cache_reuse,
             max_response_bytes=read_size("--max-response-bytes", self.max_response_bytes),
+            response_store_bytes=0
+            if self.response_store == "0"
+            else read_size("--response-store", self.response_store),
             reasoning_parser=self.reasoning_parser,
             default_timeout=self.request_timeout,
             grace_seconds=self.grace_period,

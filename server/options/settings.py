@@ -43,6 +43,7 @@ class ServerSettings:
     grace_seconds: how long running streams may go on once draining has begun.
     max_response_bytes: largest answer that is not streamed, and the most that a stream keeps of its prompts for its first
     events; both are estimated before anything is generated.
+    response_store_bytes: what `/v1/responses` keeps of its answers for later requests; 0: nothing.
     reasoning_parser: how thinking is told apart from answers; "auto": as the chat template marks it.
     max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
     default_timeout: deadline of a request that names none; None means no deadline.
@@ -78,6 +79,7 @@ class ServerSettings:
     max_header_bytes: int = 64 * 1024
     body_stall_seconds: float = 30.0
     max_response_bytes: int = 64 * MIB
+    response_store_bytes: int = 64 * MIB
     max_in_flight: int = 4096
     max_prompts: int = 1024
     max_tokenize_chars: int = 4 * MIB
@@ -127,6 +129,12 @@ class ServerSettings:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("keep_alive_seconds", "grace_seconds", "template_seconds", "deadline_slack"):
+        for name in (
+            "response_store_bytes",
+            "keep_alive_seconds",
+            "grace_seconds",
+            "template_seconds",
+            "deadline_slack",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

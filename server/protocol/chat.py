@@ -24,6 +24,8 @@ from windlass.server.protocol.tools import (
 MAX_MESSAGES = 16384
 MAX_CALLS = 128  # in one message
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
 # What clients keep in histories for themselves, and caches of other servers.
 _BOOKKEEPING = frozenset({"cache_control", "id", "timestamp", "weight"})
 _PART_BOOKKEEPING = _BOOKKEEPING | {"name"}
@@ -88,7 +90,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: FreeForm | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -1,4 +1,4 @@
-"""Fields that completions and chats have in common. What is not supported is refused here, by the name of the field."""
+"""Fields that the endpoints which generate have in common. What is not supported is refused here, by the name of the field."""
 
 from __future__ import annotations
 
@@ -63,21 +63,15 @@ class PassageSpan(StrictModel):
     end: Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
-class GenerationRequest(StrictModel):
-    """Sampling, serving and bookkeeping fields. None always means "not given"."""
+class SharedRequest(StrictModel):
+    """Sampling, serving and bookkeeping fields of every endpoint that generates. None always means "not given"."""
 
     model: str | None = None
 
     # OpenAI's own
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=64)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=64)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: StopStrings | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -106,9 +100,6 @@ class GenerationRequest(StrictModel):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=2**18, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     truncation_side: Literal["left", "right"] | None = None
 
@@ -121,13 +112,6 @@ class GenerationRequest(StrictModel):
     request_id: RequestId | None = None
 
     # The form of the answer: one of these
-    response_format: Annotated[
-        dict[str, Any] | None,
-        AfterValidator(_response_format),
-        Field(
-            description="`{type: text}`, `{type: json_object}` or `{type: json_schema, json_schema: {name, schema}}`."
-        ),
-    ] = None
     structured_outputs: Annotated[
         dict[str, Any] | None,
         Field(
@@ -152,11 +136,34 @@ class GenerationRequest(StrictModel):
     passages: Annotated[list[PassageSpan], Field(min_length=1, max_length=64)] | None = None
     cache_reuse_recompute: Annotated[float, Field(ge=0, le=INT32_MAX)] | None = None
 
-    # OpenAI's bookkeeping: accepted, without effect
+    # Bookkeeping: accepted, without effect
     user: str | None = None
+    service_tier: str | None = None
+
+
+class GenerationRequest(SharedRequest):
+    """What only completions and chats have: OpenAI's older names, several answers at once, and what answers show."""
+
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=64)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=64)] | None = None
+    stream_options: StreamOptions | None = None
+    stop: StopStrings | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: Annotated[
+        dict[str, Any] | None,
+        AfterValidator(_response_format),
+        Field(
+            description="`{type: text}`, `{type: json_object}` or `{type: json_schema, json_schema: {name, schema}}`."
+        ),
+    ] = None
+
+    # OpenAI's bookkeeping: accepted, without effect
     metadata: dict[str, Any] | None = None
     store: bool | None = None
-    service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     verbosity: str | None = None

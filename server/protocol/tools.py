@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -17,7 +18,8 @@ MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
-def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
+def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a function, which are the schema of an object."""
     if schema and schema.get("type", "object") != "object":
         raise PydanticCustomError("schema", "should be the schema of an object: {'type': 'object', …}")
     if (size := len(to_json(schema))) > MAX_SCHEMA_BYTES:
@@ -38,7 +40,8 @@ def parse_arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def _arguments(value: Any) -> Any:
+def check_arguments(value: Any) -> Any:
+    """Arguments of a call as a history has them: JSON text of an object, or an object."""
     if isinstance(value, str) and len(value) > MAX_ARGUMENTS:
         raise PydanticCustomError("too_long", "should have at most {most} characters", {"most": MAX_ARGUMENTS})
     try:
@@ -58,7 +61,7 @@ class FunctionDefinition(StrictModel):
 
     name: Name
     description: str | None = None
-    parameters: Annotated[FreeForm, AfterValidator(_parameters)] | None = None
+    parameters: Annotated[FreeForm, AfterValidator(check_parameters)] | None = None
     strict: bool | None = None
 
 
@@ -71,7 +74,7 @@ class ToolDefinition(StrictModel):
     function: FunctionDefinition
 
 
-def check_functions(functions: list[FunctionDefinition]) -> None:
+def check_functions(functions: Sequence[FunctionDefinition]) -> None:
     """Raise where two have one name, or where all are too large together."""
     seen: set[str] = set()
     size = 0
@@ -151,7 +154,7 @@ class MadeFunctionCall(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[
         Any,
-        AfterValidator(_arguments),
+        AfterValidator(check_arguments),
         Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
     ] = None
 

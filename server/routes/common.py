@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from windlass.server.errors import bad_request
+from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
 
 T = TypeVar("T")
@@ -27,8 +28,13 @@ def state_of(request: Request) -> ServerState:
 def caller_of(request: Request) -> str:
     """Whose request it is, for taking turns: the API key where keys are asked for, else the address."""
     if state_of(request).settings.api_keys:
-        return request.headers.get("authorization", "")
+        return owner_of(request)
     return request.client.host if request.client is not None else ""
+
+
+def owner_of(request: Request) -> str:
+    """Whose request it is, for what is kept for its caller: a digest of the API key; empty where no keys are asked for."""
+    return request.scope.get(CALLER) or ""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

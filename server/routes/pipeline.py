@@ -16,14 +16,15 @@ from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.engine.errors import RequestError
-from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions, AnswerWriter
+from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions
 from windlass.server.answers.size import estimate_bytes
+from windlass.server.answers.writer import Writer
 from windlass.server.errors import answer_exceeds_context, answer_too_large, bad_request
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.behind_thinking import behind_thinking
 from windlass.server.generation.context_rules import reuse_of, rule_of, size_of
-from windlass.server.generation.deltas import Generation, GenerationPlan, Tally, TextOptions
+from windlass.server.generation.deltas import Delta, Generation, GenerationPlan, Tally, TextOptions
 from windlass.server.generation.request_rotation import Rotation, rotation_of
 from windlass.server.generation.sampling_params import (
     build_sampling,
@@ -185,7 +186,7 @@ async def run(
     prompts: Sequence[Prompt],
     *,
     param: str,
-    make_writer: Callable[[Sequence[Prompt], Tally], AnswerWriter],
+    make_writer: Callable[[Sequence[Prompt], Tally], Writer],
 ) -> None:
     """Generate for `prompts` and answer. `param`: the field that prompts came from, for errors about them."""
     plan = await _plan(job, list(prompts), param)
@@ -201,13 +202,21 @@ async def run(
                 delta.prompt_logprobs = None  # its text is kept instead
             if not streaming:
                 writer.add(delta)
-            elif events := writer.event(delta):
+            elif events := await _event(state, writer, delta):
                 await exchange.send_events(events)
     if streaming:
-        await exchange.finish(writer.last_event())
+        long = writer.size > LARGE_ANSWER
+        await exchange.finish(await state.text.on_thread(writer.last_event) if long else writer.last_event())
     else:
         large = max(plan.answer_bytes, writer.size) > LARGE_ANSWER
         await exchange.send_json(await state.text.on_thread(writer.pieces) if large else writer.pieces())
+
+
+async def _event(state: ServerState, writer: Writer, delta: Delta) -> bytes:
+    """The events of a delta; beside the event loop where the last ones repeat a long answer."""
+    if delta.finish_reason is not None and writer.size > LARGE_ANSWER:
+        return await state.text.on_thread(writer.event, delta)
+    return writer.event(delta)
 
 
 @asynccontextmanager

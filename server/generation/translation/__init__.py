@@ -1,0 +1,1 @@
+"""Bodies of other APIs made into those of chats. Knows bodies only."""

@@ -1,0 +1,149 @@
+"""From the body of a chat to its prompt and its job: what chats, responses and messages share.
+
+Knows a chat's body and nothing of how answers are laid out; the other endpoints make such a body of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
+from typing import Any
+
+from starlette.requests import Request
+
+from windlass.server.errors import bad_request
+from windlass.server.exchange.request_id import request_id, set_request_id
+from windlass.server.exchange.state import ServerState
+from windlass.server.generation.context_rules import keeping, size_of
+from windlass.server.generation.drop_turns import fit_turns
+from windlass.server.generation.structured import StructuredOutput, structured_of
+from windlass.server.generation.tool_use import plan_tools
+from windlass.server.protocol.chat import ChatMessage, ChatRequest
+from windlass.server.routes.common import caller_of
+from windlass.server.routes.pipeline import GenerationJob, check
+from windlass.server.text.history import check_calls
+from windlass.server.text.parsing.reasoning.formats import HARMONY
+from windlass.server.text.service import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedChat:
+    """A checked chat that waits for its prompt. tools: for the template."""
+
+    job: GenerationJob
+    body: ChatRequest
+    tools: list[dict[str, Any]] | None
+
+
+async def check_chat(state: ServerState, request: Request, body: ChatRequest, *, arrival: float) -> CheckedChat:
+    """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field."""
+    if body.request_id is not None:
+        set_request_id(request.scope, body.request_id)
+    state.check_model(body.model)
+    info = state.admit()
+    planned = body, state.tokenizer, state.settings.tool_call_parser
+    offered = body.tools or body.functions  # which may be large
+    plan = partial(plan_tools, formed=structured_of(body) is not None)
+    use = await state.text.on_thread(plan, *planned) if offered else plan(*planned)
+    job = check(
+        state,
+        body,
+        info,
+        request_id=request_id(request.scope),
+        caller=caller_of(request),
+        arrival=arrival,
+        default_max_tokens=state.settings.default_max_tokens,
+        logprobs=_logprobs(body),
+        chat=True,
+        parsing=use.parsing,
+        forced=None if use.grammar is None else StructuredOutput("lark", use.grammar, use.field),
+        calls="" if state.thinking.name == HARMONY else use.calls,  # whose calls stand in channels of their own
+    )
+    return CheckedChat(job, body, use.tools)
+
+
+def _logprobs(body: ChatRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise bad_request("top_logprobs goes with logprobs: true", "top_logprobs")
+    return None
+
+
+async def prepare(chat: CheckedChat) -> tuple[list[Prompt], GenerationJob]:
+    """The prompt, and the job as the rendered prompt has it: it may end inside the thinking."""
+    job, body, tools = chat.job, chat.body, chat.tools
+    thinking = job.state.thinking
+    if job.overflow == "drop_turns":
+        await job.state.text.on_thread(check_calls, body.messages)  # also those of turns that go
+        fitted = await fit_turns(
+            body.messages,
+            lambda messages: _counted(job, body, tools, messages),
+            context=job.info.max_model_len,
+            room=_room(job, body),
+        )
+        text, prompts = fitted.made
+        job = replace(job, options=replace(job.options, dropped_turns=fitted.dropped))
+    else:
+        text, prompts = await _render(job, body, tools, body.messages)
+    if job.overflow == "shift" and body.keep_tokens is None and job.state.settings.keep_tokens is None:
+        job = await _keeping_system_prompt(job, body, tools, prompts[0].token_ids)
+    place = thinking.place(text, (body.messages[-1].content or "") if body.continue_final_message else None)
+    sampling = replace(job.sampling, thinking=thinking.budget(body.thinking_budget, place))
+    return prompts, replace(job, sampling=sampling, place=place, parsing=thinking.parsing(job.parsing, place))
+
+
+async def _keeping_system_prompt(
+    job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, prompt: Sequence[int]
+) -> GenerationJob:
+    """The job under whose rule the system prompt is never dropped, where the chat begins with one."""
+    system = list(takewhile(lambda message: message.role in ("system", "developer"), body.messages))
+    if not system or len(system) == len(body.messages):
+        return job
+    _, heads = await _render(job, body, tools, system)
+    rule = keeping(job.rule, heads[0].token_ids, prompt, job.info)
+    return replace(job, rule=rule, size=size_of(rule, job.info))
+
+
+def _room(job: GenerationJob, body: ChatRequest) -> int:
+    """Tokens that dropped turns shall leave to the answer: those it asks for, else up to a quarter of the context."""
+    if body.max_tokens is None and body.max_completion_tokens is None:
+        return min(job.sampling.max_tokens, max(1, job.info.max_model_len // 4))
+    return job.sampling.max_tokens
+
+
+async def _counted(
+    job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, messages: Sequence[ChatMessage]
+) -> tuple[tuple[str, list[Prompt]], int]:
+    made = await _render(job, body, tools, messages)
+    return made, len(made[1][0].token_ids)
+
+
+async def _render(
+    job: GenerationJob, body: ChatRequest, tools: list[dict[str, Any]] | None, messages: Sequence[ChatMessage]
+) -> tuple[str, list[Prompt]]:
+    """The chat as text and as a prompt; raises ApiError where it cannot be made or is longer than the context."""
+    service, thinking = job.state.text, job.state.thinking
+    truncate = body.truncate_prompt_tokens
+    text = await service.render(
+        messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
+        tools=tools,
+        max_model_len=job.size.longest_prompt,
+        truncated=truncate is not None,
+        caller=job.caller,
+    )
+    prompts = await service.encode(
+        [text],
+        add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
+        max_model_len=job.size.longest_prompt,
+        truncate=truncate,
+        keep_first=body.truncation_side == "right",
+        param="messages",
+        caller=job.caller,
+    )
+    return text, prompts

@@ -1,0 +1,226 @@
+"""`POST /v1/responses`, and what is kept of its answers: `GET`, `DELETE` and `GET …/input_items` of `/v1/responses/{id}`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.server.answers.responses import ResponseWriter, unbegun_failure
+from windlass.server.errors import ApiError, bad_request
+from windlass.server.exchange.body import read_body
+from windlass.server.exchange.response_store import Kept, items_until
+from windlass.server.exchange.slices import LargeJson
+from windlass.server.exchange.state import ServerState
+from windlass.server.exchange.streaming import Exchange, StreamForm
+from windlass.server.generation.deltas import Tally
+from windlass.server.generation.translation.responses import chat_of_response
+from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
+from windlass.server.protocol.responses.items import Item, kept_items, known_items
+from windlass.server.protocol.responses.request import ResponseRequest
+from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, owner_of, state_of
+from windlass.server.routes.conversation import CheckedChat, check_chat, prepare
+from windlass.server.routes.pipeline import run
+from windlass.server.text.service import Prompt
+
+router = APIRouter()
+
+MANY_ITEMS = 500  # items from which making a chat of them leaves the event loop
+ITEM_BYTES = 1024  # what an item takes in memory beside its text
+
+
+@router.post(
+    "/v1/responses",
+    openapi_extra=body_of(ResponseRequest),
+    responses=answers(ResponseAnswer, stream=True, errors=GENERATION_ERRORS),
+)
+async def create_response(request: Request) -> Response:
+    """Answer an input, or go on with an earlier response's conversation."""
+    arrival = time.monotonic()
+    state, owner = state_of(request), owner_of(request)
+    body = await read_body(request, ResponseRequest, stall_seconds=state.settings.body_stall_seconds)
+    previous = _previous(state, body, owner)
+    earlier: list[Item] = [] if previous is None else items_until(previous.answered)
+    many = len(earlier) + len(body.input) > MANY_ITEMS
+    translated = (
+        await state.text.on_thread(chat_of_response, body, earlier) if many else chat_of_response(body, earlier)
+    )
+    with translated.names.told():
+        chat = await check_chat(state, request, translated.body, arrival=arrival)
+    writers: list[ResponseWriter] = []  # one, once it is made
+
+    async def work(exchange: Exchange) -> None:
+        if body.stream:
+            exchange.begin_stream()
+        with translated.names.told():
+            prompts, job = await prepare(chat)
+            response = _described(state, body, chat)
+
+            def keep(answer: bytes, output: list[dict[str, Any]]) -> None:
+                _keep(state, owner, str(response["id"]), body, previous, answer, output)
+
+            def make_writer(prompts: Sequence[Prompt], tally: Tally) -> ResponseWriter:
+                writer = ResponseWriter(
+                    state.tokenizer,
+                    tally,
+                    job.options,
+                    job.parsing,
+                    response=response,
+                    keep=None if body.store is False else keep,
+                )
+                writers.append(writer)
+                return writer
+
+            await run(exchange, job, prompts, param="messages", make_writer=make_writer)
+
+    def failure(error: ApiError) -> bytes:
+        return writers[0].failure(error) if writers and writers[0].begun else unbegun_failure(error)
+
+    return Exchange(state, work, deadline=chat.job.deadline, form=StreamForm(failure, done=b""))
+
+
+def _previous(state: ServerState, body: ResponseRequest, owner: str) -> Kept | None:
+    if body.previous_response_id is None:
+        return None
+    return _found(state, body.previous_response_id, owner, param="previous_response_id")
+
+
+def _found(state: ServerState, response_id: str, owner: str, *, param: str | None = None) -> Kept:
+    kept = state.responses.get(response_id, owner)
+    if kept is None:
+        raise ApiError(
+            404,
+            f"there is no response {response_id[:64]!r} (any more): responses are kept in memory, the oldest are forgotten, and "
+            "those of store: false are not kept",
+            param=param,
+            code="previous_response_not_found" if param else "response_not_found",
+        )
+    return kept
+
+
+def _described(state: ServerState, body: ResponseRequest, chat: CheckedChat) -> dict[str, Any]:
+    """What a response says beside its output: what it was asked for, and what held where that was left out."""
+    sampling, text = chat.job.sampling, body.text
+    reasoning = body.reasoning
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "model": state.settings.served_model_name,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": (None if text is None else text.format) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [{"parameters": None, "strict": None, **tool} for tool in tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "auto" if chat.job.overflow == "drop_turns" else "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }
+
+
+def _keep(
+    state: ServerState,
+    owner: str,
+    response_id: str,
+    body: ResponseRequest,
+    previous: Kept | None,
+    answer: bytes,
+    output: list[dict[str, Any]],
+) -> None:
+    asked, answered = known_items(body.input), kept_items(output)
+    for number, item in enumerate(asked):
+        if item.id is None:
+            item.id = f"{_PREFIX[item.type]}_{response_id.removeprefix('resp_')}i{number:04x}"
+    sizes = [len(to_json(items)) + ITEM_BYTES * (1 + len(items)) for items in (asked, answered)]
+    state.responses.put(
+        response_id,
+        owner,
+        answer,
+        previous=previous,
+        asked=asked,
+        answered=answered,
+        sizes=(sizes[0], sizes[1]),
+    )
+
+
+_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+@router.get("/v1/responses/{response_id}", responses=answers(ResponseAnswer, errors=(400, 404)))
+async def get_response(request: Request, response_id: str) -> Response:
+    """A response that is kept, as it was answered."""
+    if request.query_params.get("stream", "false") != "false":
+        raise bad_request("a response that is kept is not streamed again: leave stream out", "stream")
+    return LargeJson(_found(state_of(request), response_id, owner_of(request)).body)
+
+
+@router.delete("/v1/responses/{response_id}", responses=answers(DeletedResponse, errors=(404,)))
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forget a response. Those that went on from it keep their conversation."""
+    state, owner = state_of(request), owner_of(request)
+    _found(state, response_id, owner)
+    state.responses.delete(response_id, owner)
+    return LargeJson(to_json({"id": response_id, "object": "response", "deleted": True}))
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=answers(ItemList, errors=(400, 404)))
+async def list_input_items(request: Request, response_id: str) -> Response:
+    """The items that a response answered, those of the responses before it included."""
+    query = request.query_params
+    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    if order not in ("asc", "desc"):
+        raise bad_request("order should be 'asc' or 'desc'", "order")
+    if not (limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
+        raise bad_request("limit should be a number from 1 to 100", "limit")
+    state = state_of(request)
+    kept = _found(state, response_id, owner_of(request))
+    items: list[Item] = items_until(kept.asked)
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item.id == after]
+        if not places:
+            raise bad_request("after names no item of this response", "after")
+        items = items[places[0] + 1 :]
+    page, more = items[: int(limit)], len(items) > int(limit)
+    listed = {
+        "object": "list",
+        "data": [listed_item(item) for item in page],
+        "first_id": page[0].id if page else None,
+        "last_id": page[-1].id if page else None,
+        "has_more": more,
+    }
+    return LargeJson(await state.text.on_thread(to_json, listed))
+
+
+def listed_item(item: Item) -> dict[str, Any]:
+    """An item of an input as it is listed: with its status, and the texts of calls' results in one string."""
+    shown = item.model_dump(exclude_none=True)
+    if item.type == "function_call_output":
+        shown["output"] = "\n".join(part.get("text", part.get("refusal", "")) for part in shown["output"])
+    return {**shown, "status": "completed"}

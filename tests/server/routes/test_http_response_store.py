@@ -1,0 +1,154 @@
+"""What is kept of responses: gone on from, read, listed, deleted, forgotten in bounds, and seen by their owner alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.live_server import Live, live_server
+from helpers.named_events import named_events
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.server.exchange.response_store import ResponseStore, items_until
+
+PATH = "/v1/responses"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server(api_keys=("one", "two")) as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    shared.http.headers = {"authorization": "Bearer one"}
+    return shared
+
+
+def ask(live: Live, text: str = "hello", **fields: Any) -> dict[str, Any]:
+    response = live.post(PATH, {"input": text, "max_output_tokens": 3, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def prompt_of(live: Live) -> str:
+    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=True)
+
+
+def test_a_conversation_goes_on(live: Live) -> None:
+    first = ask(live, "a", instructions="old rules")
+    said = first["output"][0]["content"][0]["text"]
+    events = named_events(
+        live, PATH, {"input": "b", "previous_response_id": first["id"], "instructions": "new", "max_output_tokens": 3}
+    )
+    second = events[-1]["response"]
+    third = ask(live, "c", previous_response_id=second["id"])
+    assert prompt_of(live) == f"[user]a\n[assistant]{said}\n[user]b\n[assistant]{said}\n[user]c\n[assistant]"
+    assert third["previous_response_id"] == second["id"]
+
+
+def test_a_response_is_read_again(live: Live) -> None:
+    whole = ask(live)
+    assert live.http.get(f"{PATH}/{whole['id']}").json() == whole
+    last = named_events(live, PATH, {"input": "a"})[-1]["response"]
+    assert live.http.get(f"{PATH}/{last['id']}").json() == last
+    assert live.http.get(f"{PATH}/{last['id']}?stream=true").json()["error"]["param"] == "stream"
+
+
+def test_nothing_is_kept_where_nothing_shall_be(live: Live) -> None:
+    before = len(live.state.responses)
+    answer = ask(live, store=False)
+    assert answer["store"] is False and len(live.state.responses) == before
+    assert live.http.get(f"{PATH}/{answer['id']}").json()["error"]["code"] == "response_not_found"
+
+
+def test_deleting(live: Live) -> None:
+    first = ask(live, "a")
+    second = ask(live, "b", previous_response_id=first["id"])
+    assert live.http.delete(f"{PATH}/{first['id']}").json() == {
+        "id": first["id"],
+        "object": "response",
+        "deleted": True,
+    }
+    assert live.http.delete(f"{PATH}/{first['id']}").status_code == 404
+    ask(live, "c", previous_response_id=second["id"])
+    assert prompt_of(live).startswith("[user]a\n")  # who went on from it keeps the conversation
+
+
+def test_input_items_are_listed_in_pages(live: Live) -> None:
+    first = ask(live, "a")
+    second = ask(live, "b", previous_response_id=first["id"])
+    path = f"{PATH}/{second['id']}/input_items"
+    listed = live.http.get(path, params={"order": "asc"}).json()
+    texts = [item["content"][0]["text"] for item in listed["data"]]
+    assert texts == ["a", first["output"][0]["content"][0]["text"], "b"] and listed["has_more"] is False
+    assert [item["role"] for item in listed["data"]] == ["user", "assistant", "user"]
+    backwards = live.http.get(path, params={"limit": "2"}).json()
+    assert backwards["data"] == listed["data"][:0:-1] and backwards["has_more"] is True
+    assert (backwards["first_id"], backwards["last_id"]) == (listed["last_id"], listed["data"][1]["id"])
+    rest = live.http.get(path, params={"after": backwards["last_id"]}).json()
+    assert rest["data"] == listed["data"][:1] and rest["has_more"] is False
+    for query in ({"order": "up"}, {"limit": "0"}, {"limit": "x"}, {"limit": "101"}, {"after": "msg_none"}):
+        error = live.http.get(path, params=query)
+        assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(query))
+
+
+def test_another_key_sees_nothing(live: Live) -> None:
+    mine = ask(live)["id"]
+    live.http.headers = {"x-api-key": "two"}
+    error = live.refuse(PATH, {"input": "a", "previous_response_id": mine}, 404)
+    assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+    for method, path in (("GET", mine), ("DELETE", mine), ("GET", f"{mine}/input_items")):
+        assert live.http.request(method, f"{PATH}/{path}").status_code == 404
+    assert live.refuse(PATH, {"input": "a", "previous_response_id": "resp_unknown"}, 404)["param"]
+    live.http.headers = {"x-api-key": "one"}  # the same key in the other header
+    assert live.http.get(f"{PATH}/{mine}").status_code == 200
+    live.http.headers = {"x-api-key": "three"}
+    assert live.http.get(f"{PATH}/{mine}").status_code == 401
+
+
+def test_the_oldest_are_forgotten() -> None:
+    with live_server(response_store_bytes=20_000) as live:
+        ids = [ask(live, "x" * 100)["id"] for _ in range(12)]
+        assert live.state.responses.size <= 20_000
+        found = [live.http.get(f"{PATH}/{each}").status_code == 200 for each in ids]
+        assert found == sorted(found) and 1 < sum(found) < 12
+        assert live.refuse(PATH, {"input": "a", "previous_response_id": ids[0]}, 404)["code"]
+
+
+def test_a_server_that_keeps_nothing() -> None:
+    with live_server(response_store_bytes=0) as live:
+        answer = ask(live)
+        assert live.http.get(f"{PATH}/{answer['id']}").status_code == 404
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=40), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_the_store_s_books_balance(steps: list[tuple[int, int, bool]], most: int) -> None:
+    """Against brute force: what the responses that are kept need is what is counted, each link once."""
+    store = ResponseStore(most=most, max_bytes=100)
+    ids: list[str] = []
+    for number, (choice, size, delete) in enumerate(steps):
+        name = ids[choice % len(ids)] if ids else ""
+        if delete:
+            store.delete(name, "me")
+        else:
+            new = f"r{number}"
+            store.put(new, "me", b"x" * 3, previous=store.get(name, "me"), asked=[new], answered=[new], sizes=(size, 1))
+            ids.append(new)
+        kept = [found for each in ids if (found := store.get(each, "me")) is not None]
+        links = {}
+        for found in kept:
+            link = found.answered
+            while link is not None:
+                links[id(link)] = link.size
+                link = link.before
+        assert store.size == 3 * len(kept) + sum(links.values()) <= 100
+        assert len(kept) == len(store) <= most
+        for found in kept:
+            assert items_until(found.answered) == [*items_until(found.asked), found.answered.items[0]]
