@@ -132,10 +132,15 @@ _MESSAGES_TYPES = {
 }
 
 
+def of_messages(scope: Scope) -> bool:
+    """Whether an endpoint of Anthropic's API is asked for."""
+    path = scope["path"]
+    return bool(path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/"))
+
+
 def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     """The error in the shape of the endpoint that `scope` asks for; in Anthropic's it has `param` and `code` besides."""
-    path = scope["path"]
-    if path != MESSAGES_PATH and not path.startswith(MESSAGES_PATH + "/"):
+    if not of_messages(scope):
         return error.body()
     kind = _MESSAGES_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
     detail = {"type": kind, "message": error.message, "param": error.param, "code": error.code}

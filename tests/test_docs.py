@@ -33,6 +33,7 @@ from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.generation_request import StreamOptions
+from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
 from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
 from windlass.server.text.tokenizer import Tokenizer
@@ -60,6 +61,7 @@ def names_in(text: str) -> set[str]:
 
 HTTP, SERVING, ROTARY, MONITORING = read("http.md"), read("serving.md"), read("rotary.md"), read("monitoring.md")
 RESPONSES = read("responses.md")
+MESSAGES = read("messages.md")
 COMMON = section(HTTP, "## Fields of both generation endpoints")
 
 
@@ -71,6 +73,8 @@ COMMON = section(HTTP, "## Fields of both generation endpoints")
         (ChatMessage, section(HTTP, "## `POST /v1/chat/completions`")),
         (StreamOptions, COMMON),
         (ResponseRequest, COMMON + RESPONSES),
+        (MessageRequest, COMMON + MESSAGES),
+        (CountTokensRequest, MESSAGES),
         (TokenizeRequest, section(HTTP, "## Tokens")),
         (DetokenizeRequest, section(HTTP, "## Tokens")),
         (RotaryInspectRequest, section(HTTP, "## Rotary")),

@@ -27,6 +27,8 @@ from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList
 from windlass.server.protocol.chat import ChatCompletion, ChatRequest
 from windlass.server.protocol.completions import Completion, CompletionRequest
+from windlass.server.protocol.messages.answers import MessageAnswer, MessageError, TokenCount
+from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
 from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
 from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.protocol.text import (
@@ -36,7 +38,7 @@ from windlass.server.protocol.text import (
     TokenizeAnswer,
     TokenizeRequest,
 )
-from windlass.server.routes import chat, completions, health, models, responses, rotary, text
+from windlass.server.routes import chat, completions, health, messages, models, responses, rotary, text
 from windlass.server.routes.common import REF
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     ChatRequest,
     ResponseRequest,
+    MessageRequest,
+    CountTokensRequest,
     TokenizeRequest,
     DetokenizeRequest,
     RotaryInspectRequest,
@@ -56,6 +60,9 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
     ResponseAnswer,
     DeletedResponse,
     ItemList,
+    MessageAnswer,
+    MessageError,
+    TokenCount,
     TokenizeAnswer,
     DetokenizeAnswer,
     Model,
@@ -90,7 +97,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         lifespan=lifespan,
     )
     app.state.windlass = state
-    for module in (completions, chat, responses, text, models, rotary, health):
+    for module in (completions, chat, responses, messages, text, models, rotary, health):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)

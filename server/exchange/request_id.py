@@ -11,7 +11,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.server.errors import error_response, internal_error
+from windlass.server.errors import error_response, internal_error, of_messages
 
 CALLER = "windlass.caller"  # in a scope: a digest of the key that it was sent with, where keys are asked for
 _HEADER = b"x-request-id"
@@ -38,7 +38,10 @@ class RequestIdMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (_HEADER, request_id(scope).encode())]
+                found = request_id(scope).encode()
+                message["headers"] = [*message.get("headers", ()), (_HEADER, found)]
+                if of_messages(scope):  # whose clients look for it under this name
+                    message["headers"].append((b"request-id", found))
             await send(message)
 
         scope["windlass.send"] = send

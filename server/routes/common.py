@@ -13,6 +13,7 @@ from starlette.types import Receive
 from windlass.server.errors import bad_request
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
+from windlass.server.protocol.answers import ErrorAnswer
 
 T = TypeVar("T")
 
@@ -73,8 +74,9 @@ def answers(
     stream: bool = False,
     media_type: str = "application/json",
     errors: tuple[int, ...] = (),
+    error: type[BaseModel] = ErrorAnswer,
 ) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: its answer, its stream, and its errors."""
+    """`responses` of a route: its answer, its stream, and its errors, which have the shape of `error`."""
     schema: dict[str, Any] = {"type": "string"} if answer is None else reference(answer)
     content: dict[str, Any] = {media_type: {"schema": schema}}
     if stream:
@@ -85,7 +87,7 @@ def answers(
     for status in (401, *errors):
         documented[status] = {
             "description": _MEANING[status],
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}},
+            "content": {"application/json": {"schema": reference(error)}},
         }
     return documented
 

@@ -19,7 +19,7 @@ from windlass.server.exchange.state import ServerState
 from windlass.server.generation.context_rules import keeping, size_of
 from windlass.server.generation.drop_turns import fit_turns
 from windlass.server.generation.structured import StructuredOutput, structured_of
-from windlass.server.generation.tool_use import plan_tools
+from windlass.server.generation.tool_use import plan_tools, tools_for_template
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.routes.common import caller_of
 from windlass.server.routes.pipeline import GenerationJob, check
@@ -147,3 +147,26 @@ async def _render(
         caller=job.caller,
     )
     return text, prompts
+
+
+async def count_chat(state: ServerState, body: ChatRequest, caller: str) -> int:
+    """Tokens of a chat's prompt, whatever the context holds; raises ApiError where it cannot be made."""
+    characters = sum(len(message.content or "") for message in body.messages)
+    if characters > state.settings.max_tokenize_chars:
+        raise bad_request(
+            f"messages hold {characters} characters, at most {state.settings.max_tokenize_chars} are tokenized at once",
+            "messages",
+            "string_too_long",
+        )
+    text = await state.text.render(
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=state.thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
+        tools=tools_for_template(body.tools),
+        caller=caller,
+    )
+    (prompt,) = await state.text.encode(
+        [text], add_special_tokens=False, max_model_len=2**31, truncate=None, param="messages", caller=caller
+    )
+    return len(prompt.token_ids)

@@ -107,6 +107,10 @@ class ThinkingModel:
         """Token ids of a marker: one, mostly."""
         return self._tokenizer.encode(marker, add_special_tokens=False)
 
+    def switched_on(self) -> dict[str, Any]:
+        """The template's variables that let the model think; empty where it has no such choice."""
+        return {name: True for name in _SWITCHES if name in self._read}
+
     def variables(self, effort: str | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
         """The template's variables for a request: `chat_template_kwargs`, which win, and what `effort` comes to.
 

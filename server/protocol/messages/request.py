@@ -1,0 +1,148 @@
+"""Bodies of `POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from windlass.server.protocol.base import INT32_MAX, FreeForm, StopStrings, StrictModel
+from windlass.server.protocol.chat import MAX_MESSAGES, Effort
+from windlass.server.protocol.generation_request import SharedRequest, only_empty
+from windlass.server.protocol.kinds import OTHER, OtherKind, by_type
+from windlass.server.protocol.messages.blocks import InputMessage, Texts
+from windlass.server.protocol.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    Name,
+    ToolDefinition,
+    check_functions,
+    check_parameters,
+)
+
+
+class CustomTool(StrictModel):
+    """A tool on offer. `cache_control`, `strict` and what concerns tools that the server would run have no effect."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"cache_control", "strict", "eager_input_streaming", "input_examples", "allowed_callers"}
+    )
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: Annotated[FreeForm, AfterValidator(check_parameters)]
+    defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
+
+
+class _OtherMessageTool(OtherKind):
+    what = "tools"
+    instead = "custom, which are functions of the caller"
+
+
+_Tool = Annotated[
+    Annotated[CustomTool, Tag("[custom]")] | Annotated[_OtherMessageTool, Tag(OTHER)],
+    by_type(("custom",), lambda _: "custom"),
+]
+
+
+def definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
+    """The tools of a body, which are `CustomTool`s, as a chat offers them."""
+    return [
+        ToolDefinition.model_construct(
+            type="function",
+            function=FunctionDefinition.model_construct(
+                name=tool.name, description=tool.description, parameters=tool.input_schema
+            ),
+        )
+        for tool in tools
+    ]
+
+
+def _tools(value: list[CustomTool]) -> list[CustomTool]:
+    check_functions([tool.function for tool in definitions(value)])
+    return value
+
+
+class MessageToolChoice(StrictModel):
+    """Whether the model may call, or has to. `name` goes with `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(StrictModel):
+    """`enabled` with a budget in tokens, `adaptive` (as much as the model likes) or `disabled`. `display` has no effect."""
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"display"})
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+
+
+def _format(value: dict[str, Any]) -> dict[str, Any]:
+    if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict) or len(value) > 2:
+        raise PydanticCustomError("type", "should be {'type': 'json_schema', 'schema': {…}}")
+    return value
+
+
+class OutputConfig(StrictModel):
+    """The form of the answer's text, and how much the model shall think."""
+
+    effort: Effort | None = None
+    format: Annotated[dict[str, Any], AfterValidator(_format)] | None = None
+
+
+class MessageMetadata(StrictModel):
+    """`user_id` has no effect."""
+
+    user_id: str | None = None
+
+
+Messages = Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_tools)]
+
+
+class CountTokensRequest(StrictModel):
+    """What an input comes to in tokens, the chat template's own included."""
+
+    model: str | None = None
+    messages: Messages
+    system: Texts | None = None
+    tools: MessageTools | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: FreeForm | None = None
+
+
+class MessageRequest(SharedRequest):
+    """`messages` behind `system` go through the model's chat template. Where the last message is the assistant's, the answer
+    goes on with it."""
+
+    hints: ClassVar[dict[str, str]] = {
+        "stop": "it is called stop_sequences here",
+        "max_completion_tokens": "it is called max_tokens here",
+        "response_format": "it is called output_config.format here",
+        "n": "a message is one answer",
+    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"inference_geo"})
+
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    messages: Messages
+    system: Texts | None = None
+    stop_sequences: StopStrings | None = None
+    tools: MessageTools | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    metadata: MessageMetadata | None = None
+    chat_template_kwargs: FreeForm | None = None
+
+    # What only Anthropic's own service does
+    container: Annotated[Any, only_empty("containers are")] = None
+    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = None
+    context_management: Annotated[Any, only_empty("context_management is")] = None

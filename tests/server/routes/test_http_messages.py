@@ -1,0 +1,406 @@
+"""`/v1/messages` against a scripted engine: whole and streamed, blocks, tools, thinking, counts, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tokenizers
+from helpers.live_server import Live, live_server
+from helpers.named_events import named_events
+from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.toy_tokenizers import byte_level
+
+from windlass.engine.errors import EngineDeadError, QueueFullError
+
+PATH = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+VOCABULARY = 430
+TEMPLATE = (
+    "{% if enable_thinking is defined %}{{ enable_thinking }}{% endif %}{% for tool in tools or [] %}({{ tool.function.name }})"
+    "{% endfor %}{% for message in messages %}[{{ message.role }}]{% if message.reasoning %}<{{ message.reasoning }}>{% endif %}"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}{# <think> </think> #}"
+)
+LOOK = {
+    "name": "look",
+    "description": "The weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+}
+FIND = {"type": "custom", "name": "find", "input_schema": {"type": "object"}, "cache_control": {"type": "ephemeral"}}
+ROME = '{"city": "Rome"}'
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {ROME}}}\n</tool_call>'
+INFO = model_info(vocab_size=VOCABULARY, max_model_len=4096)
+USER = [{"role": "user", "content": "hello"}]
+
+
+def marked_tokenizer() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.add_special_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
+    return backend
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server(ScriptedEngine(info=INFO), template=TEMPLATE, backend=marked_tokenizer()) as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    shared.engine.info = INFO
+    say(shared, "Hello.")
+    return shared
+
+
+def say(live: Live, text: str) -> None:
+    ids = live.tokenizer.encode(text, add_special_tokens=False)
+    live.engine.reply, live.engine.eos_after = ids or [1], len(ids)
+
+
+def prompt_of(live: Live) -> str:
+    return live.tokenizer.decode(live.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
+
+
+def ask(live: Live, messages: Any = USER, **fields: Any) -> dict[str, Any]:
+    response = live.post(PATH, {"messages": messages, "max_tokens": 400, **fields})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def stream(live: Live, messages: Any = USER, **fields: Any) -> list[dict[str, Any]]:
+    return named_events(live, PATH, {"messages": messages, "max_tokens": 400, **fields})
+
+
+def refuse(live: Live, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    """The error of a request that must be refused, in Anthropic's shape."""
+    response = live.post(path, body)
+    assert response.status_code == status, response.text
+    answer = response.json()
+    assert set(answer) == {"type", "error", "request_id"} and answer["type"] == "error"
+    assert answer["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
+    error: dict[str, Any] = answer["error"]
+    assert error["message"] and set(error) == {"type", "message", "param", "code"}
+    return error
+
+
+def built(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message as a client puts it together."""
+    message: dict[str, Any] = {}
+    partial: dict[int, str] = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "input_json_delta":
+                        partial[event["index"]] = partial.get(event["index"], "") + delta["partial_json"]
+            case "content_block_stop":
+                if event["index"] in partial:
+                    message["content"][event["index"]]["input"] = json.loads(partial[event["index"]])
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] |= event["usage"]
+    return message
+
+
+def lasting(message: dict[str, Any]) -> dict[str, Any]:
+    content = [{**block, "id": ""} if "id" in block else block for block in message["content"]]
+    return {**message, "id": "", "content": content}
+
+
+def test_a_plain_answer(live: Live) -> None:
+    live.engine.cached_tokens = 2
+    answer = ask(live, system="Be kind.", metadata={"user_id": "me"}, model="toy")
+    assert prompt_of(live) == "[system]Be kind.[user]hello[assistant]"
+    prompt, generated = len(live.engine.requests[-1].prompt_token_ids), len(live.engine.reply) + 1
+    assert answer.pop("id").startswith("msg_")
+    assert answer == {
+        "type": "message",
+        "role": "assistant",
+        "model": "toy",
+        "content": [{"type": "text", "text": "Hello."}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": prompt - 2,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 2,
+            "output_tokens": generated,
+        },
+    }
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 100])
+def test_events_come_in_their_order(live: Live, at_once: int) -> None:
+    live.engine.tokens_per_output = at_once
+    names = [event["type"] for event in stream(live)]
+    assert names[:3] == ["message_start", "content_block_start", "ping"]
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(names[3:-3]) == {"content_block_delta"}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        (f"<think>so</think>Wait. {CALL}{CALL}", ["thinking", "text", "tool_use", "tool_use"]),
+        (CALL, ["tool_use"]),
+        ("<think>only", ["thinking"]),
+        ("", ["text"]),
+    ],
+)
+def test_a_stream_builds_the_whole_answer(live: Live, text: str, kinds: list[str], at_once: int) -> None:
+    say(live, text)
+    live.engine.tokens_per_output = at_once
+    whole = ask(live, tools=[LOOK])
+    assert [block["type"] for block in whole["content"]] == kinds
+    assert lasting(built(stream(live, tools=[LOOK]))) == lasting(whole)
+
+
+def test_blocks_hold_what_was_written(live: Live) -> None:
+    say(live, f"<think>so</think>Wait. {CALL}")
+    answer = ask(live, tools=[LOOK, FIND])
+    thought, text, call = answer["content"]
+    assert prompt_of(live).startswith("(look)(find)")
+    assert thought == {"type": "thinking", "thinking": "so", "signature": ""}
+    assert text == {"type": "text", "text": "Wait."}
+    assert (call["name"], call["input"]) == ("look", {"city": "Rome"}) and call["id"]
+    assert answer["stop_reason"] == "tool_use"
+
+
+def test_why_it_ended(live: Live) -> None:
+    assert ask(live, max_tokens=3)["stop_reason"] == "max_tokens"
+    stopped = ask(live, stop_sequences=["lo", "zz"])
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "lo")
+    assert stopped["content"][0]["text"] == "Hel"
+    say(live, CALL)
+    cut = ask(live, tools=[LOOK], max_tokens=len(live.engine.reply) - 4)
+    assert cut["stop_reason"] == "max_tokens" and isinstance(cut["content"][-1].get("input", {}), dict)
+
+
+def test_a_failure_on_the_way(live: Live) -> None:
+    live.engine.fail_after = (2, EngineDeadError("gone"))
+    event = stream(live)[-1]
+    assert event["type"] == "error" and event["error"]["type"] == "overloaded_error"
+
+
+def test_failures_before_the_stream_have_their_own_status(live: Live) -> None:
+    body = {"messages": USER, "max_tokens": 5, "stream": True}
+    live.engine.refuse = lambda request: QueueFullError("full", 3)
+    assert refuse(live, PATH, body, 429)["type"] == "rate_limit_error"
+    assert live.post(PATH, body).headers["retry-after"] == "3"
+    live.engine.refuse = lambda request: EngineDeadError("gone")
+    assert refuse(live, PATH, body, 503)["type"] == "overloaded_error"
+    live.engine.refuse = lambda request: None
+    assert refuse(live, PATH, {**body, "timeout": 1e-9}, 504)["type"] == "timeout_error"
+
+
+def test_silence_is_filled_with_pings() -> None:
+    with live_server(keep_alive_seconds=0.02) as quick:
+        quick.engine.first_delay = 0.2
+        names = [event["type"] for event in named_events(quick, PATH, {"messages": USER, "max_tokens": 2})]
+    assert names[0] == "ping" and names.index("message_start") > 2 and names[-1] == "message_stop"
+
+
+def test_a_client_that_leaves_ends_the_request(live: Live) -> None:
+    live.engine.delay = 0.02
+    body = {"messages": USER, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with live.http.stream("POST", PATH, json=body) as response:
+        next(response.iter_raw())
+    live.wait(lambda: len(live.engine.aborted) == 1)
+    live.wait(lambda: live.state.in_flight == 0)
+
+
+# ---- what goes in ----------------------------------------------------------------------------------------------------
+def test_blocks_become_turns(live: Live) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": each, "cache_control": {"type": "ephemeral"}} for each in "ab"]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "EqQB"},
+            {"type": "redacted_thinking", "data": "EmwK"},
+            {"type": "text", "text": "Wait.", "citations": None},
+            {"type": "tool_use", "id": "t1", "name": "look", "input": {"city": "Rome"}},
+            {"type": "tool_use", "id": "t2", "name": "find", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t1", "content": "sun"},
+            {"type": "tool_result", "tool_use_id": "t2", "content": [{"type": "text", "text": "none"}], "is_error": True},
+            {"type": "text", "text": "And?"},
+        ]},
+    ]  # fmt: skip
+    ask(live, messages, system=[{"type": "text", "text": "x"}, {"type": "text", "text": "y"}])
+    assert prompt_of(live) == (
+        f'[system]x\ny[user]a\nb[assistant]<hm>Wait.<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>'
+        '<tool_call>{"name": "find", "arguments": {}}</tool_call>[tool]sun[tool]Error: none[user]And?[assistant]'
+    )
+
+
+def test_an_answer_goes_in_again(live: Live) -> None:
+    say(live, f"<think>so</think>Wait. {CALL}")
+    answer = ask(live, tools=[LOOK])
+    result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"]}
+    say(live, "Sunny.")
+    ask(live, [*USER, answer, {"role": "user", "content": [result]}], tools=[LOOK])
+    assert prompt_of(live).endswith("</tool_call>[tool][assistant]") and "<so>Wait." in prompt_of(live)
+
+
+def test_an_answer_that_is_begun_goes_on(live: Live) -> None:
+    ask(live, [*USER, {"role": "assistant", "content": "The answer is"}])
+    assert prompt_of(live) == "[user]hello[assistant]The answer is"
+
+
+@pytest.mark.parametrize(
+    ("choice", "demanded"),
+    [
+        ({"type": "auto"}, False),
+        ({"type": "none"}, False),
+        ({"type": "any"}, True),
+        ({"type": "tool", "name": "look", "disable_parallel_tool_use": True}, True),
+    ],
+)
+def test_a_call_can_be_demanded(live: Live, choice: Any, demanded: bool) -> None:
+    ask(live, tools=[LOOK, FIND], tool_choice=choice)
+    assert (live.engine.requests[-1].sampling.grammar is not None) is demanded
+
+
+def test_one_call_at_most(live: Live) -> None:
+    say(live, CALL * 3)
+    one = ask(live, tools=[LOOK], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert len(one["content"]) == 1 and len(ask(live, tools=[LOOK])["content"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "value"),
+    [
+        ({"temperature": 0}, "temperature", 0.0),
+        ({"top_k": 7}, "top_k", 7),
+        ({"top_p": 0.5}, "top_p", 0.5),
+        ({"max_tokens": 9}, "max_tokens", 9),
+        ({"seed": 5}, "seed", 5),
+    ],
+)
+def test_sampling_reaches_the_engine(live: Live, fields: dict[str, Any], field: str, value: Any) -> None:
+    ask(live, **fields)
+    assert getattr(live.engine.requests[-1].sampling, field) == value
+
+
+def test_thinking(live: Live) -> None:
+    ask(live, thinking={"type": "enabled", "budget_tokens": 7})
+    assert live.engine.requests[-1].sampling.thinking.tokens == 7
+    assert prompt_of(live).startswith("True[user]")
+    ask(live, thinking={"type": "disabled"})
+    assert prompt_of(live).startswith("False[user]")
+    ask(live, thinking={"type": "adaptive"})
+    assert prompt_of(live).startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
+
+
+def test_a_form(live: Live) -> None:
+    ask(live, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    assert live.engine.requests[-1].sampling.grammar is not None
+
+
+def test_counting(live: Live) -> None:
+    for body in (
+        {"messages": USER},
+        {"messages": USER, "system": "Be kind.", "tools": [LOOK], "tool_choice": {"type": "any"}},
+        {"messages": USER, "thinking": {"type": "enabled", "budget_tokens": 9}},
+        {"messages": [*USER, {"role": "assistant", "content": "Well"}]},
+    ):
+        counted = live.post(COUNT, body).json()
+        ask(live, **body)
+        assert counted == {"input_tokens": len(live.engine.requests[-1].prompt_token_ids)}
+    longer = live.post(COUNT, {"messages": [{"role": "user", "content": "a b " * 9000}]}).json()
+    assert longer["input_tokens"] > 4096  # more than the context holds
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%%%not base64"}}
+USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [USE]}]}, "messages[0].content[0].type"),
+        ({"messages": [*USER, {"role": "assistant", "content": [USE]}]}, "messages[1].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
+         "messages[0].content[0].content[0].type"),
+        ({"messages": [*USER, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[1].content[0].input"),
+        ({"system": [IMAGE]}, "system[0].type"),
+        ({"system": 3}, "system"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "look"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "two words", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [LOOK, LOOK]}, "tools"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [LOOK], "tool_choice": {"type": "tool", "name": "find"}}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "deep"}}, "thinking.type"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"stop": "x"}, "stop"),
+        ({"top_p": 2}, "top_p"),
+        ({"output_config": {"format": {"type": "json_object"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "output_config.format"),
+        ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"colour": "red"}, "colour"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, "rope_scaling.factor"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(live: Live, fields: dict[str, Any], param: str) -> None:
+    error = refuse(live, PATH, {"messages": USER, "max_tokens": 5, **fields})
+    assert (error["param"], error["type"]) == (param, "invalid_request_error") and error["code"]
+    assert not live.engine.requests
+
+
+def test_the_rest_of_the_server_refuses_in_the_same_shape(live: Live) -> None:
+    assert refuse(live, PATH, {"messages": USER, "max_tokens": 5, "model": "x"}, 404)["type"] == "not_found_error"
+    assert refuse(live, f"{PATH}/batches", {}, 404)["type"] == "not_found_error"
+    assert live.http.get(PATH).json()["type"] == "error"
+    assert live.http.post(PATH, content=b"{").json()["error"]["code"] == "invalid_json"
+    assert refuse(live, COUNT, {"messages": [{"role": "user", "content": [IMAGE]}]})["param"]
+    assert "error" in live.http.get("/v1/messagesx").json() and "type" not in live.http.get("/v1/messagesx").json()
+
+
+def test_keys_in_either_header() -> None:
+    with live_server(api_keys=("k",), max_body_bytes=2000) as live:
+        body = {"messages": USER, "max_tokens": 2}
+        assert refuse(live, PATH, body, 401)["type"] == "authentication_error"
+        for headers in (
+            {"x-api-key": "k"},
+            {"authorization": "Bearer k"},
+            {"x-api-key": "k", "authorization": "Bearer no"},
+        ):
+            assert live.post(PATH, body, headers=headers).status_code == 200
+        for headers in ({"x-api-key": "no"}, {"x-api-key": "Bearer k"}, {"x-api-key": ""}):
+            assert live.post(PATH, body, headers=headers).status_code == 401
+        live.http.headers["x-api-key"] = "k"
+        large = {**body, "system": "x" * 3000}
+        assert refuse(live, PATH, large, 413)["type"] == "request_too_large"
