@@ -45,7 +45,7 @@ class _CallPieces:
             self.arguments.append(function.arguments)
 
     def function(self) -> FunctionCall:
-        return FunctionCall(name=self.name, arguments=_text(self.arguments))
+        return FunctionCall(name=self.name, arguments=joined_text(self.arguments))
 
 
 @dataclass(slots=True)
@@ -74,6 +74,9 @@ class Accumulator(ABC, Generic[Chunk, A]):
     usage: the last one sent. rotary: the first choice's, once it has ended.
     """
 
+    ending = "[DONE]"
+    ended = False  # no chunk says that nothing follows
+
     def __init__(self) -> None:
         self.usage: Usage | None = None
         self.rotary: Rotary | None = None
@@ -84,12 +87,12 @@ class Accumulator(ABC, Generic[Chunk, A]):
     @property
     def text(self) -> str:
         """Text of the first choice."""
-        return _text(self._choices[0].texts) if 0 in self._choices else ""
+        return joined_text(self._choices[0].texts) if 0 in self._choices else ""
 
     @property
     def reasoning(self) -> str:
         """Thinking of the first choice."""
-        return _text(self._choices[0].reasoning) if 0 in self._choices else ""
+        return joined_text(self._choices[0].reasoning) if 0 in self._choices else ""
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
@@ -260,7 +263,7 @@ class ChatAccumulator(Accumulator[ChatCompletionChunk, ChatCompletion]):
         )
 
 
-def _text(parts: list[str]) -> str:
+def joined_text(parts: list[str]) -> str:
     """The parts as one, kept so: callers ask after every chunk, and the text is not joined from the start each time."""
     if len(parts) > 1:
         parts[:] = ["".join(parts)]

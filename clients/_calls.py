@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 
-from windlass.clients._accumulate import Accumulator, ChatAccumulator, CompletionAccumulator
+from windlass.clients._accumulate import ChatAccumulator, CompletionAccumulator
 from windlass.clients._answer_type import AnswerType, reader, response_format
 from windlass.clients._failures import request_id_of
 from windlass.clients._parse import parse
-from windlass.clients.chat_types import ChatMessage
+from windlass.clients._whole import MessageAccumulator, ResponseAccumulator, Whole
+from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import Timeout
+from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
 from windlass.clients.types import (
     ChatCompletion,
@@ -61,7 +63,7 @@ class StreamCall(Generic[T, A]):
     path: str
     body: dict[str, Any]
     chunk: type[T]
-    accumulator: Callable[[], Accumulator[Any, A]]
+    accumulator: Callable[[], Whole[A]]
     expected: int
     timeout: Timeout = None
 
@@ -120,6 +122,70 @@ def asking_for(body: dict[str, Any], answer_type: AnswerType | None) -> dict[str
     if "response_format" in body:
         raise ValueError("give answer_type or response_format, not both")
     return {**body, "response_format": response_format(answer_type)}
+
+
+def response(body: dict[str, Any], timeout: Timeout) -> Call[Response]:
+    return Call(method="POST", path="/v1/responses", body=body, answer=_generated(Response), timeout=timeout)
+
+
+def response_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[ResponseEvent, Response]:
+    return StreamCall(
+        path="/v1/responses",
+        body={**body, "stream": True},
+        chunk=ResponseEvent,
+        accumulator=ResponseAccumulator,
+        expected=1,
+        timeout=timeout,
+    )
+
+
+def kept_response(response_id: str) -> Call[Response]:
+    return Call(method="GET", path=_kept(response_id), answer=_generated(Response))
+
+
+def delete_response(response_id: str) -> Call[bool]:
+    def answer(response: httpx.Response) -> bool:
+        data = response.json()
+        if not isinstance(data, dict) or not isinstance(data.get("deleted"), bool):
+            raise ValueError("what became of the response should be an object with a boolean `deleted`")
+        return bool(data["deleted"])
+
+    return Call(method="DELETE", path=_kept(response_id), answer=answer, retried=False)
+
+
+def response_items(response_id: str, order: str | None, limit: int | None, after: str | None) -> Call[ResponseItems]:
+    query = {name: value for name, value in (("order", order), ("limit", limit), ("after", after)) if value is not None}
+    path = f"{_kept(response_id)}/input_items" + (f"?{urlencode(query)}" if query else "")
+    return Call(method="GET", path=path, answer=_parsed(ResponseItems))
+
+
+def _kept(response_id: str) -> str:
+    return f"/v1/responses/{quote(response_id, safe='')}"
+
+
+def message(body: dict[str, Any], timeout: Timeout) -> Call[Message]:
+    return Call(method="POST", path="/v1/messages", body=body, answer=_generated(Message), timeout=timeout)
+
+
+def message_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[MessageEvent, Message]:
+    return StreamCall(
+        path="/v1/messages",
+        body={**body, "stream": True},
+        chunk=MessageEvent,
+        accumulator=MessageAccumulator,
+        expected=1,
+        timeout=timeout,
+    )
+
+
+def count_tokens(body: dict[str, Any]) -> Call[int]:
+    def answer(response: httpx.Response) -> int:
+        data = response.json()
+        if not isinstance(data, dict) or type(data.get("input_tokens")) is not int:
+            raise ValueError("the count should be an object with a number `input_tokens`")
+        return int(data["input_tokens"])
+
+    return Call(method="POST", path="/v1/messages/count_tokens", body=body, answer=answer)
 
 
 def tokenize(body: dict[str, Any]) -> Call[Tokenization]:
@@ -215,7 +281,7 @@ def build_body(fixed: Mapping[str, Any], options: Mapping[str, Any], extra: Mapp
 
 def _jsonable(value: Any) -> Any:
     """Sequences such as tuples, ranges and arrays as lists, messages as objects; everything else as it is."""
-    if isinstance(value, ChatMessage):
+    if hasattr(value, "to_dict"):  # messages, items and blocks of answers
         return value.to_dict()
     if hasattr(value, "tolist"):  # numpy's arrays and scalars
         return value.tolist()

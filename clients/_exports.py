@@ -18,8 +18,28 @@ from windlass.clients.errors import (
     ServerError,
     StreamError,
 )
+from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent, MessageUsage
 from windlass.clients.metrics import Metrics, MetricSample
-from windlass.clients.options import ChatOptions, CompletionOptions, DetokenizeOptions, RetryPolicy, TokenizeOptions
+from windlass.clients.options import (
+    ChatOptions,
+    CompletionOptions,
+    CountOptions,
+    DetokenizeOptions,
+    MessageOptions,
+    ResponseOptions,
+    RetryPolicy,
+    TokenizeOptions,
+)
+from windlass.clients.response_types import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    Response,
+    ResponseEvent,
+    ResponseItem,
+    ResponseItems,
+    ResponsePart,
+    ResponseUsage,
+)
 from windlass.clients.rope import RopeScaling
 from windlass.clients.streams import AsyncStream, Stream
 from windlass.clients.types import (
@@ -72,19 +92,35 @@ __all__ = [
     "CompletionChunk",
     "CompletionOptions",
     "CompletionTokensDetails",
+    "ContentBlock",
     "ContextUse",
+    "CountOptions",
     "Detokenization",
     "DetokenizeOptions",
     "FunctionCall",
     "Health",
+    "InputTokensDetails",
     "Logprobs",
+    "Message",
+    "MessageDelta",
+    "MessageEvent",
+    "MessageOptions",
+    "MessageUsage",
     "MetricSample",
     "Metrics",
     "Model",
     "NotFoundError",
+    "OutputTokensDetails",
     "PromptTokensDetails",
     "RateLimitError",
+    "Response",
     "ResponseError",
+    "ResponseEvent",
+    "ResponseItem",
+    "ResponseItems",
+    "ResponseOptions",
+    "ResponsePart",
+    "ResponseUsage",
     "RetryPolicy",
     "RopeScaling",
     "Rotary",

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
-from windlass.clients._accumulate import Accumulator
 from windlass.clients._parse import parse
+from windlass.clients._whole import Whole
 from windlass.clients.errors import ResponseError, StreamError
 from windlass.clients.sse import SSEDecoder
 
@@ -19,10 +19,11 @@ class ChunkReader(Generic[T, A]):
     """Feed it bytes; it gives chunks until `done`. Call `end` when the bytes end. `whole` is what has arrived so far.
 
     A stream ended well when `expected` choices, and every choice that was begun, brought a finish_reason and then [DONE]
-    came. Anything else is a StreamError: text cut short must not pass for an answer.
+    came, or the event with which streams of its kind end. Anything else is a StreamError: text cut short must not
+    pass for an answer.
     """
 
-    def __init__(self, chunk: type[T], whole: Accumulator[Any, A], expected: int, request_id: str | None) -> None:
+    def __init__(self, chunk: type[T], whole: Whole[A], expected: int, request_id: str | None) -> None:
         self.done = False
         self.whole = whole
         self.request_id = request_id
@@ -42,11 +43,15 @@ class ChunkReader(Generic[T, A]):
                 self.done = True
                 return
             yield self._read(event.data)
+            if self.whole.ended:
+                self._check_complete()
+                self.done = True
+                return
 
     def end(self) -> None:
-        """The bytes ended: raises StreamError unless [DONE] came before."""
+        """The bytes ended: raises StreamError unless the stream's last event came before."""
         if not self.done:
-            raise self._error("the stream ended without [DONE]: the answer is incomplete")
+            raise self._error(f"the stream ended without {self.whole.ending}: the answer is incomplete")
 
     def answer(self) -> A:
         """The whole answer; raises StreamError unless the stream ended well."""
@@ -59,8 +64,9 @@ class ChunkReader(Generic[T, A]):
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise self._unknown(f"an event is not JSON ({error})") from error
-        if isinstance(data, dict) and data.get("error") is not None:
-            raise self._reported(data["error"])
+        failure = _failure(data)
+        if failure is not None:
+            raise self._reported(failure)
         try:
             chunk = parse(self._chunk, data)
         except ValueError as error:
@@ -87,3 +93,17 @@ class ChunkReader(Generic[T, A]):
 
     def _unknown(self, what: str) -> ResponseError:
         return ResponseError(f"the stream is not understood: {what}", status=200, request_id=self.request_id)
+
+
+def _failure(data: Any) -> Any:
+    """The error that an event tells of, None where it tells of none."""
+    if not isinstance(data, dict):
+        return None
+    if data.get("error") is not None:
+        return data["error"]
+    if data.get("type") == "error":
+        return data
+    if data.get("type") == "response.failed":
+        response = data.get("response")
+        return (response.get("error") if isinstance(response, dict) else None) or {}
+    return None

@@ -13,17 +13,24 @@ from windlass.clients._answer_type import AnswerType
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run_async
 from windlass.clients._rules import CallRules
+from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
     ChatOptions,
     CompletionOptions,
+    CountOptions,
     DetokenizeOptions,
+    MessageOptions,
     Messages,
+    MessageTurns,
     Prompt,
+    ResponseInput,
+    ResponseOptions,
     RetryPolicy,
     Timeout,
     TokenizeOptions,
 )
+from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
 from windlass.clients.streams import AsyncStream
 from windlass.clients.types import (
@@ -172,6 +179,123 @@ class AsyncClient:
         if stream:
             return await self._open(calls.chat_stream(body, timeout, answer_type))
         return await self._run(calls.chat(body, timeout, answer_type))
+
+    @overload
+    async def responses(
+        self,
+        input: ResponseInput,
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ResponseOptions],
+    ) -> Response: ...
+
+    @overload
+    async def responses(
+        self,
+        input: ResponseInput,
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ResponseOptions],
+    ) -> AsyncStream[ResponseEvent, Response]: ...
+
+    async def responses(
+        self,
+        input: ResponseInput,
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ResponseOptions],
+    ) -> Response | AsyncStream[ResponseEvent, Response]:
+        """See `Client.responses`."""
+        body = calls.build_body({"input": input, "model": model, "timeout": deadline}, options, extra_body)
+        if stream:
+            return await self._open(calls.response_stream(body, timeout))
+        return await self._run(calls.response(body, timeout))
+
+    async def response(self, response_id: str) -> Response:
+        """See `Client.response`."""
+        return await self._run(calls.kept_response(response_id))
+
+    async def delete_response(self, response_id: str) -> bool:
+        """See `Client.delete_response`."""
+        return await self._run(calls.delete_response(response_id))
+
+    async def response_items(
+        self, response_id: str, *, order: str | None = None, limit: int | None = None, after: str | None = None
+    ) -> ResponseItems:
+        """See `Client.response_items`."""
+        return await self._run(calls.response_items(response_id, order, limit, after))
+
+    @overload
+    async def messages(
+        self,
+        messages: MessageTurns,
+        max_tokens: int,
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> Message: ...
+
+    @overload
+    async def messages(
+        self,
+        messages: MessageTurns,
+        max_tokens: int,
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> AsyncStream[MessageEvent, Message]: ...
+
+    async def messages(
+        self,
+        messages: MessageTurns,
+        max_tokens: int,
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> Message | AsyncStream[MessageEvent, Message]:
+        """See `Client.messages`."""
+        body = calls.build_body(
+            {"messages": messages, "max_tokens": max_tokens, "model": model, "timeout": deadline}, options, extra_body
+        )
+        if stream:
+            return await self._open(calls.message_stream(body, timeout))
+        return await self._run(calls.message(body, timeout))
+
+    async def count_tokens(
+        self,
+        messages: MessageTurns,
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[CountOptions],
+    ) -> int:
+        """See `Client.count_tokens`."""
+        fixed = {"messages": messages, "model": model}
+        return await self._run(calls.count_tokens(calls.build_body(fixed, options, extra_body)))
 
     async def tokenize(
         self,

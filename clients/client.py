@@ -13,17 +13,24 @@ from windlass.clients._answer_type import AnswerType
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run
 from windlass.clients._rules import CallRules
+from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
     ChatOptions,
     CompletionOptions,
+    CountOptions,
     DetokenizeOptions,
+    MessageOptions,
     Messages,
+    MessageTurns,
     Prompt,
+    ResponseInput,
+    ResponseOptions,
     RetryPolicy,
     Timeout,
     TokenizeOptions,
 )
+from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
 from windlass.clients.streams import Stream
 from windlass.clients.types import (
@@ -188,6 +195,123 @@ class Client:
         if stream:
             return self._open(calls.chat_stream(body, timeout, answer_type))
         return self._run(calls.chat(body, timeout, answer_type))
+
+    @overload
+    def responses(
+        self,
+        input: ResponseInput,
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ResponseOptions],
+    ) -> Response: ...
+
+    @overload
+    def responses(
+        self,
+        input: ResponseInput,
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ResponseOptions],
+    ) -> Stream[ResponseEvent, Response]: ...
+
+    def responses(
+        self,
+        input: ResponseInput,
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ResponseOptions],
+    ) -> Response | Stream[ResponseEvent, Response]:
+        """Answer an input: a string, or items. See `completions` for the other arguments."""
+        body = calls.build_body({"input": input, "model": model, "timeout": deadline}, options, extra_body)
+        if stream:
+            return self._open(calls.response_stream(body, timeout))
+        return self._run(calls.response(body, timeout))
+
+    def response(self, response_id: str) -> Response:
+        """A response that the server keeps; raises NotFoundError."""
+        return self._run(calls.kept_response(response_id))
+
+    def delete_response(self, response_id: str) -> bool:
+        """Have the server forget a response; raises NotFoundError."""
+        return self._run(calls.delete_response(response_id))
+
+    def response_items(
+        self, response_id: str, *, order: str | None = None, limit: int | None = None, after: str | None = None
+    ) -> ResponseItems:
+        """What a response that is kept answered: a page of it, the latest items first unless `order` is "asc"."""
+        return self._run(calls.response_items(response_id, order, limit, after))
+
+    @overload
+    def messages(
+        self,
+        messages: MessageTurns,
+        max_tokens: int,
+        *,
+        model: str | None = None,
+        stream: Literal[False] = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> Message: ...
+
+    @overload
+    def messages(
+        self,
+        messages: MessageTurns,
+        max_tokens: int,
+        *,
+        model: str | None = None,
+        stream: Literal[True],
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> Stream[MessageEvent, Message]: ...
+
+    def messages(
+        self,
+        messages: MessageTurns,
+        max_tokens: int,
+        *,
+        model: str | None = None,
+        stream: bool = False,
+        deadline: float | None = None,
+        timeout: Timeout = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[MessageOptions],
+    ) -> Message | Stream[MessageEvent, Message]:
+        """Answer a conversation in Anthropic's form. See `completions` for the other arguments."""
+        body = calls.build_body(
+            {"messages": messages, "max_tokens": max_tokens, "model": model, "timeout": deadline}, options, extra_body
+        )
+        if stream:
+            return self._open(calls.message_stream(body, timeout))
+        return self._run(calls.message(body, timeout))
+
+    def count_tokens(
+        self,
+        messages: MessageTurns,
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[CountOptions],
+    ) -> int:
+        """What a conversation in Anthropic's form comes to in tokens."""
+        fixed = {"messages": messages, "model": model}
+        return self._run(calls.count_tokens(calls.build_body(fixed, options, extra_body)))
 
     def tokenize(
         self,

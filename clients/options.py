@@ -12,10 +12,14 @@ from typing import Any, TypedDict
 import httpx
 
 from windlass.clients.chat_types import ChatMessage
+from windlass.clients.message_types import Message
+from windlass.clients.response_types import ResponseItem
 
 TokenIds = Sequence[int]
 Prompt = str | Sequence[str] | TokenIds | Sequence[TokenIds]
 Messages = Sequence[Mapping[str, Any] | ChatMessage]
+ResponseInput = str | Sequence[Mapping[str, Any] | ResponseItem]
+MessageTurns = Sequence[Mapping[str, Any] | Message]
 Timeout = float | httpx.Timeout | None
 
 
@@ -43,11 +47,9 @@ class RetryPolicy:
         return min(self.longest_delay, self.first_delay * 2.0**attempt) * (0.5 + 0.5 * draw)
 
 
-class GenerationOptions(TypedDict, total=False):
-    """Body fields of both generation endpoints, by their API names. None means "not given"."""
+class SharedOptions(TypedDict, total=False):
+    """Body fields of every endpoint that generates, by their API names. None means "not given"."""
 
-    max_tokens: int | None
-    max_completion_tokens: int | None
     temperature: float | None
     top_p: float | None
     top_k: int | None
@@ -60,9 +62,6 @@ class GenerationOptions(TypedDict, total=False):
     dry_allowed_length: int | None
     dry_penalty_last_n: int | None
     dry_sequence_breakers: Sequence[str] | str | None
-    n: int | None
-    best_of: int | None
-    stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     include_stop_str_in_output: bool | None
     seed: int | None
@@ -76,13 +75,8 @@ class GenerationOptions(TypedDict, total=False):
     ignore_eos: bool | None
     skip_special_tokens: bool | None
     add_special_tokens: bool | None
-    prompt_logprobs: int | None
-    return_token_ids: bool | None
-    return_tokens_as_token_ids: bool | None
     truncate_prompt_tokens: int | None
     truncation_side: str | None
-    stream_options: Mapping[str, bool] | None
-    response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
     guided_json: Mapping[str, Any] | str | None
     guided_regex: str | None
@@ -103,9 +97,24 @@ class GenerationOptions(TypedDict, total=False):
     priority: int | None
     request_id: str | None
     user: str | None
+    service_tier: str | None
+
+
+class GenerationOptions(SharedOptions, total=False):
+    """Body fields of completions and chats."""
+
+    max_tokens: int | None
+    max_completion_tokens: int | None
+    n: int | None
+    best_of: int | None
+    stop: str | Sequence[str] | None
+    prompt_logprobs: int | None
+    return_token_ids: bool | None
+    return_tokens_as_token_ids: bool | None
+    stream_options: Mapping[str, bool] | None
+    response_format: Mapping[str, Any] | None
     metadata: Mapping[str, Any] | None
     store: bool | None
-    service_tier: str | None
     safety_identifier: str | None
     prompt_cache_key: str | None
     verbosity: str | None
@@ -134,6 +143,48 @@ class ChatOptions(GenerationOptions, total=False):
     thinking_budget: int | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
+
+
+class ResponseOptions(SharedOptions, total=False):
+    """Body fields of /v1/responses."""
+
+    instructions: str | None
+    previous_response_id: str | None
+    store: bool | None
+    max_output_tokens: int | None
+    stop: str | Sequence[str] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    text: Mapping[str, Any] | None
+    reasoning: Mapping[str, Any] | None
+    include: Sequence[str] | None
+    top_logprobs: int | None
+    truncation: str | None
+    metadata: Mapping[str, str] | None
+    stream_options: Mapping[str, bool] | None
+    thinking_budget: int | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
+
+
+class CountOptions(TypedDict, total=False):
+    """Body fields of /v1/messages/count_tokens."""
+
+    system: str | Sequence[Mapping[str, Any]] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: Mapping[str, Any] | None
+    thinking: Mapping[str, Any] | None
+    output_config: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class MessageOptions(SharedOptions, CountOptions, total=False):
+    """Body fields of /v1/messages."""
+
+    stop_sequences: Sequence[str] | None
+    metadata: Mapping[str, Any] | None
 
 
 class TokenizeOptions(TypedDict, total=False):

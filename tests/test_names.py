@@ -19,15 +19,19 @@ OF_THE_API = {
     "Completion",
     "CompletionChoice",
     "CompletionTokensDetails",
+    "InputTokensDetails",
+    "MessageUsage",
     "Model",
+    "OutputTokensDetails",
     "PromptTokensDetails",
+    "ResponseUsage",
     "RopeScaling",
     "Rotary",
     "RotaryGroup",
     "TokenLogprob",
     "Usage",
 }
-CLIENT_TYPES = {"clients/chat_types.py", "clients/types.py", "clients/rope.py"}
+CLIENT_TYPES = {f"clients/{name}.py" for name in ("chat_types", "message_types", "response_types", "rope", "types")}
 
 
 def places() -> dict[str, list[str]]:

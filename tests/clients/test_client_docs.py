@@ -13,7 +13,7 @@ import windlass.clients
 from windlass.clients import RopeScaling
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": 2, "docs/clients.md": 11, "docs/openai.md": 5}
+PAGES = {"README.md": 2, "docs/clients.md": 11, "docs/openai.md": 5, "docs/responses.md": 2}
 EXAMPLES = [
     pytest.param(page, source, id=f"{page}-{number}")
     for page in PAGES
@@ -31,6 +31,8 @@ PRINTS = {
     "docs/clients.md-9": r"^change the request: temperature should be greater than or equal to 0$",
     "docs/openai.md-1": r"^dynamic 512\.0 None\n",
     "docs/openai.md-2": r"yarn 2\.0\n$",
+    "docs/responses.md-0": r" \d+\n\S",
+    "docs/responses.md-1": r" (completed|incomplete) \d+\n[\s\S]*message 1 True$",
     "docs/openai.md-4": r"^rope_scaling\.factor invalid_value \S+ rope_scaling\.factor must be",
 }
 

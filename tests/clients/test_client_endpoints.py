@@ -25,10 +25,13 @@ from windlass.clients import (
     ChatOptions,
     Client,
     CompletionOptions,
+    CountOptions,
     DetokenizeOptions,
+    MessageOptions,
     Metrics,
     NotFoundError,
     ResponseError,
+    ResponseOptions,
     RopeScaling,
     TokenizeOptions,
 )
@@ -37,6 +40,8 @@ from windlass.engine.rotary.scaling import RopeScaling as Accepted
 from windlass.engine.rotary.scaling import RotaryBase
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
+from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
+from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
 
 pytestmark = pytest.mark.anyio
@@ -51,11 +56,14 @@ def live() -> Iterator[Live]:
         yield server
 
 
+# Fields that may only ask for nothing.
+REFUSED = ("background", "conversation", "prompt", "context_management", "moderation", "container", "mcp_servers")
 MESSAGES = [{"role": "user", "content": "hi"}]
 CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("completions", ("x",)), ("chat", (MESSAGES,)), ("tokenize", ("hello",)), ("detokenize", ([65, 66],)),
     ("models", ()), ("model", (MODEL,)), ("rotary", ()), ("profiles", ()), ("inspect", (YARN,)), ("health", ()),
-    ("ready", ()), ("version", ()), ("metrics", ()), ("openapi", ()),
+    ("ready", ()), ("version", ()), ("metrics", ()), ("openapi", ()), ("responses", ("x",)), ("response", ("resp",)),
+    ("response_items", ("resp",)), ("delete_response", ("resp",)), ("messages", (MESSAGES, 2)), ("count_tokens", (MESSAGES,)),
 ]  # fmt: skip
 
 
@@ -71,10 +79,19 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
 
     with Client("http://x", api_key=KEY, transport=httpx.MockTransport(note)) as client:
         for name, arguments in CALLS:
-            getattr(client, name)(*arguments)
+            if arguments == ("resp",):  # which is nobody's
+                with pytest.raises(NotFoundError, match="there is no response 'resp'"):
+                    getattr(client, name)(*arguments)
+            else:
+                getattr(client, name)(*arguments)
     with Client(live.url, api_key=KEY) as client:
         paths = client.openapi()["paths"]
-    routes = {(method.upper(), path.replace("{model}", MODEL)) for path, methods in paths.items() for method in methods}
+    named = {"{model}": MODEL, "{response_id}": "resp"}
+    routes = {
+        (method.upper(), re.sub(r"\{\w+\}", lambda found: named[found[0]], path))
+        for path, methods in paths.items()
+        for method in methods
+    }
     routes.add(("GET", "/openapi.json"))  # which does not list itself
     assert called == routes
 
@@ -84,12 +101,16 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
     [
         (CompletionRequest, CompletionOptions, {"prompt", "model", "stream", "timeout"}),
         (ChatRequest, ChatOptions, {"messages", "model", "stream", "timeout"}),
+        (ResponseRequest, ResponseOptions, {"input", "model", "stream", "timeout", *REFUSED}),
+        (MessageRequest, MessageOptions, {"messages", "max_tokens", "model", "stream", "timeout", *REFUSED}),
+        (CountTokensRequest, CountOptions, {"messages", "model"}),
         (TokenizeRequest, TokenizeOptions, {"prompt", "messages", "model"}),
         (DetokenizeRequest, DetokenizeOptions, {"tokens", "model"}),
     ],
 )
 def test_options_are_the_fields_the_server_takes(body: Any, options: Any, arguments: set[str]) -> None:
     assert set(typing.get_type_hints(options)) == set(body.model_fields) - arguments
+    assert arguments - set(REFUSED) <= set(body.model_fields)
 
 
 def test_inspect_takes_the_fields_the_server_takes() -> None:
