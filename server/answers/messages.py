@@ -60,13 +60,16 @@ class MessageWriter(BlockWriter):
         return {"stop_reason": reason, "stop_sequence": self.stop_reason if stopped else None}
 
     def _usage(self) -> dict[str, Any]:
-        """`input_tokens` are those that were not found in the cache."""
+        """`input_tokens` are those that were not found in the cache; thinking is counted where it is told apart."""
         tally = self.tally
+        thought = tally.reasoning_tokens
+        details = {} if thought is None else {"output_tokens_details": {"thinking_tokens": thought}}
         return {
             "input_tokens": tally.prompt_tokens - tally.cached_tokens,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": tally.cached_tokens,
             "output_tokens": tally.completion_tokens,
+            **details,
         }
 
 

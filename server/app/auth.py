@@ -36,7 +36,7 @@ class AuthMiddleware:
             else:
                 error = ApiError(
                     401,
-                    "a valid API key is needed: send the header Authorization: Bearer <key>",
+                    "a valid API key is needed: send the header Authorization: Bearer <key>, or x-api-key: <key>",
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )

@@ -355,6 +355,103 @@ def pydantic_ai() -> None:
         asyncio.run(streamed())
 
 
+# --- openai and openai-agents by way of responses -------------------------------------------------------------------
+
+
+@check
+def items_openai() -> None:
+    client, tool = _openai(), {"type": "function", **TOOL["function"], "strict": True}
+    asked: dict[str, Any] = {"model": MODEL, "tools": [tool], "max_output_tokens": LENGTH, "temperature": 0}
+    first = client.responses.create(input=QUESTION, tool_choice="required", parallel_tool_calls=False, **asked)
+    (call,) = [item for item in first.output if item.type == "function_call"]
+    result = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": f"sunny in {called(call.name, call.arguments)}",
+    }
+    told = client.responses.create(input=[result], previous_response_id=first.id, tool_choice="none", **asked)
+    assert told.output_text and told.usage.input_tokens > first.usage.input_tokens
+    chosen = {"type": "function", "name": "weather"}
+    with client.responses.stream(input=QUESTION, tool_choice=chosen, **asked) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert kinds[0] == "response.created" and "response.function_call_arguments.done" in kinds
+    assert kinds[-1] == "response.completed" and called(final.output[0].name, final.output[0].arguments)
+    parsed = client.responses.parse(
+        model=MODEL, input=QUESTION, text_format=Weather, max_output_tokens=LENGTH, temperature=0
+    )
+    assert isinstance(parsed.output_parsed, Weather)
+
+
+@check
+def items_agents() -> None:
+    import openai
+    from agents import Agent, ModelSettings, Runner, function_tool, set_default_openai_client, set_tracing_disabled
+
+    set_tracing_disabled(True)
+    set_default_openai_client(openai.AsyncOpenAI(base_url=BASE, api_key=KEY, max_retries=0, timeout=120))
+    asked: list[str] = []
+
+    @function_tool
+    def weather(city: Literal["Rome", "Paris", "Oslo"]) -> str:
+        """The weather in a city."""
+        asked.append(city)
+        return f"sunny in {city}"
+
+    async def run() -> None:
+        short = ModelSettings(temperature=0, max_tokens=LENGTH)
+        structured = Agent(name="a", model=MODEL, output_type=Weather, model_settings=short)
+        assert isinstance((await Runner.run(structured, QUESTION)).final_output, Weather)
+        must = ModelSettings(temperature=0, max_tokens=LENGTH, tool_choice="required", parallel_tool_calls=False)
+        caller = Agent(name="b", model=MODEL, tools=[weather], model_settings=must)
+        told = await Runner.run(caller, QUESTION, max_turns=3)
+        assert isinstance(told.final_output, str) and len(asked) == 1
+        streamed = Runner.run_streamed(caller, QUESTION, max_turns=3)
+        kinds = [event.type async for event in streamed.stream_events()]
+        assert "raw_response_event" in kinds and "run_item_stream_event" in kinds and len(asked) == 2
+
+    asyncio.run(run())
+
+
+# --- anthropic ------------------------------------------------------------------------------------------------------
+
+
+@check
+def items_anthropic() -> None:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=BASE.removesuffix("/v1"), api_key=KEY, max_retries=0, timeout=120)
+    short: dict[str, Any] = {"model": MODEL, "max_tokens": LENGTH, "extra_body": {"temperature": 0}}
+    plain = client.messages.create(messages=MESSAGES, system="Be brief.", **short)
+    assert plain.type == "message" and plain.content[0].text and plain.stop_reason in ("end_turn", "max_tokens")
+    counted = client.messages.count_tokens(model=MODEL, messages=MESSAGES, system="Be brief.")
+    assert counted.input_tokens == plain.usage.input_tokens + (plain.usage.cache_read_input_tokens or 0)
+    with client.messages.stream(messages=MESSAGES, system="Be brief.", **short) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == final.content[0].text == plain.content[0].text and final.stop_reason == plain.stop_reason
+
+    tool: Any = {"name": "weather", "description": "The weather in a city.", "input_schema": PARAMETERS}
+    offer: dict[str, Any] = {**short, "tools": [tool]}
+    one = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
+    asking = client.messages.create(messages=MESSAGES, tool_choice=one, **offer)
+    (call,) = asking.content
+    assert asking.stop_reason == "tool_use" and called(call.name, call.input)
+    with client.messages.stream(messages=MESSAGES, tool_choice=one, **offer) as stream:
+        kinds = [event.type for event in stream]
+        assert stream.get_final_message().content[0].input == call.input and "input_json" in kinds
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
+    history = [*MESSAGES, {"role": "assistant", "content": asking.content}, {"role": "user", "content": [result]}]
+    told = client.messages.create(messages=history, tool_choice={"type": "none"}, **offer)
+    assert told.content[0].type == "text"
+    try:
+        client.messages.create(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}], **short)
+    except anthropic.BadRequestError as error:
+        assert error.body["error"]["param"] == "messages[0].content[0].type" and error.request_id
+    else:
+        raise AssertionError("an image was accepted")
+
+
 def main() -> int:
     failed = 0
     for name, run in CHECKS.items():

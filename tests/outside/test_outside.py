@@ -50,6 +50,7 @@ def passes(command: list[str], folder: Path, checks: int) -> None:
     [
         ("python", ["openai", "langchain", "instructor", "litellm", "pydantic_ai"], 14),
         ("llama-index", ["llama_index"], 2),
+        ("items", ["items"], 3),
     ],
 )
 def test_python_clients(request: pytest.FixtureRequest, environment: str, names: list[str], checks: int) -> None:

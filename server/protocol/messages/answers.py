@@ -8,6 +8,12 @@ from windlass.server.protocol.answers import Rotary
 from windlass.server.protocol.base import StrictModel
 
 
+class MessageTokensDetails(StrictModel):
+    """`thinking_tokens`: generated tokens up to the end of the thinking, its markers included."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(StrictModel):
     """Token counts. `input_tokens` are those not found in the prefix cache; `cache_read_input_tokens` those that were."""
 
@@ -15,6 +21,7 @@ class MessageUsage(StrictModel):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: MessageTokensDetails | None = None
 
 
 class MessageAnswer(StrictModel):

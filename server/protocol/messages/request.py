@@ -22,6 +22,9 @@ from windlass.server.protocol.tools import (
     check_parameters,
 )
 
+# What concerns Anthropic's own caches, machines and accounts.
+_BOOKKEEPING = frozenset({"cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id"})
+
 
 class CustomTool(StrictModel):
     """A tool on offer. `cache_control`, `strict` and what concerns tools that the server would run have no effect."""
@@ -109,6 +112,8 @@ MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True
 class CountTokensRequest(StrictModel):
     """What an input comes to in tokens, the chat template's own included."""
 
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING
+
     model: str | None = None
     messages: Messages
     system: Texts | None = None
@@ -129,7 +134,7 @@ class MessageRequest(SharedRequest):
         "response_format": "it is called output_config.format here",
         "n": "a message is one answer",
     }
-    ignored: ClassVar[frozenset[str]] = frozenset({"inference_geo"})
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     messages: Messages

@@ -124,7 +124,7 @@ def lasting(message: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_plain_answer(live: Live) -> None:
     live.engine.cached_tokens = 2
-    answer = ask(live, system="Be kind.", metadata={"user_id": "me"}, model="toy")
+    answer = ask(live, system="Be kind.", metadata={"user_id": "me"}, model="toy", cache_control={"type": "ephemeral"})
     assert prompt_of(live) == "[system]Be kind.[user]hello[assistant]"
     prompt, generated = len(live.engine.requests[-1].prompt_token_ids), len(live.engine.reply) + 1
     assert answer.pop("id").startswith("msg_")
@@ -140,6 +140,7 @@ def test_a_plain_answer(live: Live) -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 2,
             "output_tokens": generated,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 
@@ -180,6 +181,9 @@ def test_blocks_hold_what_was_written(live: Live) -> None:
     assert text == {"type": "text", "text": "Wait."}
     assert (call["name"], call["input"]) == ("look", {"city": "Rome"}) and call["id"]
     assert answer["stop_reason"] == "tool_use"
+    close = live.tokenizer.encode("</think>", add_special_tokens=False)[0]
+    thought = live.engine.reply.index(close) + 1
+    assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": thought}
 
 
 def test_why_it_ended(live: Live) -> None:
