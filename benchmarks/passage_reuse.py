@@ -49,7 +49,7 @@ class Answers:
             model=str(options.model),
             max_model_len=8192,
             compute=ComputeConfig(device="cpu", quantization=options.quantization),
-            cache=CacheConfig(dtype=options.kv_cache_dtype, memory=6 << 30),
+            cache=CacheConfig(dtype=options.kv_cache_dtype, memory=14 << 30),
         )
         self.core = EngineCore(config)
         self.core.warm_up()

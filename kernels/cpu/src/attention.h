@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr long SPLIT = 512;    // keys per cut
+constexpr long SPLIT = 256;    // keys per cut
 constexpr long CHUNK = 128;    // keys whose scores are kept; divides SPLIT
 // Keys passed over at a time. Wider elements go in shorter chunks: what is read and what is asked for ahead share the L2 cache.
 template <class T> constexpr long CHUNK_KEYS = sizeof(T) == 1 ? CHUNK : CHUNK / 2;
@@ -31,10 +31,13 @@ template <class T> constexpr long CHUNK_KEYS = sizeof(T) == 1 ? CHUNK : CHUNK / 
 template <class T> constexpr bool IN_BURSTS = sizeof(T) == 4;
 constexpr long BURST_RUN = 4096;
 constexpr int QUERIES = 4;     // queries of one kv head handled together
+// Keys, and vectors of a value, handled together with so many queries: as many accumulators as registers allow.
 #if WINDLASS_REGISTERS >= 32
-constexpr int KEYS = 4, COLUMNS = 4;  // keys, and vectors of a value, handled together: 16 accumulators
+constexpr int keys_with(int) { return 4; }
+constexpr int columns_with(int) { return 4; }
 #else
-constexpr int KEYS = 2, COLUMNS = 2;
+constexpr int keys_with(int queries) { return queries == 4 ? 2 : 4; }
+constexpr int columns_with(int queries) { return queries == 4 ? 2 : 4; }
 #endif
 constexpr long PACK = 16;      // queries of one kv head, over all rows of a pack
 constexpr float LOG2_E = 1.44269504f;
@@ -52,6 +55,16 @@ struct Operands : AttentionArguments {
                 ceil_div(dim, QUAD), value_dim};
     }
 };
+
+// Calls f(Number<n>, i) for queries [first, last), n from i on together: QUERIES where there are as many, else all that are left.
+template <int n> struct Number { static constexpr int value = n; };
+template <class F> INLINE void together(long first, long last, const F &f) {
+    long i = first;
+    for (; i + QUERIES <= last; i += QUERIES) f(Number<QUERIES>{}, i);
+    if (last - i == 3) f(Number<3>{}, i);
+    else if (last - i == 2) f(Number<2>{}, i);
+    else if (last - i == 1) f(Number<1>{}, i);
+}
 
 // Keys [begin, end) of a row, and the row of q that meets them.
 struct Cut { long begin, end, query; };

@@ -125,13 +125,13 @@ template <class T> static void arrange_query(float *query, long dim) {
         }
 }
 
-constexpr int TILE = 16;  // keys of a tile
+constexpr int tile_with(int) { return 16; }  // keys of a tile
 
-// scores[i][j] of NQ queries and TILE keys, unscaled. Every score is summed in one order, whatever NQ.
+// scores[i][j] of NQ queries and a tile of keys, unscaled. Every score is summed in one order, whatever NQ.
 template <class T, int NQ>
 INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, Ahead<T> &ahead,
                        bool ask) {
-    constexpr int VECTORS = Quarters<T>::VECTORS, DIMS = Quarters<T>::DIMS;
+    constexpr int VECTORS = Quarters<T>::VECTORS, DIMS = Quarters<T>::DIMS, TILE = tile_with(NQ);
     if (ask && IN_BURSTS<T>) ahead.ask(TILE * dim * (long)sizeof(T) / 64);
     vf acc[NQ][4] = {};
     for (long d = 0; d < dim / W * W; d += DIMS) {
@@ -152,22 +152,23 @@ INLINE void score_tile(const float *query, long query_row, const T *const *keys,
 #else
 template <class T> static void arrange_query(float *, long) {}
 
-constexpr int TILE = KEYS;
+constexpr int tile_with(int queries) { return keys_with(queries); }
 
-// scores[i][j] of NQ queries and KEYS keys, unscaled. Every score is summed in one order, whatever NQ.
+// scores[i][j] of NQ queries and a tile of keys, unscaled. Every score is summed in one order, whatever NQ.
 template <class T, int NQ>
 INLINE void score_tile(const float *query, long query_row, const T *const *keys, long dim, float *scores, Ahead<T> &ahead,
                        bool ask) {
+    constexpr int KEYS = keys_with(NQ);
     if (ask) ahead.ask(KEYS * ceil_div(dim * (long)sizeof(T), 64));
     vf acc[NQ][KEYS] = {};
     const T *key[KEYS];
     for (int j = 0; j < KEYS; j++) key[j] = keys[j];
     for (long d = 0; d + W <= dim; d += W) {
-        vf k[KEYS];
-        for (int j = 0; j < KEYS; j++) k[j] = load(key[j] + d);
-        for (int i = 0; i < NQ; i++) {
-            const vf x = load(query + i * query_row + d);
-            for (int j = 0; j < KEYS; j++) acc[i][j] = add_product(acc[i][j], k[j], x);
+        vf x[NQ];
+        for (int i = 0; i < NQ; i++) x[i] = load(query + i * query_row + d);
+        for (int j = 0; j < KEYS; j++) {
+            const vf k = load(key[j] + d);
+            for (int i = 0; i < NQ; i++) acc[i][j] = add_product(acc[i][j], k, x[i]);
         }
     }
     if constexpr (KEYS == 4) {
@@ -193,6 +194,7 @@ static NOINLINE void score_tail(const float *query, const T *const *keys, long d
 
 template <class T, int NQ>
 static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
+    constexpr int TILE = tile_with(NQ);
     for (long j = 0; j < chunk.count; j += TILE) {
         // Past the last key the tile repeats it; its score is overwritten.
         const T *tile[TILE];
@@ -235,6 +237,7 @@ static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long c
 template <class T, int NQ>
 static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, const Chunk<T> &chunk) {
     const float *weights = s.scores + i * CHUNK;
+    constexpr int COLUMNS = columns_with(NQ);
     constexpr long at_once = IN_BURSTS<T> ? 16 : 1, lines = COLUMNS * W * (long)sizeof(T) / 64;
     long d = 0;
     for (; d + COLUMNS * W <= p.value_dim; d += COLUMNS * W) {
@@ -244,11 +247,11 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
             for (int c = 0; c < COLUMNS; c++) sums[n][c] = load(acc + n * s.acc_row + c * W);
         for (long j = 0; j < chunk.count; j++) {
             if (i == 0 && j % at_once == 0) chunk.ahead->template ask<lines * at_once>();
-            vf value[COLUMNS];
-            for (int c = 0; c < COLUMNS; c++) value[c] = load(chunk.values[j] + d + c * W);
-            for (int n = 0; n < NQ; n++) {
-                const vf weight = splat(weights[n * CHUNK + j]);
-                for (int c = 0; c < COLUMNS; c++) sums[n][c] = add_product(sums[n][c], value[c], weight);
+            vf weight[NQ];
+            for (int n = 0; n < NQ; n++) weight[n] = splat(weights[n * CHUNK + j]);
+            for (int c = 0; c < COLUMNS; c++) {
+                const vf value = load(chunk.values[j] + d + c * W);
+                for (int n = 0; n < NQ; n++) sums[n][c] = add_product(sums[n][c], value, weight[n]);
             }
         }
         for (int n = 0; n < NQ; n++)
@@ -271,14 +274,9 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
 // Queries [first, last) of the scratch against one chunk.
 template <class T>
 static void attend_chunk(const Attention &p, const Scratch &s, long first, long last, const Chunk<T> &chunk) {
-    long i = first;
-    for (; i + QUERIES <= last; i += QUERIES) score_chunk<T, QUERIES>(p, s, i, chunk);
-    for (; i + 2 <= last; i += 2) score_chunk<T, 2>(p, s, i, chunk);
-    for (; i < last; i++) score_chunk<T, 1>(p, s, i, chunk);
-    for (i = first; i < last; i++) soften(p, s, i, chunk.count);
-    for (i = first; i + QUERIES <= last; i += QUERIES) add_values<T, QUERIES>(p, s, i, chunk);
-    for (; i + 2 <= last; i += 2) add_values<T, 2>(p, s, i, chunk);
-    for (; i < last; i++) add_values<T, 1>(p, s, i, chunk);
+    together(first, last, [&](auto count, long i) { score_chunk<T, decltype(count)::value>(p, s, i, chunk); });
+    for (long i = first; i < last; i++) soften(p, s, i, chunk.count);
+    together(first, last, [&](auto count, long i) { add_values<T, decltype(count)::value>(p, s, i, chunk); });
 }
 
 // One cut of `rows` rows from row b on, which share a table and see this cut from the same key on, for `heads` kv heads from
@@ -294,7 +292,10 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
         longest = max_of(longest, p.end_of(b + r, cut) - begin);
     }
     long entries[SPLIT];
-    for (long j = 0; j < longest; j++) entries[j] = p.entry(b, begin + j);
+    for (long j = 0; j < longest;) {  // a division for each would show
+        const long at = begin + j, stop = min_of(longest, j + p.block_size - at % p.block_size);
+        for (long entry = p.entry(b, at); j < stop; j++, entry += p.kv_heads) entries[j] = entry;
+    }
     for (long h = 0; h < heads; h++) {
         const Scratch s = all.from(h * rows * group);
         if (!loaded) {

@@ -217,18 +217,17 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
             else chunk.go_on(pages);
             const Scratch s = all.from(h * queries);
             Products::score(p, s, queries, chunk, ahead);
-            for (long i = 0, count; i < queries; i += count) {
-                count = queries - i >= QUERIES ? QUERIES : 1;
+            together(0, queries, [&](auto number, long i) {
+                constexpr int count = decltype(number)::value;
                 Seen seen[QUERIES];
                 float most[QUERIES];
                 for (long n = 0; n < count; n++) {
                     const long row = b + (i + n) / group;
                     seen[n] = {p.begin_of(row, cut) - start, p.end_of(row, cut) - start};
                 }
-                if (count == QUERIES) soften<QUERIES>(p, s, i, chunk, seen, most, ahead);
-                else soften<1>(p, s, i, chunk, seen, most, ahead);
+                soften<count>(p, s, i, chunk, seen, most, ahead);
                 for (long n = 0; n < count; n++) Products::finish_weights(s.scores + (i + n) * CHUNK, chunk, most[n]);
-            }
+            });
             Products::add(p, s, queries, chunk, ahead);
         }
     }

@@ -79,17 +79,11 @@ template <int NQ> static NOINLINE void add_floats(const Attention &p, const Scra
 struct Floats {
     static void prepare(const Attention &, float *) {}
     static void score(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
-        long i = 0;
-        for (; i + QUERIES <= queries; i += QUERIES) score_floats<QUERIES>(p, s, i, chunk, ahead);
-        for (; i + 2 <= queries; i += 2) score_floats<2>(p, s, i, chunk, ahead);
-        for (; i < queries; i++) score_floats<1>(p, s, i, chunk, ahead);
+        together(0, queries, [&](auto count, long i) { score_floats<decltype(count)::value>(p, s, i, chunk, ahead); });
     }
     static void finish_weights(float *, const Chunk &, float) {}
     static void add(const Attention &p, const Scratch &s, long queries, const Chunk &chunk, Ahead &ahead) {
-        long i = 0;
-        for (; i + QUERIES <= queries; i += QUERIES) add_floats<QUERIES>(p, s, i, chunk, ahead);
-        for (; i + 2 <= queries; i += 2) add_floats<2>(p, s, i, chunk, ahead);
-        for (; i < queries; i++) add_floats<1>(p, s, i, chunk, ahead);
+        together(0, queries, [&](auto count, long i) { add_floats<decltype(count)::value>(p, s, i, chunk, ahead); });
     }
 };
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdlib>
-#include <omp.h>
 
 #include "attention.h"
 #include "attention_call.h"
@@ -14,6 +13,7 @@
 #include "attention_ranges.h"
 #include "names.h"
 #include "simd.h"
+#include "tiles.h"
 
 namespace {
 
@@ -47,31 +47,27 @@ template <class T> static int attend_alone(const Attention &p) {
         first[b + 1] = first[b] + p.cuts(b);
         keys += max_of(0, p.length(b) - p.first_key(b));
     }
-    const long cuts = first[p.batch], all_threads = max_of(1, omp_get_max_threads());
+    const long cuts = first[p.batch], all_threads = most_threads();
     const bool serial = keys * p.kv_heads * p.dim < SERIAL_KEYS;
-    // A cut's heads lie side by side in memory: one thread takes them all where there are enough cuts, and a lone cut is split
-    // evenly. Cuts of different lengths go in smaller pieces, so that no thread is left alone with a long one.
-    const long pieces = serial ? 1 : min_of(p.kv_heads, cuts == 1 ? all_threads : ceil_div(4 * all_threads, max_of(1, cuts)));
+    // A cut's heads lie side by side in memory: one thread takes them all, where there are enough cuts for all threads.
+    const long pieces = serial ? 1 : min_of(p.kv_heads, ceil_div(all_threads, max_of(1, cuts)));
     const long heads = ceil_div(p.kv_heads, pieces), units = cuts * ceil_div(p.kv_heads, heads);
     const long threads = serial ? 1 : max_of(1, min_of(units, all_threads));
     // Runs of units that one thread takes: within them the next cut is asked for ahead.
     const long run = pieces > 1 ? 1 : max_of(1, units / (2 * threads)), runs = ceil_div(units, run);
     long *owner = (long *)malloc(max_of(1, cuts) * sizeof(long));
-    // [cut][head][part_row]
-    float *parts = (float *)malloc(max_of(1, cuts * p.heads * part_row) * sizeof(float));
-    int failed = !owner || !parts;
+    // Parts [cut][head][part_row], then the scratch of each thread.
+    const long scratch = Scratch::floats(p, 1, heads);
+    float *parts = (float *)malloc((cuts * p.heads * part_row + threads * scratch) * sizeof(float));
+    const int failed = !owner || !parts;
     if (!failed) {
         for (long b = 0; b < p.batch; b++)
             for (long c = first[b]; c < first[b + 1]; c++) owner[c] = b;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-        {
-            float *memory = (float *)malloc(Scratch::floats(p, 1, heads) * sizeof(float));
-            failed |= !memory;
+        Units taken(runs);
+        on_threads(threads, [&](long thread) {
             Scratch s;
-            s.place(p, 1, heads, memory);
-#pragma omp for schedule(dynamic, 1)
-            for (long r = 0; r < runs; r++) {
-                if (!memory) continue;
+            s.place(p, 1, heads, parts + cuts * p.heads * part_row + thread * scratch);
+            taken.take([&](long r) {
                 const long stop = min_of((r + 1) * run, units);
                 for (long unit = r * run; unit < stop; unit++) {
                     const long at = unit / ceil_div(p.kv_heads, heads), head = unit % ceil_div(p.kv_heads, heads) * heads;
@@ -92,14 +88,12 @@ template <class T> static int attend_alone(const Attention &p) {
                     for (long i = 0; i < here * group; i++)
                         keep_part(p, s, i, parts + (at * p.heads + head * group + i) * part_row);
                 }
-            }
-            free(memory);
-#pragma omp for schedule(static)
-            for (long i = 0; i < p.batch * p.heads; i++) {
-                const long b = i / p.heads, head = i % p.heads;
-                merge(p, parts + (first[b] * p.heads + head) * part_row, first[b + 1] - first[b], p.heads * part_row, b, head);
-            }
-        }
+            });
+        });
+        for_units(p.batch * p.heads, threads_for(cuts * p.heads * part_row, p.batch * p.heads), [&](long i) {
+            const long b = i / p.heads, head = i % p.heads;
+            merge(p, parts + (first[b] * p.heads + head) * part_row, first[b + 1] - first[b], p.heads * part_row, b, head);
+        });
     }
     free(first), free(owner), free(parts);
     return failed;
@@ -119,20 +113,17 @@ template <class T> static int attend_packed(const Attention &p) {
         }
         most_cuts = max_of(most_cuts, last - first);
     }
-    const long threads = keys * p.kv_heads * p.dim < SERIAL_KEYS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        const long scratch = Scratch::floats(p, rows, 1);
-        // Scratch, then parts [cut][row][query of the group][part_row].
-        float *memory = (float *)malloc((scratch + most_cuts * rows * group * part_row) * sizeof(float));
-        failed |= !memory;
+    const long threads = keys * p.kv_heads * p.dim < SERIAL_KEYS ? 1 : max_of(1, min_of(units, most_threads()));
+    // Of each thread: scratch, then parts [cut][row][query of the group][part_row].
+    const long scratch = Scratch::floats(p, rows, 1), own_floats = scratch + most_cuts * rows * group * part_row;
+    float *memory = (float *)malloc(max_of(1, threads * own_floats) * sizeof(float));
+    if (!memory) return 1;
+    Units taken(units);
+    on_threads(threads, [&](long thread) {
         Scratch s;
-        s.place(p, rows, 1, memory);
-        float *parts = memory + scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (long unit = 0; unit < units; unit++) {
-            if (!memory) continue;
+        s.place(p, rows, 1, memory + thread * own_floats);
+        float *parts = memory + thread * own_floats + scratch;
+        taken.take([&](long unit) {
             // The last pack sees most keys: it goes first, so that no thread is left alone with it.
             const long b0 = (packs - 1 - unit / p.kv_heads) * rows, head = unit % p.kv_heads;
             const long count = min_of(rows, p.batch - b0);
@@ -159,10 +150,10 @@ template <class T> static int attend_packed(const Attention &p) {
                 for (long i = 0; i < group; i++)
                     merge(p, part + i * part_row, p.cuts(b0 + r), rows * group * part_row, b0 + r, head * group + i);
             }
-        }
-        free(memory);
-    }
-    return failed;
+        });
+    });
+    free(memory);
+    return 0;
 }
 
 // One token per sequence. A length of 0 gives a row of zeros. NO_SUCH_BLOCK: the tables name one in a query's sight that

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <cstdlib>
-#include <omp.h>
 
 #include "block_codes.h"
 #include "block_rows.h"
@@ -24,7 +23,7 @@ namespace blocks {
 constexpr int TILE_ROWS = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;
 constexpr long READY_QUADS = 128;   // of one panel, taken through all tiles: they stay in L1 beside a tile of x
 constexpr long SINGLE_QUADS = 512;  // of one panel against a single tile, whose scales are widened at a time
-constexpr long SHARED_ROWS = 8;     // from here on threads share the rounding of x, at the price of a barrier
+constexpr long SHARED_ROWS = 8;     // from here on threads share the rounding of x, at the price of waiting for one another
 constexpr long X_BYTES = 256 << 10; // of rounded x per pass, if that leaves enough rows
 constexpr long LEAST_PASS = 128, MOST_PASS = 192;
 // Bytes of codes asked for in advance. Codes and scales take turns, which the processor's own prefetching follows poorly
@@ -209,9 +208,8 @@ template <class F> static int linear_pass(const BlockLinear &p) {
     const long groups = p.weight.groups(), K = p.weight.K, N = p.weight.N;
     const Tiles tiles = {p.M, ceil_div(p.M, TILE_ROWS)};
     const long panels = ceil_div(N, PANEL), panel_bytes = groups * F::STORED_BYTES;
-    const long chunk = max_of(1, CHUNK_BYTES / panel_bytes), chunks = ceil_div(panels, chunk);
-    const long threads = p.M * N * K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
-    Shares shares(chunks, threads);
+    const long chunk = chunk_of(panels, panel_bytes), chunks = ceil_div(panels, chunk);
+    const long threads = p.M * N * K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
     const bool shared = p.M >= SHARED_ROWS && threads > 1;
     const long value_bytes = round_up(p.M * groups * F::GROUP * F::X, 64), scale_bytes = round_up(4 * p.M * groups, 64);
     const long x_bytes = value_bytes + 2 * scale_bytes;
@@ -219,30 +217,29 @@ template <class F> static int linear_pass(const BlockLinear &p) {
     const long own_bytes = sum_bytes + scales_bytes + (F::UNPACKS ? READY_QUADS / F::QUADS * F::READY_BYTES : 0);
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, (shared ? 1 : threads) * x_bytes + threads * own_bytes)) return 1;
-#pragma omp parallel num_threads(threads)
-    {
-        const long thread = omp_get_thread_num();
+    const auto rounded = [&](long thread) {
         uint8_t *base = (uint8_t *)memory + (shared ? 0 : thread * x_bytes);
-        const RoundedRows x = {base, (float *)(base + value_bytes), (float *)(base + value_bytes + scale_bytes)};
+        return RoundedRows{base, (float *)(base + value_bytes), (float *)(base + value_bytes + scale_bytes)};
+    };
+    const auto round = [&](long t, const RoundedRows &x) {
+        const long begin = tiles.begin(t);
+        round_tile<F>(p.x + begin * p.x_stride, p.x_stride, K, p.weight.offset, begin, tiles.size(t), x);
+    };
+    if (shared) for_units(tiles.count, threads, [&](long t) { round(t, rounded(0)); });
+    Shares shares(chunks, threads);
+    on_threads(threads, [&](long thread) {
+        const RoundedRows x = rounded(thread);
         uint8_t *mine = (uint8_t *)memory + (shared ? 1 : threads) * x_bytes + thread * own_bytes;
         const Scratch own = {(float *)mine, (float *)(mine + sum_bytes), mine + sum_bytes + scales_bytes};
-        const auto round = [&](long t) {
-            const long begin = tiles.begin(t);
-            round_tile<F>(p.x + begin * p.x_stride, p.x_stride, K, p.weight.offset, begin, tiles.size(t), x);
-        };
-        if (shared) {
-#pragma omp for schedule(static)
-            for (long t = 0; t < tiles.count; t++) round(t);
-        } else {  // each thread for itself: cheaper than a barrier when another process holds a core
-            for (long t = 0; t < tiles.count; t++) round(t);
-        }
+        if (!shared)  // few rows are rounded by each thread for itself: quicker than waiting for one another
+            for (long t = 0; t < tiles.count; t++) round(t, x);
         shares.take(thread, [&](long c) {
             for (long panel = c * chunk; panel < min_of((c + 1) * chunk, panels); panel++) {
                 if (F::UNPACKS && tiles.count > 2) multiply_panel<F, F::UNPACKS>(p, tiles, x, panel, own);
                 else multiply_panel<F, false>(p, tiles, x, panel, own);
             }
         });
-    }
+    });
     free(memory);
     return 0;
 }

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include "block_codes.h"
 #include "names.h"
 #include "simd.h"
@@ -81,8 +79,7 @@ EXPORT int WINDLASS_NAME(widen_blocks)(const uint8_t *codes, const void *scales,
         if (row < 0 || row >= N) return 1;
     }
     const long threads = threads_for(rows * K, rows);
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long i = 0; i < rows; i++) widen_one(weight, ids ? ids[i] : first + i, factor, out + i * K);
+    for_units(rows, threads, [&](long i) { widen_one(weight, ids ? ids[i] : first + i, factor, out + i * K); });
     return 0;
 }
 

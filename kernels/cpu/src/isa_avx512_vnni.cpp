@@ -7,6 +7,7 @@
 #include <cstdlib>
 
 #include <omp.h>
+#include <sched.h>
 
 #if !defined(WINDLASS_PORTABLE)
 #include <immintrin.h>

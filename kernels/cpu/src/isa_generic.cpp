@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include <omp.h>
+#include <sched.h>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)

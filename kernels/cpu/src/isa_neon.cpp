@@ -6,6 +6,7 @@
 
 #include <arm_neon.h>
 #include <omp.h>
+#include <sched.h>
 
 #define WINDLASS_ISA neon
 #define WINDLASS_LANES 4

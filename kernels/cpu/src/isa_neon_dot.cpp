@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include <omp.h>
+#include <sched.h>
 
 #pragma GCC target("arch=armv8.2-a+dotprod")
 #include <arm_neon.h>

@@ -9,7 +9,6 @@
 #pragma once
 
 #include <cstdlib>
-#include <omp.h>
 
 #include "names.h"
 #include "simd.h"
@@ -203,24 +202,24 @@ template <class TW, class TX> static int linear_pass(const Linear &p) {
     const auto multiply = p.M == 1   ? multiply_rows<TW, TX, ONE_NT>
                           : p.M == 2 ? multiply_rows<TW, TX, TWO_NT>
                                      : multiply_rows<TW, TX, WIDE_NT>;
-    const long chunk = round_up(max_of(1, CHUNK_BYTES / (p.K * (long)sizeof(TW))), nt);
+    const long chunk = round_up(chunk_of(p.N, p.K * (long)sizeof(TW)), nt);
     const long chunks = ceil_div(p.N, chunk);
-    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
+    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
+    // Each thread packs for itself: quicker than waiting for one another.
+    const long bytes = round_up(p.M * round_up(p.K, STEP) * (long)sizeof(float), 64);
+    void *memory = nullptr;
+    if (posix_memalign(&memory, 64, threads * bytes)) return 1;
     Shares shares(chunks, threads);
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        // Each thread packs for itself: cheaper than a barrier when another process holds a core.
-        void *packed = nullptr;
-        failed |= posix_memalign(&packed, 64, p.M * round_up(p.K, STEP) * sizeof(float)) != 0;
-        if (!failed) pack_rows<TX, pairs_interleaved<TW>::value>((const TX *)p.x, p.x_stride, tiles, p.K, (float *)packed);
-        if (!failed) shares.take(omp_get_thread_num(), [&](long c) {
+    on_threads(threads, [&](long thread) {
+        float *packed = (float *)((char *)memory + thread * bytes);
+        pack_rows<TX, pairs_interleaved<TW>::value>((const TX *)p.x, p.x_stride, tiles, p.K, packed);
+        shares.take(thread, [&](long c) {
             const long n0 = c * chunk, n1 = min_of(n0 + chunk, p.N);
-            multiply(p, tiles, (const float *)packed, (TX *)p.out, n0, n1);
+            multiply(p, tiles, packed, (TX *)p.out, n0, n1);
         });
-        free(packed);
-    }
-    return failed;
+    });
+    free(memory);
+    return 0;
 }
 
 template <class TW, class TX> static int linear_all(Linear p) {

@@ -13,7 +13,6 @@
 #pragma once
 
 #include <cstdlib>
-#include <omp.h>
 
 #include "names.h"
 #include "simd.h"
@@ -153,25 +152,21 @@ template <class TW, class TX> static int multiply_pass(const Product &p) {
     const Tiles tiles = {p.M, ceil_div(p.M, MAX_MT)};
     const auto multiply = p.M == 1 ? multiply_rows<TW, TX, ONE_VECTORS> : multiply_rows<TW, TX, VECTORS>;
     const long unit = max_of(PANEL_ROWS, VECTORS * W);
-    const long chunk = round_up(max_of(1, CHUNK_BYTES / (p.K * (long)sizeof(TW))), unit);
+    const long chunk = round_up(chunk_of(p.N, p.K * (long)sizeof(TW)), unit);
     const long chunks = ceil_div(p.N, chunk);
-    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, omp_get_max_threads());
+    const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
+    // Each thread packs for itself: quicker than waiting for one another.
+    const long bytes = round_up(p.M * ceil_div(p.K, K_BLOCK) * X_STRIDE * (long)sizeof(float), 64);
+    void *memory = nullptr;
+    if (posix_memalign(&memory, 64, threads * bytes)) return 1;
     Shares shares(chunks, threads);
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        // Each thread packs for itself: cheaper than a barrier when another process holds a core.
-        void *packed = nullptr;
-        failed |= posix_memalign(&packed, 64, p.M * ceil_div(p.K, K_BLOCK) * X_STRIDE * sizeof(float)) != 0;
-        if (!failed) {
-            pack_x<TX>(p, (float *)packed);
-            shares.take(omp_get_thread_num(), [&](long c) {
-                multiply(p, tiles, (const float *)packed, c * chunk, min_of((c + 1) * chunk, p.N));
-            });
-        }
-        free(packed);
-    }
-    return failed;
+    on_threads(threads, [&](long thread) {
+        float *packed = (float *)((char *)memory + thread * bytes);
+        pack_x<TX>(p, packed);
+        shares.take(thread, [&](long c) { multiply(p, tiles, packed, c * chunk, min_of((c + 1) * chunk, p.N)); });
+    });
+    free(memory);
+    return 0;
 }
 
 template <class TW, class TX> static int multiply_all(Product p) {

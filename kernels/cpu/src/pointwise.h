@@ -14,8 +14,7 @@ EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x
                                    int type, const float *weight, float eps, void *out, long rows, long dim) {
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
-#pragma omp parallel for num_threads(threads_for(rows * dim, rows)) schedule(static)
-        for (long r = 0; r < rows; r++) {
+        for_units(rows, threads_for(rows * dim, rows), [&](long r) {
             const auto *source = (T)x + r / group * x_group + r % group * x_row;
             auto *target = (T)out + r * dim;
             if (residual) {
@@ -37,7 +36,7 @@ EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x
             const float scale = 1.0f / __builtin_sqrtf(total / float(dim) + eps);
             for (j = 0; j + W <= dim; j += W) store(target + j, load(source + j) * scale * load(weight + j));
             for (; j < dim; j++) narrow(widen(source[j]) * scale * weight[j], target[j]);
-        }
+        });
     });
     return 0;
 }
@@ -53,8 +52,7 @@ EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int ty
     const long pieces = ceil_div(dim, PIECE);
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
-#pragma omp parallel for num_threads(threads_for(rows * dim, rows * pieces)) schedule(static)
-        for (long unit = 0; unit < rows * pieces; unit++) {
+        for_units(rows * pieces, threads_for(rows * dim, rows * pieces), [&](long unit) {
             const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
             const auto *gate = (T)gate_up + r * row, *up = gate + dim;
             auto *target = (T)out + r * dim;
@@ -66,7 +64,7 @@ EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int ty
                 if (n == W) store(target + j, y);
                 else store_some(target + j, y, n);
             }
-        }
+        });
     });
     return 0;
 }
@@ -75,8 +73,7 @@ EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int ty
 EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *out, long rows, long dim) {
     constexpr long PIECE = 4096;
     const long pieces = ceil_div(dim, PIECE);
-#pragma omp parallel for num_threads(threads_for(rows * dim, rows * pieces)) schedule(static)
-    for (long unit = 0; unit < rows * pieces; unit++) {
+    for_units(rows * pieces, threads_for(rows * dim, rows * pieces), [&](long unit) {
         const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
         for (long j = begin; j < end; j += W) {
             const long n = min_of(W, end - j);
@@ -85,7 +82,7 @@ EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *o
             if (n == W) store(out + r * dim + j, y);
             else store_some(out + r * dim + j, y, n);
         }
-    }
+    });
     return 0;
 }
 
@@ -96,14 +93,13 @@ EXPORT int WINDLASS_NAME(embed_rows)(const void *table, long table_row, int type
         if (ids[r] < 0 || ids[r] >= table_rows) return 1;
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
-#pragma omp parallel for num_threads(threads_for(rows * dim, rows)) schedule(static)
-        for (long r = 0; r < rows; r++) {
+        for_units(rows, threads_for(rows * dim, rows), [&](long r) {
             const auto *source = (T)table + ids[r] * table_row;
             float *target = out + r * dim;
             long j = 0;
             for (; j + W <= dim; j += W) store(target + j, load(source + j) * scale);
             for (; j < dim; j++) target[j] = widen(source[j]) * scale;
-        }
+        });
     });
     return 0;
 }

@@ -14,6 +14,7 @@
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "simd.h"
+#include "team.h"
 
 namespace {
 
@@ -50,8 +51,7 @@ template <class... A> INLINE int make(const Call &call, int (*like)(A...)) {
     return call_with((decltype(like))call.function, call.arguments, typename IndicesTo<sizeof...(A)>::type());
 }
 
-// Makes the calls in order. Returns 0, or the first code that is not.
-EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
+static int make_all(const void *calls, long count) {
     for (long i = 0; i < count; i++) {
         const Call &call = ((const Call *)calls)[i];
         int code = 1;
@@ -72,6 +72,13 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
         if (code) return code;
     }
     return 0;
+}
+
+// Makes the calls in order, by one team of threads. Returns 0, or the first code that is not.
+EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
+    int code = 0;
+    as_team([&] { code = make_all(calls, count); });
+    return code;
 }
 
 }  // namespace

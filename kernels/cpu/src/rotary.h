@@ -144,16 +144,15 @@ struct Append {
 
 template <bool past_caches, class TS, class TP> static void rotate_all(const Append &p) {
     const long threads = threads_for(p.tokens * (p.q_heads + 2 * p.kv_heads) * p.dim, p.tokens);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static) nowait
-        for (long t = 0; t < p.tokens; t++) {
+    Units tokens(p.tokens, max_of(1, ceil_div(p.tokens, threads)));
+    on_threads(threads, [&](long) {
+        tokens.take([&](long t) {
             const float *c = p.cos + t * p.cos_row, *s = p.sin + t * p.sin_row;
             for (long h = 0; h < p.q_heads; h++) {
                 TS *head = (TS *)p.q + t * p.q_row + h * p.q_head;
                 rotate_head<false>(head, head, p.dim, p.half, c, s, p.q_scale[t]);
             }
-            if (p.slots[t] < 0) continue;
+            if (p.slots[t] < 0) return;
             const TS *k = (const TS *)p.k + t * p.k_row, *v = (const TS *)p.v + t * p.v_row;
             TP *key = (TP *)p.key_pages + p.slots[t] * p.kv_heads * p.dim;
             TP *value = (TP *)p.value_pages + p.slots[t] * p.kv_heads * p.value_dim;
@@ -161,9 +160,9 @@ template <bool past_caches, class TS, class TP> static void rotate_all(const App
                 rotate_head<past_caches>(k + h * p.k_head, key + h * p.dim, p.dim, p.half, c, s, 1.0f);
             for (long h = 0; h < p.kv_heads; h++)
                 copy_row<past_caches>(v + h * p.v_head, value + h * p.value_dim, p.value_dim);
-        }
+        });
         if constexpr (past_caches) finish_streams();
-    }
+    });
 }
 
 INLINE bool aligned(const void *p) { return (uintptr_t)p % (4 * W) == 0; }
@@ -232,8 +231,7 @@ EXPORT int WINDLASS_NAME(turn_queries)(const void *q, long q_row, long q_head, i
         if (rows[m] < 0 || rows[m] >= tokens) return 2;
     with_type(q_type, [&](auto *type) {
         typedef __typeof__(*type) T;
-#pragma omp parallel for num_threads(threads_for((tokens + turned) * heads * dim, tokens + turned)) schedule(static)
-        for (long n = 0; n < tokens + turned; n++) {
+        for_units(tokens + turned, threads_for((tokens + turned) * heads * dim, tokens + turned), [&](long n) {
             const long m = n - tokens;
             const T *source = (const T *)q + (m < 0 ? n : (long)rows[m]) * q_row;
             T *target = (T *)out + n * heads * dim;
@@ -242,7 +240,7 @@ EXPORT int WINDLASS_NAME(turn_queries)(const void *q, long q_row, long q_head, i
                 if (turns) rotate_head<false>(source, target, turns, half, cos + m * cos_row, sin + m * sin_row, 1.0f);
                 __builtin_memcpy(target + turns, source + turns, (dim - turns) * sizeof(T));
             }
-        }
+        });
     });
     return 0;
 }

@@ -63,17 +63,16 @@ EXPORT int WINDLASS_NAME(rotate_and_append_int8)(
     if (!memory) return 1;
     with_type(type, [&](auto *element_type) {
         typedef __typeof__(*element_type) T;
-#pragma omp parallel num_threads(threads)
-        {
-            const HeadMemory own(memory + omp_get_thread_num() * HeadMemory::bytes(widest), widest);
-#pragma omp for schedule(static) nowait
-            for (long t = 0; t < tokens; t++) {
+        Units units(tokens, max_of(1, ceil_div(tokens, threads)));
+        on_threads(threads, [&](long thread) {
+            const HeadMemory own(memory + thread * HeadMemory::bytes(widest), widest);
+            units.take([&](long t) {
                 const float *c = cos + t * cos_row, *s = sin + t * sin_row;
                 for (long h = 0; h < q_heads; h++) {
                     T *head = (T *)q + t * q_row + h * q_head;
                     rotate_head<false>(head, head, dim, half, c, s, q_scale[t]);
                 }
-                if (slots[t] < 0) continue;
+                if (slots[t] < 0) return;
                 const long block = slots[t] / block_size, token = slots[t] % block_size;
                 for (long h = 0; h < kv_heads; h++) {
                     rotate_head<false>((const T *)k + t * k_row + h * k_head, own.head, dim, half, c, s, 1.0f);
@@ -84,8 +83,8 @@ EXPORT int WINDLASS_NAME(rotate_and_append_int8)(
                     *pages.value_scale(block, h, token) = quantize(own.head, value_dim, own.codes);
                     pages.put_value(block, h, token, own.codes);
                 }
-            }
-        }
+            });
+        });
     });
     free(memory);
     return 0;

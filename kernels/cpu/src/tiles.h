@@ -2,13 +2,13 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include "simd.h"
+#include "team.h"
 
 namespace {
 
-constexpr long CHUNK_BYTES = 64 << 10;   // of weight, the unit threads take
+constexpr long CHUNK_BYTES = 64 << 10;   // of weight, the unit threads take, if that leaves each enough of them
+constexpr long CHUNKS_PER_THREAD = 8;
 constexpr long SERIAL_WORK = 1 << 15;    // multiply-adds below which a second thread costs more than it gives
 
 // Rows of x split as evenly as can be over tiles of a bounded number of rows.
@@ -18,7 +18,12 @@ struct Tiles {
     INLINE_MEMBER long size(long t) const { return begin(t + 1) - begin(t); }
 };
 
-// Chunks 0 .. count over the threads of a region: each walks a share of consecutive ones, then helps the others with theirs.
+// How many of `count` panels or rows, of so many bytes, one chunk has.
+INLINE long chunk_of(long count, long bytes) {
+    return max_of(1, min_of(CHUNK_BYTES / bytes, count / (CHUNKS_PER_THREAD * most_threads())));
+}
+
+// Chunks 0 .. count over the threads that share a piece of work: each walks a share of consecutive ones, then helps the others with theirs.
 // So a thread reads one long run of memory, as prefetching wants it, and none waits for one that another process holds up.
 struct Shares {
     static constexpr long MOST = 64;  // more threads than that begin by helping
@@ -39,10 +44,10 @@ struct Shares {
     }
 };
 
-constexpr long SERIAL_ELEMENTS = 1 << 15;  // of everything else, below which one thread is quicker
+constexpr long SERIAL_ELEMENTS = 1 << 15, SERIAL_IN_TEAM = 1 << 12;  // of everything else, below which one thread is quicker
 
 INLINE long threads_for(long elements, long units) {
-    return elements < SERIAL_ELEMENTS ? 1 : max_of(1, min_of(units, omp_get_max_threads()));
+    return elements < (own_team ? SERIAL_IN_TEAM : SERIAL_ELEMENTS) ? 1 : min_of(max_of(1, units), most_threads());
 }
 
 }  // namespace

@@ -121,6 +121,26 @@ def test_repetitions_have_the_bits_of_the_calls(rows: int, chosen: CompiledBacke
         pages = wanted_pages
 
 
+@pytest.mark.parametrize("threads", [2, 3, 5])
+def test_a_team_of_threads_has_the_bits_of_one(threads: int, chosen: CompiledBackend, arena: cpu.Arena) -> None:
+    """More threads than cores too: then some come late to a piece of work, or not at all."""
+    work = Layers(chosen, 3, 33)
+    with torch.inference_mode(), chosen.record(arena) as recording:
+        found = work()
+    pages, before = work.pages.clone(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = clones(work())
+        torch.set_num_threads(threads)
+        for _ in range(40):
+            work.pages.copy_(pages)
+            poison(arena)
+            assert recording.repeat()
+            assert all(map(torch.equal, found, want))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_layers_share_memory(backend: CompiledBackend, arena: cpu.Arena) -> None:
     held = {}
     for layers in (3, 7, 40):  # the first ones may still pack more tightly

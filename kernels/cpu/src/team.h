@@ -1,0 +1,132 @@
+// The threads that share a kernel's work: an OpenMP region of its own for a call that comes alone, and for a list of calls
+// (repeat.h) one region that stands open for all of them.
+//
+// A step of a small model is a hundred pieces of some ten microseconds, each of which needs the one before. Opening a region
+// for each costs as much as a tenth of that, and a thread that another process holds up would be waited for at each. In a
+// team the calling thread opens a piece by writing one word, helpers that see it come in, and the caller, once nothing is
+// left to take, closes the piece and waits for those inside only. So pieces must hand out their work unit by unit, to
+// whoever comes, and hold no barrier: what must come after all units is a piece of its own.
+
+#pragma once
+
+#include <omp.h>
+#include <sched.h>
+
+#include "simd.h"
+
+namespace {
+
+INLINE void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Team {
+  public:
+    explicit Team(long threads) : threads_(threads) {}
+
+    // Calls body(thread) here with 0 and on at most threads - 1 helpers with their own numbers; returns when all have returned.
+    template <class F> INLINE_MEMBER void run(long threads, const F &body) {
+        run_ = [](const void *of, long thread) { (*(const F *)of)(thread); };
+        body_ = &body, wanted_ = threads, piece_ += PIECE;
+        __atomic_store_n(&gate_, piece_ | OPEN, __ATOMIC_RELEASE);
+        body(0);
+        __atomic_fetch_and(&gate_, ~OPEN, __ATOMIC_ACQ_REL);
+        for (long turns = 0; __atomic_load_n(&gate_, __ATOMIC_ACQUIRE) & INSIDE; turns++) wait(turns);
+    }
+
+    // Helpers stay in here until `dismiss`.
+    void help(long thread) {
+        unsigned long done = 0;
+        for (long turns = 0;; turns++) {
+            unsigned long gate = __atomic_load_n(&gate_, __ATOMIC_ACQUIRE);
+            if (gate & OVER) return;
+            const unsigned long piece = gate & ~(PIECE - 1);
+            if (!(gate & OPEN) || piece == done) {
+                wait(turns);
+                continue;
+            }
+            if (!__atomic_compare_exchange_n(&gate_, &gate, gate + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) continue;
+            if (thread < wanted_) run_(body_, thread);
+            __atomic_fetch_sub(&gate_, 1, __ATOMIC_RELEASE);
+            done = piece, turns = 0;
+        }
+    }
+    void dismiss() { __atomic_fetch_or(&gate_, OVER, __ATOMIC_RELEASE); }
+    long threads() const { return threads_; }
+
+  private:
+    static constexpr unsigned long INSIDE = 0xffff, OPEN = 1 << 16, OVER = 1 << 17, PIECE = 1 << 18;
+    static constexpr long SPINS = 1 << 11;  // some ten microseconds; then whoever else wants the core may have it
+
+    static void wait(long turns) {
+        if (turns < SPINS) relax();
+        else sched_yield();
+    }
+
+    // Helpers inside, whether a piece is open, whether the last one is over, and above those the piece's number.
+    alignas(64) unsigned long gate_ = 0;
+    alignas(64) void (*run_)(const void *, long) = nullptr;
+    const void *body_ = nullptr;
+    long wanted_ = 0, threads_;
+    unsigned long piece_ = 0;
+};
+
+// That of the list of calls which this thread is making, or null.
+static thread_local Team *own_team = nullptr;
+
+INLINE long most_threads() { return own_team ? own_team->threads() : max_of(1, omp_get_max_threads()); }
+
+// Calls body(thread) on up to so many threads at once, always on this one with 0; returns when all have returned. Numbers are
+// below `threads`, each thread has its own. Work must be taken unit by unit: a thread may come late or not at all.
+template <class F> INLINE void on_threads(long threads, const F &body) {
+    if (threads <= 1) return body(0);
+    if (own_team) return own_team->run(threads, body);
+#pragma omp parallel num_threads(threads)
+    body((long)omp_get_thread_num());
+}
+
+// Units 0 .. count, taken one run after the other by whoever is free.
+struct Units {
+    long count, run;
+    alignas(64) long next = 0;
+    Units(long count, long run = 1) : count(count), run(run) {}
+    // Calls f(unit) for what this thread takes.
+    template <class F> INLINE_MEMBER void take(const F &f) {
+        for (long first; (first = __atomic_fetch_add(&next, run, __ATOMIC_RELAXED)) < count;)
+            for (long unit = first; unit < min_of(first + run, count); unit++) f(unit);
+    }
+};
+
+// f(unit) for all units, in even runs over up to `threads` threads.
+template <class F> INLINE void for_units(long count, long threads, const F &f) {
+    if (threads <= 1) {
+        for (long unit = 0; unit < count; unit++) f(unit);
+        return;
+    }
+    Units units(count, ceil_div(count, threads));
+    on_threads(threads, [&](long) { units.take(f); });
+}
+
+// Calls calls(), with one region for all that it shares among threads.
+template <class F> static void as_team(const F &calls) {
+    const long threads = omp_get_max_threads();
+    if (threads <= 1 || own_team) return calls();
+    Team team(threads);
+#pragma omp parallel num_threads(threads)
+    {
+        const long thread = omp_get_thread_num();
+        if (thread) team.help(thread);
+        else {
+            own_team = &team;
+            calls();
+            own_team = nullptr;
+            team.dismiss();
+        }
+    }
+}
+
+}  // namespace
