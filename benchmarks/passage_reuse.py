@@ -18,6 +18,7 @@ import math
 import random
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     system, frame = ids(SYSTEM), "\n{question}<|im_end|>\n<|im_start|>assistant\n"
     ways: dict[str, tuple[bool, PassageReuse | None]] = {"computed": (False, None), "equal beginning": (True, None)}
     for share in options.shares:
-        ways[f"reuse, {100 * share:g} % anew"] = True, PassageReuse(64, recompute=share)
-    for way, (cached, _) in ways.items():  # each way has a cache of its own, which holds every document once
+        way = f"reuse, {100 * share:g} % anew"
+        ways[way] = True, PassageReuse(64, recompute=share, scope=way)
+    for way, (cached, reuse) in ways.items():  # each way has a cache of its own, which holds every document once
         for document in documents if cached else ():
-            engine.answer(system + document, [0], way, None)
+            engine.answer(system + document, [0], way, reuse and replace(reuse, at_least=0))
     rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(options.questions):
         chosen, size = [], len(system) + 64

@@ -276,7 +276,11 @@ class ChatCompletionChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A served model. max_model_len: tokens its context holds, prompt and answer together."""
+    """A served model. max_model_len: tokens its context holds, prompt and answer together.
+
+    context: what holds for requests that do not say (`context_overflow`, `keep_tokens`, `attention_window`, `attention_sinks`,
+    `cache_reuse`), and `shift_context`, `max_total_tokens` and `shift_refusal`.
+    """
 
     id: str
     created: int = 0
@@ -289,6 +293,7 @@ class Model:
     kv_cache_dtype: str | None = None
     quantization: str | None = None
     sampling_defaults: dict[str, float] | None = None
+    context: dict[str, Any] | None = None
     rotary: dict[str, Any] | None = None
 
 

@@ -70,6 +70,24 @@ class ErrorAnswer(StrictModel):
     error: ErrorDetail
 
 
+class ContextSettings(StrictModel):
+    """What holds for requests that leave the fields of these names out, and what contexts that drop tokens may hold.
+
+    keep_tokens: null: a chat's system prompt, else 16 tokens. shift_context: tokens that a sequence holds at once where its oldest
+    are dropped. max_total_tokens: of prompt and answer of such a sequence; null: without end. shift_refusal: why no
+    sequence of this model may drop tokens, or use passages anywhere; null where they may. All three are null until the model has loaded.
+    """
+
+    context_overflow: str
+    keep_tokens: int | None = None
+    attention_window: int | None = None
+    attention_sinks: int | None = None
+    cache_reuse: int
+    shift_context: int | None = None
+    max_total_tokens: int | None = None
+    shift_refusal: str | None = None
+
+
 class Model(StrictModel):
     """A model as `/v1/models` lists it; what the engine knows is null until it has loaded.
 
@@ -88,6 +106,7 @@ class Model(StrictModel):
     architecture: str | None = None
     num_parameters: int | None = None
     sampling_defaults: dict[str, float] | None = None
+    context: ContextSettings | None = None
     rotary: dict[str, Any] | None = None
 
 

@@ -17,6 +17,10 @@ from windlass.server.routes.common import answers, state_of
 
 router = APIRouter()
 
+# Of the server's settings and of what the engine knows, as `ContextSettings` shows them.
+_CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "attention_sinks", "cache_reuse")
+_CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal")
+
 
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
@@ -54,6 +58,9 @@ def describe_model(state: ServerState) -> dict[str, Any]:
     ):
         described[name] = None if info is None else getattr(info, name)
     described["sampling_defaults"] = asdict(state.settings.sampling)
+    described["context"] = {name: getattr(state.settings, name) for name in _CONTEXT_DEFAULTS} | {
+        name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS
+    }
     described["rotary"] = None if info is None else describe_groups(info.rotary_groups)
     return described
 

@@ -55,6 +55,24 @@ def test_max_tokens_may_pass_the_context_under_shift_alone(live: Live) -> None:
     assert error["code"] == "context_length_exceeded"
 
 
+def test_the_model_tells_what_holds_for_contexts() -> None:
+    info = model_info(max_model_len=4096, shift_context=1024, max_total_tokens=10**6)
+    defaults: dict[str, Any] = {"context_overflow": "shift", "keep_tokens": 32, "cache_reuse": 64}
+    with live_server(ScriptedEngine(info=info), attention_window=512, attention_sinks=4, **defaults) as live:
+        context = live.http.get("/v1/models").json()["data"][0]["context"]
+        assert context == defaults | {
+            "attention_window": 512,
+            "attention_sinks": 4,
+            "shift_context": 1024,
+            "max_total_tokens": 10**6,
+            "shift_refusal": None,
+        }
+        with Client(live.url) as client:
+            assert client.models()[0].context == context
+        live.engine.info = model_info(shift_refusal="its layers see chunks of 64 tokens")
+        assert "chunks" in live.http.get("/v1/models/toy").json()["context"]["shift_refusal"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
