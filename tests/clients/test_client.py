@@ -114,6 +114,50 @@ async def collect(stream) -> list[Any]:
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
+async def test_what_is_asked_of_a_context_and_what_became_of_it(make):
+    fields = {
+        "context_overflow": "shift",
+        "keep_tokens": 32,
+        "attention_window": 64,
+        "attention_sinks": 4,
+        "cache_reuse": 48,
+        "cache_reuse_recompute": 0.15,
+    }
+    spans = ({"start": 0, "end": 48}, {"start": 50, "end": 99})
+    report = {
+        "attention_window": 64,
+        "attention_sinks": 4,
+        "window": 80,
+        "kept_tokens": 32,
+        "dropped_tokens": 16,
+        "shifts": 1,
+    }
+    report |= {"dropped_turns": 2, "reused_tokens": 47, "reused_passages": 1}
+    told = {"rope_type": "default", "context": report}
+    last = {**ENVELOPE, "choices": [{"index": 0, "text": "", "finish_reason": "stop"}], "rotary": told}
+    last_of_chat = {**chat_chunk(finish="stop"), "rotary": told}
+    scripts = [
+        answer({**COMPLETION, "rotary": told}),
+        events(chunk("x"), last, "[DONE]"),
+        answer({**CHAT, "rotary": told}),
+        events(chat_chunk("x", role="assistant"), last_of_chat, "[DONE]"),
+    ]
+    chat = [{"role": "user", "content": "one"}]
+    with scripted_server(*scripts) as server:
+        async with make(server.url) as client:
+            found = [(await client.completions("one", passages=spans, **fields)).rotary]
+            found.append(
+                (await (await client.completions("one", passages=spans, stream=True, **fields)).get_final()).rotary
+            )
+            found.append((await client.chat(chat, **fields)).rotary)
+            found.append((await (await client.chat(chat, stream=True, **fields)).get_final()).rotary)
+    for request, rotary in zip(server.requests, found, strict=True):
+        sent = dict(request.json)
+        wanted = {**fields, **({"passages": list(spans)} if "prompt" in sent else {})}
+        assert {name: sent[name] for name in wanted} == wanted
+        assert dataclasses.asdict(rotary.context) == report
+
+
 async def test_completion(make):
     with scripted_server(answer(COMPLETION)) as server:
         async with make(server.url) as client:
