@@ -29,8 +29,9 @@ class WorkloadSpec:
 
     input_len, output_len: tokens of a prompt (of one turn's own message in a chat) and of an answer. chat: use the chat
     endpoint. prefix_groups, prefix_len: every prompt begins with one of so many texts of so many tokens.
-    documents, document_len, document_offset: every prompt holds one of so many documents, after `document_offset` fresh
-    tokens and before `input_len` fresh ones. turns, think_s: messages of one conversation, and the seconds between an
+    documents, document_len, document_offset: every prompt holds `documents_per_prompt` of so many documents, each of a length
+    of its own, in an order of its own, after `document_offset` fresh tokens and before `input_len` fresh ones. Documents that
+    no longer fit the server are left out, but for the first. turns, think_s: messages of one conversation, and the seconds between an
     answer and the next message. ladder: lengths from 1,024 tokens, doubling, to the server's limit, in turn.
     scalings: rotary scalings that requests draw from. trace: recorded requests instead of drawn lengths.
     disconnect_share, disconnect_after: the share of clients that go away after so many chunks.
@@ -45,7 +46,8 @@ class WorkloadSpec:
     prefix_groups: int = 0
     prefix_len: int = 0
     documents: int = 0
-    document_len: int = 0
+    document_len: Lengths = field(default_factory=lambda: Lengths.fixed(0))
+    documents_per_prompt: Lengths = field(default_factory=lambda: Lengths.fixed(1))
     document_offset: Lengths = field(default_factory=lambda: Lengths.fixed(0))
     turns: int = 1
     think_s: float = 0.0
@@ -62,8 +64,12 @@ class WorkloadSpec:
     def __post_init__(self) -> None:
         if bool(self.prefix_groups) != bool(self.prefix_len):
             raise LoadTestError("shared prefixes want both a number of groups and a length: give both, or neither")
-        if bool(self.documents) != bool(self.document_len):
+        if bool(self.documents) != bool(self.document_len.least):
             raise LoadTestError("documents want both a number and a length: give both, or neither")
+        if self.documents_per_prompt != Lengths.fixed(1) and self.documents < self.documents_per_prompt.least:
+            raise LoadTestError(
+                f"prompts of {self.documents_per_prompt} documents want as many to choose from: there are {self.documents}"
+            )
         if not 0 <= self.disconnect_share <= 1:
             raise LoadTestError(
                 f"the share of clients that go away lies between 0 and 1, got {self.disconnect_share:g}"
@@ -72,7 +78,7 @@ class WorkloadSpec:
             raise LoadTestError("a trace brings its own lengths: leave prefixes, documents, turns and the ladder out")
         if self.ladder and (self.prefix_groups or self.documents or self.turns > 1):
             raise LoadTestError("the ladder sets the lengths itself: leave prefixes, documents and turns out")
-        least = {"prefix_groups": 0, "prefix_len": 0, "documents": 0, "document_len": 0, "turns": 1, "think_s": 0}
+        least = {"prefix_groups": 0, "prefix_len": 0, "documents": 0, "turns": 1, "think_s": 0}
         least |= {"disconnect_after": 1}
         for name, bound in least.items():
             if not (getattr(self, name) >= bound and math.isfinite(getattr(self, name))):
@@ -115,10 +121,11 @@ class Workload:
     ) -> None:
         self.spec, self.vocabulary, self.limit, self.seed = spec, vocabulary, limit, seed
         self._model = model
-        self._check_fit()
         random = Random(f"{seed}/shared")
         self._prefixes = [vocabulary.draw(random, spec.prefix_len) for _ in range(spec.prefix_groups)]
-        self._documents = [vocabulary.draw(random, spec.document_len) for _ in range(spec.documents)]
+        lengths = [spec.document_len.draw(random) for _ in range(spec.documents)]
+        self._documents = [(vocabulary.draw(random, length), length) for length in lengths]
+        self._check_fit()
 
     @property
     def returns_token_ids(self) -> bool:
@@ -217,13 +224,25 @@ class Workload:
             parts.append(share.choice(self._prefixes))
             shared += spec.prefix_len
         if self._documents:
-            offset = spec.document_offset.draw(share, least=0, most=self._room(output, shared + spec.document_len + 1))
-            parts += [self.vocabulary.draw(tokens, offset), share.choice(self._documents)]
-            shared += offset + spec.document_len
+            chosen = self._choose_documents(share, self._room(output, shared + spec.input_len.least))
+            length = sum(length for _, length in chosen)
+            offset = spec.document_offset.draw(share, least=0, most=self._room(output, shared + length + 1))
+            parts += [self.vocabulary.draw(tokens, offset), *(document for document, _ in chosen)]
+            shared += offset + length
         own = spec.input_len.draw(streams["input"], most=self._room(output, shared))
         parts.append(self.vocabulary.draw(tokens, self.pieces(own)))
         joined = self.vocabulary.join(*parts)
         return (self.wrap(joined) if spec.turns == 1 else joined), shared + own
+
+    def _choose_documents(self, share: Random, room: int | None) -> list[tuple[bytes, int]]:
+        """Documents of a prompt with their lengths, in the order in which they come."""
+        count = self.spec.documents_per_prompt.draw(share, most=len(self._documents))
+        chosen, used = [], 0
+        for document, length in share.sample(self._documents, count):
+            if not chosen or room is None or used + length <= room:
+                chosen.append((document, length))
+                used += length
+        return chosen
 
     def _least_prompt(self) -> int:
         """Tokens of the shortest prompt there may be."""
@@ -231,7 +250,9 @@ class Workload:
         if spec.ladder:
             return self.vocabulary.overhead + 1
         offset = spec.document_offset.least if spec.documents else 0
-        return spec.prefix_len + spec.document_len + offset + spec.input_len.least
+        # Whichever document comes first stays.
+        document = max((length for _, length in self._documents), default=0)
+        return spec.prefix_len + document + offset + spec.input_len.least
 
     def _room(self, output: int, used: int) -> int | None:
         return None if self.limit is None else max(1, self.limit - output - used)
@@ -291,7 +312,7 @@ class Workload:
         if needed > limit:
             parts = [f"--input-len {spec.input_len}"]
             parts += [f"--prefix-len {spec.prefix_len}"] if spec.prefix_len else []
-            parts += [f"--document-len {spec.document_len}"] if spec.document_len else []
+            parts += [f"--document-len {spec.document_len}"] if spec.documents else []
             turns = f" in {spec.turns} turns" if spec.turns > 1 else ""
             raise LoadTestError(
                 f"{' with '.join(parts)} and --output-len {spec.output_len}{turns} need {needed:,} tokens, "

@@ -160,7 +160,14 @@ class WorkloadOptions:
         int, _option("--prefix-len", _workload, "... of so many tokens, before --input-len.", min=0)
     ] = 0
     documents: Annotated[int, _option("--documents", _workload, "Prompts hold one of so many documents ...", min=0)] = 0
-    document_len: Annotated[int, _option("--document-len", _workload, "... of so many tokens ...", min=0)] = 0
+    document_len: Annotated[
+        str, _option("--document-len", _workload, "... of so many tokens, a length as above ...", metavar="LENGTH")
+    ] = "0"
+    documents_per_prompt: Annotated[
+        str,
+        _option("--documents-per-prompt", _workload, "... or several of them, in another order each time ...",
+                metavar="COUNT"),
+    ] = "1"  # fmt: skip
     document_offset: Annotated[
         str,
         _option("--document-offset", _workload, "... after so many other tokens, a length as above, so that they come "
@@ -219,7 +226,8 @@ class WorkloadOptions:
             prefix_groups=self.prefix_groups,
             prefix_len=self.prefix_len,
             documents=self.documents,
-            document_len=self.document_len,
+            document_len=Lengths.parse(self.document_len, "--document-len", least=0),
+            documents_per_prompt=Lengths.parse(self.documents_per_prompt, "--documents-per-prompt"),
             document_offset=Lengths.parse(self.document_offset, "--document-offset", least=0),
             turns=self.turns,
             think_s=self.think_time,

@@ -103,6 +103,16 @@ def test_every_kind_of_load_by_its_options(tmp_path):
             ["--ladder", "--num-prompts", 3],
             ["--rope-scaling", '{"rope_type": "linear", "factor": 2}', "--num-prompts", 1, "--ignore-eos"],
             ["--prefix-groups", 1, "--prefix-len", 4, "--documents", 1, "--document-len", 6, "--num-prompts", 1],
+            [
+                "--documents",
+                3,
+                "--document-len",
+                "uniform:4:9",
+                "--documents-per-prompt",
+                "uniform:2:3",
+                "--num-prompts",
+                2,
+            ],
             ["--turns", 2, "--num-prompts", 1, "--warmup", 1],
             [
                 "--extra-body",

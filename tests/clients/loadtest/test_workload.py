@@ -84,7 +84,7 @@ def test_groups_share_their_prefix_and_nothing_else():
 
 
 def test_documents_come_again_at_other_positions():
-    load = workload(input_len="10", documents=2, document_len=50, document_offset="uniform:0:30")
+    load = workload(input_len="10", documents=2, document_len="50", document_offset="uniform:0:30")
     drawn = calls(load, 60)
     shared = {}
     for call in drawn:
@@ -94,6 +94,37 @@ def test_documents_come_again_at_other_positions():
         shared.setdefault(document, set()).add(len(prompt) - 60)
     assert len(shared) == 2
     assert all(len(offsets) > 5 and min(offsets) >= 0 and max(offsets) <= 30 for offsets in shared.values())
+
+
+def test_several_documents_come_in_every_order():
+    load = workload(
+        input_len="10", documents=4, document_len="uniform:20:60", documents_per_prompt="uniform:2:3", limit=200
+    )
+    known = [(json.loads(b"[" + document + b"]"), length) for document, length in load._documents]
+    assert all(len(document) == length for document, length in known) and len({length for _, length in known}) > 1
+    orders = set()
+    for call in calls(load, 80):
+        prompt = json.loads(call.body)["prompt"]
+        assert len(prompt) == call.input_tokens and call.input_tokens + call.output_tokens <= 200
+        order, at = [], 0
+        while at < len(prompt) - 10:  # what is left behind the documents is the prompt's own
+            (number,) = (n for n, (document, _) in enumerate(known) if prompt[at : at + len(document)] == document)
+            order.append(number)
+            at += known[number][1]
+        assert at == len(prompt) - 10 and len(set(order)) == len(order)
+        orders.add(tuple(order))
+    assert {len(order) for order in orders} >= {2, 3} and len(orders) > 12
+
+
+def test_documents_that_do_not_fit_are_left_out():
+    load = workload(
+        input_len="10", output_len="10", documents=5, document_len="40", documents_per_prompt="5", limit=150
+    )
+    assert {call.input_tokens for call in calls(load, 20)} == {130}
+    alone = workload(
+        input_len="10", output_len="10", documents=5, document_len="130", documents_per_prompt="5", limit=150
+    )
+    assert {call.input_tokens for call in calls(alone, 20)} == {140}
 
 
 def test_scalings_come_by_their_weights_and_label_their_requests():
@@ -212,7 +243,7 @@ def test_answers_without_token_ids_cannot_be_gone_on_from():
     [
         ({"input_len": "500", "output_len": "13"}, "513 tokens, but the server takes 512"),
         ({"input_len": "400", "prefix_groups": 1, "prefix_len": 100}, "--prefix-len 100"),
-        ({"input_len": "400", "documents": 1, "document_len": 100}, "--document-len 100"),
+        ({"input_len": "400", "documents": 1, "document_len": "100"}, "--document-len 100"),
         ({"input_len": "100", "output_len": "100", "turns": 3}, "in 3 turns"),
         ({"input_len": "uniform:600:900"}, "--input-len uniform:600:900"),
         ({"ladder": True, "output_len": "600"}, "no room"),
@@ -235,7 +266,7 @@ def test_lengths_that_are_drawn_are_cut_to_what_fits():
     drawn = calls(workload(ladder=True, output_len="normal:450:200", limit=512), 200)
     assert all(call.input_tokens >= 1 and call.input_tokens + call.output_tokens <= 512 for call in drawn)
     mixed = workload(
-        input_len="uniform:1:400", documents=1, document_len=100, document_offset="uniform:0:900", limit=512
+        input_len="uniform:1:400", documents=1, document_len="100", document_offset="uniform:0:900", limit=512
     )
     assert all(len(json.loads(c.body)["prompt"]) + c.output_tokens <= 512 for c in calls(mixed, 200))
 
@@ -245,7 +276,9 @@ def test_lengths_that_are_drawn_are_cut_to_what_fits():
     [
         {"prefix_groups": 2},
         {"documents": 2},
-        {"document_len": 2},
+        {"document_len": "2"},
+        {"documents": 2, "document_len": "9", "documents_per_prompt": "3"},
+        {"documents_per_prompt": "2"},
         {"disconnect_share": 1.5},
         {"disconnect_after": 0},
         {"turns": 0},
