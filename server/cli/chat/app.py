@@ -185,7 +185,7 @@ class ChatLoop:
         return True
 
     def _tell(self, stream: Stream[ChatCompletionChunk, ChatCompletion], timing: _AnswerTiming, stopped: bool) -> None:
-        from windlass.server.cli.chat.commands import show_rotary, show_scaling
+        from windlass.server.cli.chat.commands import show_context, show_rotary, show_scaling
 
         usage = stream.usage
         tokens = usage.completion_tokens if usage else timing.pieces
@@ -198,6 +198,8 @@ class ChatLoop:
             facts.append(f"{usage.total_tokens:,} of {self._context:,} of the context")
         if self._dialogue.rope is not None:
             facts.append(show_rotary(stream.rotary) if stream.rotary else show_scaling(self._dialogue.rope))
+        if stream.rotary and (became := show_context(stream.rotary.context)):
+            facts.append(became)
         self._console.note(f"[{', '.join(facts)}]")
         if stopped or stream.finish_reasons.get(0) != "length":
             return
@@ -224,8 +226,8 @@ class ChatLoop:
 
 _DYING_SECONDS = 2.0  # a process closes its connections a little before it is gone
 _FULL = (
-    "[the context is full: /new begins anew, /undo takes the last question back, /params truncate_prompt_tokens=N keeps only "
-    "the last N tokens of what was said]"
+    "[the context is full: /new begins anew, /undo takes the last question back, /context drop_turns leaves the oldest turns "
+    "out, /context shift lets answers go on]"
 )
 
 

@@ -10,13 +10,15 @@ from typing import Any
 from windlass.clients import APIStatusError, Client, NotFoundError, RopeScaling
 from windlass.clients.options import ChatOptions
 from windlass.clients.terminal.errors import CommandError
-from windlass.clients.types import Rotary
+from windlass.clients.types import ContextUse, Rotary
 from windlass.engine.errors import did_you_mean
 from windlass.server.cli.chat.dialogue import Dialogue
 
 HELP = """\
 /rope yarn 4       rotary scaling of the next answers: a kind and its factor, fields as name=value, a JSON object,
                    or a profile of the server; default: unscaled; off: the server's own; alone: show it
+/context shift     what is done where the chat outgrows the context: stop, error, shift (the oldest tokens go), drop_turns;
+                   with keep=, window=, sinks=, reuse= (least tokens of a passage), recompute=; off: the server's own
 /system TEXT       what the model is told before the chat; off: nothing; alone: show it
 /params NAME=VALUE fields of the next requests, such as temperature=0.7 max_tokens=200 seed=1; NAME= takes one back
 /new               forget what was said
@@ -29,6 +31,15 @@ ctrl-C             stop an answer; what is there of it stays
 # What a chat decides itself, or where an answer would not be one text.
 _OURS = {"n", "best_of", "logprobs", "top_logprobs", "stream_options", "rope_scaling"}
 _OURS |= {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
+_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
+# Their short names in /context.
+_CONTEXT_FIELDS = {
+    "keep": "keep_tokens",
+    "window": "attention_window",
+    "sinks": "attention_sinks",
+    "reuse": "cache_reuse",
+    "recompute": "cache_reuse_recompute",
+}
 _FIELDS = sorted(set(ChatOptions.__annotations__) - _OURS)
 
 
@@ -53,6 +64,7 @@ class ChatCommands:
         self._known: dict[str, Callable[[str], CommandResult]] = {
             "help": lambda rest: _said(*HELP.splitlines()),
             "rope": self._rope,
+            "context": self._context,
             "system": self._system,
             "params": self._params,
             "new": self._new,
@@ -99,6 +111,28 @@ class ChatCommands:
             if isinstance(wanted, str):
                 raise CommandError(f"{wanted!r} is neither a kind of scaling ({_KINDS}) nor a profile here") from error
             raise
+
+    def _context(self, rest: str) -> CommandResult:
+        params, fields = dict(self._dialogue.params), ("context_overflow", *_CONTEXT_FIELDS.values())
+        for word in rest.split():
+            name, equals, value = word.partition("=")
+            if word == "off":
+                params = {field: value for field, value in params.items() if field not in fields}
+            elif not equals and name in _OVERFLOWS:
+                params["context_overflow"] = name
+            elif not equals or name not in _CONTEXT_FIELDS:
+                wanted = [*_OVERFLOWS, *(f"{known}=NUMBER" for known in _CONTEXT_FIELDS), "off"]
+                raise CommandError(f"{word!r} says nothing of a context: write {', '.join(wanted)}")
+            elif value:
+                params[_CONTEXT_FIELDS[name]] = _value(value)
+            else:
+                params.pop(_CONTEXT_FIELDS[name], None)
+        self._dialogue.params = params
+        shown = " ".join(f"{name}={_brief(params[name])}" for name in fields if name in params)
+        lines = [f"next answers: {shown or 'as the server has it'}"]
+        if not rest and self.last is not None:
+            lines.append(f"last answer: {show_context(self.last.context) or 'all of the chat, computed as it stands'}")
+        return _said(*lines)
 
     def _system(self, rest: str) -> CommandResult:
         if rest:
@@ -147,6 +181,19 @@ def show_scaling(scaling: dict[str, Any] | str) -> str:
     if kind is None:
         return json.dumps(scaling)
     return ", ".join([str(kind), *(f"{n} {_brief(v)}" for n, v in scaling.items() if n != "rope_type")])
+
+
+def show_context(use: ContextUse | None) -> str:
+    """What became of the context of an answer, in a few words; "" where nothing did."""
+    if use is None:
+        return ""
+    counts = {
+        "{:,} turns dropped": use.dropped_turns,
+        "{:,} tokens dropped": use.dropped_tokens,
+        "{:,} tokens taken from passages": use.reused_tokens,
+        "a window of {:,} tokens": use.attention_window,
+    }
+    return ", ".join(text.format(count) for text, count in counts.items() if count)
 
 
 def show_rotary(rotary: Rotary) -> str:

@@ -106,6 +106,8 @@ def test_commands_that_fail_say_why_in_one_line_and_change_nothing(server, termi
         ("/rope {", r"no JSON"),
         ("/params temprature=1", r"did you mean 'temperature'\?"),
         ("/params temperature", r"write name=value"),
+        ("/context roll", r"'roll' says nothing of a context: write stop, error, shift, drop_turns, keep=NUMBER"),
+        ("/context shift bytes=3", r"'bytes=3' says nothing"),
         ("/undo", r"nothing was said yet"),
         ("/retry", r"nothing was said yet"),
     ):
@@ -225,11 +227,20 @@ def test_a_server_of_its_own_with_the_options_and_what_a_full_context_means():
         below = family(terminal.process.pid)
         assert len(below) >= 2
         terminal.ask("/params ignore_eos=true", "ignore_eos=true\n")
-        full = r"\[the context is full: /new begins anew, .*truncate_prompt_tokens=N .*\]\n"
+        full = r"\[the context is full: /new begins anew, .*/context drop_turns .*\]\n"
         terminal.ask("What does horse mean?", rf" 64 of 64 of the context\]\n{full}")
         terminal.ask("What does horse mean?", rf"error: .*64 tokens.*\n{full}")
         terminal.ask("/params truncate_prompt_tokens=30 max_tokens=4", "max_tokens=4\n")
         terminal.ask("What does horse mean?", r" 34 of 64 of the context\]\n")
+        terminal.ask("/params truncate_prompt_tokens= max_tokens=12", "max_tokens=12\n")
+        terminal.ask("/context drop_turns", "next answers: context_overflow=drop_turns\n")
+        terminal.ask("What does horse mean?", r" of 64 of the context, \d+ turns dropped\]\n")
+        terminal.ask("/context", r"context_overflow=drop_turns\n.*last answer: \d+ turns dropped\n")
+        terminal.ask("/new", "forgotten")
+        terminal.ask("/params max_tokens=200", "max_tokens=200 ")
+        terminal.ask("/context shift keep=0", "next answers: context_overflow=shift keep_tokens=0\n")
+        terminal.ask("What does horse mean?", r"200 tokens.* tokens dropped\]\n")
+        terminal.ask("/context off", "next answers: as the server has it\n")
         terminal.wait_prompt()
         terminal.type(CTRL_D)
         assert terminal.end() == 0
