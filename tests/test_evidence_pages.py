@@ -78,7 +78,7 @@ def test_the_page_on_a_real_model_shows_its_numbers():
 
 def test_the_page_on_endless_contexts_has_the_tables_of_its_numbers():
     page = (DOCS / "endless-context.md").read_text(encoding="utf-8")
-    for name in ("shifted_context", "endless_stream", "turned_keys"):
+    for name in ("shifted_context", "endless_stream", "turned_keys", "passage_reuse"):
         spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
@@ -90,3 +90,5 @@ def test_the_page_on_endless_contexts_has_the_tables_of_its_numbers():
     stream = json.loads((DOCS / "endless_stream.json").read_text(encoding="utf-8"))
     assert stream["tokens"] >= 100_000 and len(stream["blocks_once_full"]) == 1
     assert stream["date"] in page
+    reuse = json.loads((DOCS / "passage_reuse.json").read_text(encoding="utf-8"))["rows"]
+    assert {len(rows) for rows in reuse.values()} == {20} and max(row["tokens"] for row in reuse["computed"]) <= 7500

@@ -31,8 +31,8 @@ class WorkloadSpec:
     endpoint. prefix_groups, prefix_len: every prompt begins with one of so many texts of so many tokens.
     documents, document_len, document_offset: every prompt holds `documents_per_prompt` of so many documents, each of a length
     of its own, in an order of its own, after `document_offset` fresh tokens and before `input_len` fresh ones. Documents that
-    no longer fit the server are left out, but for the first. turns, think_s: messages of one conversation, and the seconds between an
-    answer and the next message. ladder: lengths from 1,024 tokens, doubling, to the server's limit, in turn.
+    no longer fit the server are left out, but for the first. turns, think_s: messages of one conversation, and the seconds
+    between an answer and the next message. ladder: lengths from 1,024 tokens, doubling, to the server's limit, in turn.
     scalings: rotary scalings that requests draw from. trace: recorded requests instead of drawn lengths.
     disconnect_share, disconnect_after: the share of clients that go away after so many chunks.
     temperature: None to leave it to the server. ignore_eos: ask for answers of exactly `output_len` tokens;
@@ -237,7 +237,8 @@ class Workload:
     def _choose_documents(self, share: Random, room: int | None) -> list[tuple[bytes, int]]:
         """Documents of a prompt with their lengths, in the order in which they come."""
         count = self.spec.documents_per_prompt.draw(share, most=len(self._documents))
-        chosen, used = [], 0
+        chosen: list[tuple[bytes, int]] = []
+        used = 0
         for document, length in share.sample(self._documents, count):
             if not chosen or room is None or used + length <= room:
                 chosen.append((document, length))

@@ -16,7 +16,7 @@ from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
 
 SHORTEST_PASSAGE = 32  # tokens
-DEFAULT_RECOMPUTE = 0.05  # of a passage, at its head
+DEFAULT_RECOMPUTE = 0.15  # of a passage, at its head: what follows from the table in docs/endless-context.md
 
 
 def rule_of(body: GenerationRequest, overflow: ContextOverflow, settings: ServerSettings) -> ContextRule:

@@ -73,9 +73,10 @@ class ErrorAnswer(StrictModel):
 class ContextSettings(StrictModel):
     """What holds for requests that leave the fields of these names out, and what contexts that drop tokens may hold.
 
-    keep_tokens: null: a chat's system prompt, else 16 tokens. shift_context: tokens that a sequence holds at once where its oldest
-    are dropped. max_total_tokens: of prompt and answer of such a sequence; null: without end. shift_refusal: why no
-    sequence of this model may drop tokens, or use passages anywhere; null where they may. All three are null until the model has loaded.
+    keep_tokens: null: a chat's system prompt, else 16 tokens. shift_context: tokens that a sequence holds at once where its
+    oldest are dropped. max_total_tokens: of prompt and answer of such a sequence; null: without end. shift_refusal: why no
+    sequence of this model may drop tokens, or use passages anywhere; null where they may. All three are null until the
+    model has loaded.
     """
 
     context_overflow: str

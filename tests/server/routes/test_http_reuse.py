@@ -34,8 +34,8 @@ def asked(live: Live, **fields: Any) -> PassageReuse | None:
 
 
 def test_fields_reach_the_engine(live: Live) -> None:
-    assert asked(live) == PassageReuse(0, (), 0.05, "")  # it can be taken from
-    assert asked(live, cache_reuse=64) == PassageReuse(64, (), 0.05, "")
+    assert asked(live) == PassageReuse(0, (), 0.15, "")  # it can be taken from
+    assert asked(live, cache_reuse=64) == PassageReuse(64, (), 0.15, "")
     assert asked(live, cache_reuse=64, cache_reuse_recompute=0.3, cache_salt="s") == PassageReuse(64, (), 0.3, "salt s")
     spans = [{"start": 0, "end": 2}, {"start": 2, "end": 3}]
     assert asked(live, passages=spans, cache_reuse_recompute=8) == PassageReuse(0, ((0, 2), (2, 3)), 8.0, "")

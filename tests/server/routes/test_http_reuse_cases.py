@@ -1,4 +1,4 @@
-"""What reuse is for, case by case, each as a client would send it: a prompt whose early tokens change finds what stands behind them."""
+"""What reuse is for, case by case as clients send it: a prompt whose early tokens change finds what stands behind them."""
 
 from __future__ import annotations
 
