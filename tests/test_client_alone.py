@@ -13,6 +13,8 @@ import pytest
 from helpers.builds import ROOT, build, copy_clone
 from helpers.real_server import RealServer, serve
 
+pytestmark = pytest.mark.slow  # an environment of its own
+
 LARGEST_MB = 200
 
 

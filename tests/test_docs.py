@@ -356,6 +356,7 @@ def test_nothing_advises_to_install_windlass_by_name():
     assert [str(path) for path in files if by_name.search(path.read_text(encoding="utf-8"))] == []
 
 
+@pytest.mark.slow
 def test_the_first_load_test_in_the_readme_makes_what_it_compares(tmp_path):
     """Its commands as they stand, but for the address: runs, a page, and a comparison with intervals and verdicts."""
     (script,) = re.findall(r"```bash\n(.*?)```", section(README, "## A first load test"), re.DOTALL)

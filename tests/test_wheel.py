@@ -17,6 +17,8 @@ from helpers.builds import build, copy_clone
 
 from windlass import __version__
 
+pytestmark = pytest.mark.slow  # environments of their own
+
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -125,6 +125,7 @@ def open_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @needs_prometheus
+@pytest.mark.slow
 def test_prometheus_scrapes_real_servers_and_answers_the_dashboard(locked, open_server, tmp_path):
     key_file = tmp_path / "key"
     key_file.write_text("\n")  # what the compose file makes of an unset key

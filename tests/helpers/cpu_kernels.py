@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,17 @@ from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
 
 ARM = platform.machine() in ("aarch64", "arm64")
-FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), "16 lanes")
+
+
+def _slow(form: str) -> Any:
+    """Any processor runs these, after minutes of compiling; one that has the instructions runs the real ones besides."""
+    return pytest.param(form, marks=pytest.mark.slow)
+
+
+FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), _slow("16 lanes"))
 # Where products with quantized weights and with quantized keys and values have code of their own.
-PACKED_FORMS = (*FORMS, *(("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")), "8 lanes vnni", "16 lanes vnni")
+_PACKED = ("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")
+PACKED_FORMS = (*FORMS, *_PACKED, _slow("8 lanes vnni"), _slow("16 lanes vnni"))
 
 _FLAGS = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
 _BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by the sources' digest, kept from run to run

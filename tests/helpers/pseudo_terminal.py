@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -24,6 +25,12 @@ def paste(text: str) -> str:
     return f"\x1b[200~{text}\x1b[201~"
 
 
+def _as_from_a_terminal() -> None:
+    """In the program before it begins: the terminal is its own, and hanging up ends it, even where the tests run under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class PseudoTerminal:
     """Runs `python ARGUMENTS` with the terminal as its standard streams and as what sends it signals for keys."""
 
@@ -37,7 +44,7 @@ class PseudoTerminal:
             stderr=slave,
             env={**os.environ, "TERM": "xterm", **(environment or {})},
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_as_from_a_terminal,
         )
         os.close(slave)
         self._bytes = b""

@@ -67,6 +67,7 @@ def coverage(truth: float, make, trials: int) -> dict[str, float]:
     return {name: count / trials for name, count in hits.items()}
 
 
+@pytest.mark.slow
 def test_intervals_of_independent_values_hold_the_truth_as_often_as_they_say():
     found = coverage(0.3, lambda chance: chance.exponential(size=120), trials=110)
     for name, share in found.items():
@@ -81,6 +82,7 @@ def autoregressive(chance: np.random.Generator) -> np.ndarray:
     return np.array(values)
 
 
+@pytest.mark.slow
 def test_blocks_keep_intervals_honest_where_neighbours_are_alike(monkeypatch):
     with_blocks = coverage(0.0, autoregressive, trials=70)["mean"]
     monkeypatch.setattr(intervals, "block_length", lambda clusters: 1)
@@ -169,6 +171,7 @@ def test_rates_are_compared_by_welch():
     assert found.interval.excludes_zero
 
 
+@pytest.mark.slow
 def test_batch_means_of_random_arrivals_hold_the_truth_as_often_as_they_say():
     """Two Poisson processes whose rates differ by 1 per second, counted in twenty spans of 5 s."""
     hits = 0

@@ -401,6 +401,7 @@ def test_an_unreadable_checkpoint_is_one_line(model: Path) -> None:
         load(model)
 
 
+@pytest.mark.slow
 def test_reading_the_cache_never_holds_the_weights_twice(tmp_path: Path) -> None:
     """Some 130 MB of packed weights go straight to where they belong, and writing them copies none."""
     config = {
