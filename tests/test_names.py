@@ -19,6 +19,7 @@ OF_THE_API = {
     "Completion",
     "CompletionChoice",
     "CompletionTokensDetails",
+    "ContextUse",
     "InputTokensDetails",
     "MessageUsage",
     "Model",

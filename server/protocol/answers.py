@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from windlass.server.protocol.base import StrictModel
 
@@ -40,6 +42,31 @@ class TokenLogprob(StrictModel):
 PromptLogprobs = list[dict[str, TokenLogprob] | None]
 
 
+class ContextUse(StrictModel):
+    """What became of an answer's context; of these fields those that apply."""
+
+    window: Annotated[
+        int | None, Field(description="Under `shift`: tokens that the sequence held at once, at most.")
+    ] = None
+    kept_tokens: Annotated[
+        int | None, Field(description="Under `shift`: leading tokens that are never dropped, in whole blocks.")
+    ] = None
+    dropped_tokens: Annotated[int | None, Field(description="Under `shift`: oldest tokens dropped so far.")] = None
+    shifts: Annotated[int | None, Field(description="Under `shift`: times that any were dropped.")] = None
+    attention_window: Annotated[
+        int | None, Field(description="The last tokens that each token saw, itself included.")
+    ] = None
+    attention_sinks: Annotated[int | None, Field(description="Leading tokens that each token saw besides.")] = None
+    dropped_turns: Annotated[
+        int | None, Field(description="Under `drop_turns`: oldest turns of the chat that were left out.")
+    ] = None
+    reused_tokens: Annotated[
+        int | None,
+        Field(description="Prompt tokens taken from passages that stood elsewhere, behind the equal beginning."),
+    ] = None
+    reused_passages: Annotated[int | None, Field(description="How many passages those were.")] = None
+
+
 class Rotary(StrictModel):
     """What an answer ran under. `effective_length`: tokens its frequencies were formed for, null for kinds without a
     length. `moves`: times its cached keys were turned. `groups`: the same by group, where layers rotate in two ways.
@@ -52,7 +79,7 @@ class Rotary(StrictModel):
     fingerprint: str
     moves: int
     groups: dict[str, dict[str, Any]] | None = None
-    context: dict[str, int] | None = None
+    context: ContextUse | None = None
 
 
 class ErrorDetail(StrictModel):
@@ -71,22 +98,29 @@ class ErrorAnswer(StrictModel):
 
 
 class ContextSettings(StrictModel):
-    """What holds for requests that leave the fields of these names out, and what contexts that drop tokens may hold.
+    """What holds for requests that leave the fields of these names out, and what contexts that drop tokens may hold."""
 
-    keep_tokens: null: a chat's system prompt, else 16 tokens. shift_context: tokens that a sequence holds at once where its
-    oldest are dropped. max_total_tokens: of prompt and answer of such a sequence; null: without end. shift_refusal: why no
-    sequence of this model may drop tokens, or use passages anywhere; null where they may. All three are null until the
-    model has loaded.
-    """
-
-    context_overflow: str
-    keep_tokens: int | None = None
-    attention_window: int | None = None
-    attention_sinks: int | None = None
-    cache_reuse: int
-    shift_context: int | None = None
-    max_total_tokens: int | None = None
-    shift_refusal: str | None = None
+    context_overflow: Annotated[str, Field(description="`error`, `stop`, `shift` or `drop_turns`.")]
+    keep_tokens: Annotated[
+        int | None,
+        Field(description="Leading tokens that `shift` never drops; null: a chat's system prompt, else 16 tokens."),
+    ] = None
+    attention_window: Annotated[int | None, Field(description="Tokens that each token sees; null: all.")] = None
+    attention_sinks: Annotated[int | None, Field(description="Leading tokens that are seen besides.")] = None
+    cache_reuse: Annotated[int, Field(description="Tokens of the shortest passage taken from anywhere; 0: none.")]
+    shift_context: Annotated[
+        int | None,
+        Field(description="Tokens that a sequence holds at once under `shift`; null until the model has loaded."),
+    ] = None
+    max_total_tokens: Annotated[
+        int | None, Field(description="Of prompt and answer of a sequence under `shift`; null: without end.")
+    ] = None
+    shift_refusal: Annotated[
+        str | None,
+        Field(
+            description="Why no sequence of this model may drop tokens or take passages from anywhere; null where they may."
+        ),
+    ] = None
 
 
 class Model(StrictModel):

@@ -59,8 +59,8 @@ class StreamOptions(StrictModel):
 class PassageSpan(StrictModel):
     """Tokens start to end - 1 of a prompt."""
 
-    start: Annotated[int, Field(ge=0, le=INT32_MAX)]
-    end: Annotated[int, Field(ge=1, le=INT32_MAX)]
+    start: Annotated[int, Field(ge=0, le=INT32_MAX, description="Its first token, counted from 0.")]
+    end: Annotated[int, Field(ge=1, le=INT32_MAX, description="The token behind its last one.")]
 
 
 class SharedRequest(StrictModel):
@@ -126,15 +126,59 @@ class SharedRequest(StrictModel):
     json_schema: dict[str, Any] | None = None
 
     # What is longer than the context
-    context_overflow: Literal["error", "stop", "shift", "drop_turns"] | None = None
-    keep_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    attention_window: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    attention_sinks: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    context_overflow: Annotated[
+        Literal["error", "stop", "shift", "drop_turns"] | None,
+        Field(
+            description="What is done where prompt and answer are longer than the context: the request is refused (`error`), the "
+            "answer ends there (`stop`), the oldest tokens are dropped and it goes on (`shift`), or a chat's oldest turns are "
+            "left out (`drop_turns`). Default: the model's `context.context_overflow`."
+        ),
+    ] = None
+    keep_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
+        Field(
+            description="With `shift`: leading tokens that are never dropped, rounded up to whole blocks; at least two blocks "
+            "must be left. Default: the model's `context.keep_tokens`, else a chat's system prompt, else 16."
+        ),
+    ] = None
+    attention_window: Annotated[
+        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
+        Field(
+            description="The last tokens that each token sees, itself included. "
+            "Default: the model's `context.attention_window`, else all."
+        ),
+    ] = None
+    attention_sinks: Annotated[
+        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
+        Field(
+            description="With `attention_window`: leading tokens that each token sees besides. "
+            "Default: the model's `context.attention_sinks`, else 0."
+        ),
+    ] = None
 
     # What is taken from the cache wherever it stood
-    cache_reuse: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    passages: Annotated[list[PassageSpan], Field(min_length=1, max_length=64)] | None = None
-    cache_reuse_recompute: Annotated[float, Field(ge=0, le=INT32_MAX)] | None = None
+    cache_reuse: Annotated[
+        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
+        Field(
+            description="Cached passages of at least so many tokens, 32 or more, are taken wherever they stand in the prompt and "
+            "whatever stood before them: quicker, and not the same as computing them. 0: none. Default: the model's "
+            "`context.cache_reuse`."
+        ),
+    ] = None
+    passages: Annotated[
+        Annotated[list[PassageSpan], Field(min_length=1, max_length=64)] | None,
+        Field(
+            description="Spans of the prompt that are looked for as they are, in place of a search of all of it; completions "
+            "only. They may not overlap."
+        ),
+    ] = None
+    cache_reuse_recompute: Annotated[
+        Annotated[float, Field(ge=0, le=INT32_MAX)] | None,
+        Field(
+            description="With `cache_reuse` or `passages`: how much of the head of each passage is computed anew, as a share "
+            "below 1 or in tokens. Default: 0.15."
+        ),
+    ] = None
 
     # Bookkeeping: accepted, without effect
     user: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import httpx
@@ -10,7 +11,9 @@ import pytest
 from helpers.live_server import Live, live_server
 from helpers.real_server import RealServer, serve
 
+from windlass.clients.types import ContextUse
 from windlass.engine.api.context import PassageReuse
+from windlass.server.generation.context_rules import DEFAULT_RECOMPUTE, SHORTEST_PASSAGE
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -73,6 +76,25 @@ def test_what_cannot_be_is_refused(live: Live, fields: dict[str, Any], param: st
 def test_chats_have_no_spans(live: Live) -> None:
     body = {"messages": [{"role": "user", "content": "a"}], "passages": [{"start": 0, "end": 40}]}
     assert live.refuse(CHAT, body)["param"] == "passages"
+
+
+def test_openapi_describes_what_is_asked_and_what_is_told_of_contexts(live: Live) -> None:
+    schemas = live.http.get("/openapi.json").json()["components"]["schemas"]
+    settings = schemas["ContextSettings"]["properties"]
+    asked = (*(name for name in settings if schemas["CompletionRequest"]["properties"].get(name)),)
+    assert len(asked) == 5
+    for request in ("CompletionRequest", "ChatRequest", "ResponseRequest", "MessageRequest"):
+        of = schemas[request]["properties"]
+        for name in asked:  # each says where its default is told, and that is really there
+            assert f"`context.{name}`" in of[name]["description"], (request, name)
+        assert f" {SHORTEST_PASSAGE} or more" in of["cache_reuse"]["description"]
+        assert of["cache_reuse_recompute"]["description"].endswith(f"Default: {DEFAULT_RECOMPUTE}.")
+        assert "completions only" in of["passages"]["description"]
+    told = schemas["ContextUse"]["properties"]
+    assert set(told) == {field.name for field in fields(ContextUse)}
+    assert schemas["Rotary"]["properties"]["context"]["anyOf"][0]["$ref"].endswith("/ContextUse")
+    for described in (told, settings, schemas["PassageSpan"]["properties"]):
+        assert all(len(field.get("description", "")) > 15 for field in described.values()), described
 
 
 # -- a real engine -------------------------------------------------------------------------------------------------------
