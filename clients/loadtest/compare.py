@@ -8,7 +8,7 @@ better, in `comparability.py` what makes runs hard to compare. numpy is loaded b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from windlass.clients.loadtest.intervals import Difference
 
 FORMAT = "windlass-bench-comparison/2"
+# Means over requests of the share of a prompt that came from a cache, and of the part of it that stood elsewhere.
+_TOLD = ("cached", "reused")
 Verdict = Literal["better", "worse", "no difference shown", "too few requests", "one run cannot tell"]
 
 
@@ -123,6 +125,11 @@ def _over_runs(sides: Sequence[Sequence[RunResult]], confidence: float) -> Itera
         shares = [[(each["failed"], each["failed"] + each["completed"]) for each in side] for side in summaries]
         difference = compare_repeated_shares(shares[0], shares[1], confidence)
         yield _line("failed", "share", "", difference, lower_is_better=True, over_runs=True)
+    for measure in _TOLD:
+        told = [[_shares(run, measure) for run in side] for side in sides]
+        if _worth_telling(each for side in told for each in side):
+            means = [[math.fsum(each) / len(each) for each in side] for side in told]
+            yield line((measure, "share", ""), means, less=False)
     for measure in MEASURES:
         data = [[Clustered(_by_request(run, measure)) for run in side] for side in sides]
         if not all(len(each) for side in data for each in side):
@@ -194,6 +201,23 @@ def _rates(first: RunResult, second: RunResult, confidence: float) -> Iterator[L
             yield _line("goodput", "per second", "requests/s", compare_means(good[0], good[1], confidence))
     shares = [(failed, failed + len(run.completed)) for run in runs for failed in [sum(run.errors.values())]]
     yield _line("failed", "share", "", compare_shares(shares[0], shares[1], confidence), lower_is_better=True)
+
+    for measure in _TOLD:
+        told = [_shares(run, measure) for run in runs]
+        if _worth_telling(told) and min(map(len, told)) > 1:
+            yield _line(measure, "share", "", compare_means(told[0], told[1], confidence))
+
+
+def _shares(run: RunResult, measure: str) -> list[float]:
+    """How much of each completed request's prompt was cached, or reused; empty where that is not known of all."""
+    shares = [getattr(record, f"{measure}_share") for record in run.completed]
+    return [] if None in shares else shares
+
+
+def _worth_telling(shares: Iterable[Sequence[float]]) -> bool:
+    """Whether every run knows, and one of them has some."""
+    known = list(shares)
+    return all(known) and any(map(any, known))
 
 
 def _token_arrivals(run: RunResult) -> Iterator[tuple[float, float]]:

@@ -94,6 +94,7 @@ class Exchanges:
             input_tokens=_count(usage.get("prompt_tokens"), request.input_tokens),
             output_tokens=_count(usage.get("completion_tokens"), len(reader.chunks)),
             cached_tokens=_cached(usage.get("prompt_tokens_details")),
+            reused_tokens=reader.reused_tokens,
             outcome=outcome,
             message=reader.message,
             label=request.label,

@@ -21,6 +21,7 @@ _FIELDS = (
     "output_tokens",
     "asked_tokens",
     "cached_tokens",
+    "reused_tokens",
     "finish_reason",
     "request_id",
 )

@@ -242,6 +242,11 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
             "bad" if summary["failed"] else "",
         ),
     ]
+    if summary["cached_tokens"]:
+        share = 100 * summary["cached_tokens"] / summary["input_tokens"]
+        reused = summary["reused_tokens"]
+        elsewhere = f"{reused:,} tokens from elsewhere" if reused else "equal beginnings"
+        tiles.append(tile("From the cache", words.number(share), "% of prompt tokens", elsewhere))
     if summary["goodput"] is not None:
         limits = ", ".join(f"{name} ≤ {words.plain(limit)} ms" for name, limit in result.slo.items())
         tiles.insert(2, tile("Goodput", words.per_second(summary["goodput"]), "per s", f"inside {limits}"))

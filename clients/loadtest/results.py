@@ -33,8 +33,10 @@ class RequestRecord:
     outcome: "completed", the kind of failure (a key of the report's `errors`), or one of ABANDONED; message: its detail.
     intended: when the schedule wanted it sent; sent: when it was. chunks: arrival of each chunk that carried tokens;
     ended: when the stream closed or failed. output_tokens: what the server's usage says, else the chunks; asked_tokens:
-    how many were asked for. label: which part of a mixed workload, such as the name of a rotary scaling or a turn of a
-    chat. text, token_ids: of the answer, None unless they were to be kept.
+    how many were asked for. cached_tokens: of the prompt, found in a cache; reused_tokens: those of them from passages
+    that stood elsewhere in other prompts; None where the server tells no such count. label: which part of a mixed
+    workload, such as the name of a rotary scaling or a turn of a chat. text, token_ids: of the answer, None unless they
+    were to be kept.
     """
 
     index: int
@@ -45,6 +47,7 @@ class RequestRecord:
     input_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None
+    reused_tokens: int | None = None
     outcome: str = "completed"
     message: str | None = None
     label: str | None = None
@@ -85,6 +88,16 @@ class RequestRecord:
     def gaps_ms(self) -> list[float]:
         """The gaps between its chunks: what inter-token latency pools over all requests."""
         return [(b - a) * 1000 for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+
+    @property
+    def cached_share(self) -> float | None:
+        """How much of the prompt was found in a cache."""
+        return _share(self.cached_tokens, self.input_tokens)
+
+    @property
+    def reused_share(self) -> float | None:
+        """How much of the prompt was taken from passages that stood elsewhere; a part of `cached_share`."""
+        return _share(self.reused_tokens, self.input_tokens)
 
     @property
     def scheduled(self) -> bool:
@@ -215,6 +228,8 @@ class RunResult:
             "abandoned": self.abandoned,
             "duration_s": self.duration_s,
             "input_tokens": sum(record.input_tokens for record in done),
+            "cached_tokens": _total(record.cached_tokens for record in done),
+            "reused_tokens": _total(record.reused_tokens for record in done),
             "output_tokens": output_tokens,
             "output_tokens_per_second": output_tokens * per_second,
             "request_rate": len(done) * per_second,
@@ -250,6 +265,16 @@ class RunResult:
             return cls(records=records, **{name: data[name] for name in names if name in data})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the JSON of this load test cannot be read: {error}") from error
+
+
+def _share(part: int | None, whole: int) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """The sum of what is known, None where nothing is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def _served(record: RequestRecord) -> bool:

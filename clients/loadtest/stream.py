@@ -40,6 +40,7 @@ class AnswerReader:
         self.finish_reason: str | None = None
         self.request_id: str | None = None
         self.usage: Mapping[str, Any] = {}
+        self.reused_tokens: int | None = None  # None: the server tells nothing of passages
         self.text: list[str] = []
         self.token_ids: list[int] | None = None
         self.sent: float | None = None
@@ -117,12 +118,14 @@ class AnswerReader:
             return
         try:
             self._chunk(payload, when)
-        except (KeyError, TypeError, AttributeError, IndexError):
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError):
             self.end("malformed", when, f"an event is no chunk of an answer: {data}")
 
     def _chunk(self, payload: Mapping[str, Any], when: float) -> None:
         if usage := payload.get("usage"):
             self.usage = {**usage}
+        if rotary := payload.get("rotary"):
+            self.reused_tokens = int((rotary.get("context") or {}).get("reused_tokens") or 0)
         for choice in payload.get("choices") or ():
             part = choice.get("delta") or choice
             ids = choice.get("token_ids")

@@ -134,7 +134,8 @@ def test_what_carries_no_token_is_no_chunk():
         await performance.data({"choices": [role]})
         await asyncio.sleep(0.06)
         await performance.token("yes")
-        await performance.data({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
+        await performance.data({**last, "rotary": {"rope_type": "default", "context": {"reused_tokens": 3}}})
         await performance.usage(9, 2, prompt_tokens_details={"cached_tokens": 4})
         await performance.done()
 
@@ -154,9 +155,10 @@ def test_what_carries_no_token_is_no_chunk():
     assert len(one.chunks) == 1 and len(two.chunks) == 2
     truth = llm.performances[0]
     assert one.ttft_actual_ms == pytest.approx((truth.sent[0] - truth.arrived) * 1000, abs=tolerance(llm, result))
-    assert (one.input_tokens, one.output_tokens, one.cached_tokens) == (9, 2, 4)
+    assert (one.input_tokens, one.output_tokens, one.cached_tokens, one.reused_tokens) == (9, 2, 4, 3)
     assert (one.finish_reason, one.request_id, one.asked_tokens) == ("stop", "req-7", 2)
     assert two.output_tokens == 2 and two.input_tokens == 128  # as planned: no usage came
+    assert two.cached_tokens is None and two.reused_tokens is None  # nor anything of a cache
 
 
 def test_an_answer_of_which_nothing_can_be_seen_came_with_its_end():

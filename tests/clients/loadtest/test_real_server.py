@@ -176,6 +176,33 @@ def test_turns_and_prefixes_hit_the_prefix_cache(server):
     assert result.server_metrics["windlass_prefix_cache_hits_total"] > 0
 
 
+def test_documents_in_other_orders_with_and_without_reuse(tmp_path, capsys):
+    load = ["--documents", 4, "--document-len", "uniform:70:90", "--documents-per-prompt", "uniform:2:3"]
+    load += ["--input-len", 12, "--output-len", 4, "--num-prompts", 12, "--concurrency", 1, "--warmup", 0]
+    paths = [tmp_path / f"{name}.json" for name in ("computed", "reused")]
+    with serve("--max-model-len", "512", "--kv-cache-memory", "64MiB") as running:
+        running.wait_ready()
+        for path, fields in zip(
+            paths, ({"cache_reuse": 0}, {"cache_reuse": 32, "cache_reuse_recompute": 4}), strict=True
+        ):
+            body = json.dumps(
+                fields | {"cache_salt": path.stem}
+            )  # or the second run would find the first one's prompts
+            assert serve_command(running, *load, "--extra-body", body, "--json", path) == 0
+            assert "prompt tokens (" in (shown := capsys.readouterr().out)
+            assert ("stood elsewhere" in shown) == (path.stem == "reused"), shown
+    computed, reused = (read_json(path) for path in paths)
+    assert len(computed.completed) == len(reused.completed) == 12
+    assert [r.input_tokens for r in computed.records] == [r.input_tokens for r in reused.records]
+    first, second = computed.summary(), reused.summary()
+    assert first["reused_tokens"] == 0 and second["reused_tokens"] > second["input_tokens"] / 3
+    assert second["cached_tokens"] >= second["reused_tokens"] and second["cached_tokens"] > first["cached_tokens"]
+    assert second["reused_tokens"] == reused.server_metrics["windlass_reused_tokens_total"]
+    assert cli.run(["bench", "compare", *map(str, paths), "--json"]) == 0
+    lines = {line["measure"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert lines["reused"]["first"] == 0 and lines["reused"]["second"] > 0.3 and "ttft" in lines
+
+
 def test_clients_that_leave_free_the_server(server):
     result = run(server, 2, input_len=Lengths.fixed(8), output_len=Lengths.fixed(400), disconnect_share=1.0)
     assert result.abandoned == {"disconnected": 2}

@@ -13,7 +13,7 @@ from windlass.clients.loadtest.results import RequestRecord, RunResult, Summary,
 
 GOOD = RequestRecord(
     index=0, intended=1.0, sent=1.1, chunks=(1.5, 1.6, 1.8), ended=1.9, input_tokens=7, output_tokens=3,
-    cached_tokens=4, asked_tokens=3, finish_reason="length", text="a, b", token_ids=(5, 6, 7), label="turn 1",
+    cached_tokens=4, reused_tokens=3, asked_tokens=3, finish_reason="length", text="a, b", token_ids=(5, 6, 7), label="turn 1",
 )  # fmt: skip
 FAILED = RequestRecord(index=1, intended=1.2, sent=1.2, ended=2.0, outcome="http_429", message="full")
 LEFT = RequestRecord(index=2, intended=1.3, sent=1.3, chunks=(1.7,), ended=1.7, output_tokens=1, outcome="disconnected")
@@ -27,6 +27,14 @@ def test_percentiles_are_numpy_s(count):
     assert summary.mean == pytest.approx(values.mean())
     for percent in (50, 90, 95, 99):
         assert getattr(summary, f"p{percent}") == pytest.approx(np.percentile(values, percent))
+
+
+def test_what_came_from_the_cache_is_summed_where_it_is_known():
+    assert GOOD.cached_share == 4 / 7 and GOOD.reused_share == 3 / 7 and LEFT.cached_share is None
+    other = RequestRecord(index=3, intended=0, input_tokens=10, cached_tokens=5)
+    summary = RunResult(records=(GOOD, other, FAILED), duration_s=1.0).summary()
+    assert (summary["cached_tokens"], summary["reused_tokens"]) == (9, 3)
+    assert RunResult(records=(FAILED, LEFT), duration_s=1.0).summary()["cached_tokens"] is None
 
 
 def test_nothing_measured_is_no_number():

@@ -178,3 +178,40 @@ def test_empty_runs_compare_to_little(run):
     assert not any(line.measure == "ttft" for line in found.lines)
     json.dumps(found.to_dict(), allow_nan=False)
     json.dumps(compare(run, run, **FAST).to_dict(), allow_nan=False)
+
+
+def with_cache(run: RunResult, cached: float, reused: float | None) -> RunResult:
+    """The run with shares of each prompt from the cache; every second request has a little less."""
+    records = []
+    for record in run.records:
+        less = 1 - 0.01 * (record.index % 2)
+        counts = (None if share is None else round(share * less * 10_000) for share in (cached, reused))
+        cached_tokens, reused_tokens = counts
+        records.append(
+            dataclasses.replace(record, input_tokens=10_000, cached_tokens=cached_tokens, reused_tokens=reused_tokens)
+        )
+    return dataclasses.replace(run, records=tuple(records))
+
+
+def test_what_came_from_the_cache_is_compared_where_both_sides_tell():
+    runs = [simulated_run(count=40, seed=seed) for seed in (1, 2, 3)]
+    plain = [with_cache(run, 0.3 + 0.01 * k, 0.0) for k, run in enumerate(runs)]
+    taken = [with_cache(run, 0.9 + 0.01 * k, 0.6 + 0.01 * k) for k, run in enumerate(runs)]
+    lines = {line.measure: line for line in compare(plain, taken, **FAST).lines}
+    assert lines["cached"].first == pytest.approx(0.31 * 0.995) and lines["cached"].second == pytest.approx(
+        0.91 * 0.995
+    )
+    assert lines["reused"].first == 0 and lines["reused"].second == pytest.approx(0.61 * 0.995)
+    assert lines["cached"].statistic == "share" and lines["cached"].verdict == lines["reused"].verdict == "better"
+    assert {line.verdict for line in compare(taken, plain, **FAST).lines if line.measure == "cached"} == {"worse"}
+    single = {line.measure: line for line in compare(plain[0], taken[0], **FAST).lines}
+    assert single["reused"].second == pytest.approx(0.6 * 0.995) and single["reused"].verdict == "one run cannot tell"
+    low, high = single["cached"].interval
+    assert low < 0.6 * 0.995 < high
+    assert "reused" not in measures_of(compare(plain, plain, **FAST))  # nothing on either side
+    untold = [with_cache(run, 0.5, None) for run in runs]
+    assert measures_of(compare(untold, taken, **FAST)) & {"cached", "reused"} == {"cached"}
+
+
+def measures_of(comparison) -> set[str]:
+    return {line.measure for line in comparison.lines}
