@@ -75,27 +75,32 @@ def query_ranges(
     for b, ((live, position, count), own) in enumerate(zip(chunks, spans, strict=True)):
         first_position, back = live.layout.first_position, live.layout.num_closed if anchored else 0
         positions = np.arange(position, position + count, dtype=np.int64)
+        rows_of: dict[tuple[int, bool], int] = {}  # spans that ask for the same turns share a version
         for r, span in enumerate(own):
             ends[b, r] = span.end_slot
             if span.empty:
+                continue
+            gap = own[-1].offset - span.offset
+            for w, window in enumerate(windows):
+                bounds = [x for x in (window, None if span.sink else live.window) if x is not None]
+                reaches[w, b, r] = min(bounds) - gap if bounds else NO_BOUND
+            plain_rows[b, r] = token
+            known = rows_of.get((span.shift, span.sink))
+            if known is not None:
+                rows[b, r] = known
                 continue
             turn = np.full(count, back - span.shift, dtype=np.int64)
             if span.sink:
                 assert live.window is not None
                 farthest = first_position + live.sinks + live.window - 1
                 turn += np.minimum(positions, farthest) - positions
-            plain_rows[b, r] = token
+            rows[b, r] = token
             if turn.any():
                 rows[b, r] = num_tokens + versions
                 sources.append(np.arange(token, token + count, dtype=np.int64))
                 turns.append(turn)
                 versions += count
-            else:
-                rows[b, r] = token
-            gap = own[-1].offset - span.offset
-            for w, window in enumerate(windows):
-                bounds = [x for x in (window, None if span.sink else live.window) if x is not None]
-                reaches[w, b, r] = min(bounds) - gap if bounds else NO_BOUND
+            rows_of[span.shift, span.sink] = int(rows[b, r])
         token += count
     nothing = np.zeros(0, dtype=np.int64)
     return QueryRanges(
