@@ -172,7 +172,9 @@ def _facts(run: RunResult, summary: dict[str, Any]) -> list[tuple[str, str]]:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in run.slo.items())
         facts.append(("goodput", f"{summary['goodput']:,.4g} requests per second within {limits}"))
     if summary["cached_tokens"] is not None and summary["input_tokens"]:
-        cached = f"{summary['cached_tokens']:,} prompt tokens ({summary['cached_tokens'] / summary['input_tokens']:.1%})"
+        cached = (
+            f"{summary['cached_tokens']:,} prompt tokens ({summary['cached_tokens'] / summary['input_tokens']:.1%})"
+        )
         reused = summary["reused_tokens"]
         facts.append(
             ("from the cache", cached + (f", {reused:,} of them from passages that stood elsewhere" if reused else ""))
