@@ -190,6 +190,9 @@ class ModelInfo:
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of gauges and monotonically growing counters. All counters start at 0 with the engine process."""
@@ -220,3 +223,8 @@ class EngineStats:
     queue_seconds: tuple[float, ...] = ()  # per request since the last snapshot: arrival to first schedule
     prefill_seconds: tuple[float, ...] = ()  # first schedule to first token
     decode_seconds: tuple[float, ...] = ()  # first token to the end
+    inference_seconds: tuple[float, ...] = ()  # first schedule to the end
+    step_tokens: tuple[
+        int, ...
+    ] = ()  # steps by the tokens they computed: up to each of STEP_TOKENS, and more; () for none
+    step_tokens_sum: int = 0  # those tokens

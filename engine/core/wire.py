@@ -238,12 +238,14 @@ class StatsAccumulator:
     _queue: list[float] = field(default_factory=list)
     _prefill: list[float] = field(default_factory=list)
     _decode: list[float] = field(default_factory=list)
+    _inference: list[float] = field(default_factory=list)
 
     def add(self, stats: EngineStats) -> None:
         self._latest = stats
         self._queue += stats.queue_seconds
         self._prefill += stats.prefill_seconds
         self._decode += stats.decode_seconds
+        self._inference += stats.inference_seconds
 
     def take(self) -> EngineStats:
         """The latest gauges and counters (zeros before the first) with all samples since the last call."""
@@ -252,8 +254,9 @@ class StatsAccumulator:
             queue_seconds=tuple(self._queue),
             prefill_seconds=tuple(self._prefill),
             decode_seconds=tuple(self._decode),
+            inference_seconds=tuple(self._inference),
         )
-        self._queue, self._prefill, self._decode = [], [], []
+        self._queue, self._prefill, self._decode, self._inference = [], [], [], []
         return stats
 
     def forget_engine(self) -> None:

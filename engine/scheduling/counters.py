@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from windlass.engine.api.request import EngineStats
+from windlass.engine.api.request import STEP_TOKENS, EngineStats
 from windlass.engine.scheduling.sequence import Sequence
 
 _RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reuse")
@@ -32,6 +33,15 @@ class SchedulerCounters:
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
+    inference_seconds: list[float] = field(default_factory=list)
+    step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    step_tokens_sum: int = 0
+
+    def count_step(self, num_tokens: int) -> None:
+        """Book a step that computes so many tokens."""
+        self.num_steps += 1
+        self.step_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+        self.step_tokens_sum += num_tokens
 
     def count_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Book the next `num_tokens` tokens of `seq` as planned."""
@@ -92,7 +102,10 @@ class SchedulerCounters:
             queue_seconds=tuple(self.queue_seconds),
             prefill_seconds=tuple(self.prefill_seconds),
             decode_seconds=tuple(self.decode_seconds),
+            inference_seconds=tuple(self.inference_seconds),
+            step_tokens=tuple(self.step_tokens),
+            step_tokens_sum=self.step_tokens_sum,
         )
-        for samples in (self.queue_seconds, self.prefill_seconds, self.decode_seconds):
+        for samples in (self.queue_seconds, self.prefill_seconds, self.decode_seconds, self.inference_seconds):
             samples.clear()
         return stats

@@ -166,6 +166,8 @@ class ResultIntake:
         self.end(seq)
         if seq.request.request_id not in self._requests and seq.first_token_time is not None:
             self._counters.decode_seconds.append(now - seq.first_token_time)
+            if seq.first_scheduled_time is not None:
+                self._counters.inference_seconds.append(now - seq.first_scheduled_time)
 
 
 def _result(results: dict[int, StepResult], seq: Sequence) -> StepResult:

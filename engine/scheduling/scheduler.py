@@ -189,7 +189,7 @@ class Scheduler:
         # Rows of one token side by side, which is what attention kernels like; otherwise by rank.
         step.chunks.sort(key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, bool(chunk.draft)))
         if step.chunks or step.rerotations:
-            self.counters.num_steps += 1
+            self.counters.count_step(sum(chunk.num_tokens for chunk in step.chunks))
         return self._writer.write(step)
 
     def snapshot(self) -> Snapshot:

@@ -13,12 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from windlass import __version__
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
 from windlass.server.app.auth import AuthMiddleware
 from windlass.server.app.limits import LimitsMiddleware
+from windlass.server.app.methods import HeadMiddleware, allowed_methods
 from windlass.server.app.root_path import RootPathMiddleware
 from windlass.server.errors import ApiError, error_response, from_exception, internal_error
 from windlass.server.exchange.request_id import RequestIdMiddleware
@@ -71,6 +73,9 @@ _ANSWERS: tuple[type[BaseModel], ...] = (
 )
 
 
+_ROUTES = (completions, chat, responses, messages, text, models, rotary, health)
+
+
 def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:
     """The HTTP app; its state is `app.state.windlass`. Chats are rendered by the tokenizer's chat template.
 
@@ -97,7 +102,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         lifespan=lifespan,
     )
     app.state.windlass = state
-    for module in (completions, chat, responses, messages, text, models, rotary, health):
+    for module in _ROUTES:
         app.include_router(module.router)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)
@@ -105,6 +110,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
 
     # The last one added is the outermost.
+    app.add_middleware(HeadMiddleware)
     if settings.api_keys:
         app.add_middleware(AuthMiddleware, api_keys=settings.api_keys)
     app.add_middleware(
@@ -114,7 +120,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
-            allow_methods=["GET", "POST", "DELETE"],
+            allow_methods=["GET", "HEAD", "POST", "DELETE"],
             allow_headers=[
                 "*"
             ],  # clients send many of their own (x-stainless-…); the origins are the operator's choice
@@ -127,6 +133,11 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     return app
 
 
+def _all_routes(app: FastAPI) -> list[BaseRoute]:
+    """The app's own routes, and those of the modules: it keeps these in branches that tell no methods."""
+    return [*app.routes, *(route for module in _ROUTES for route in module.router.routes)]
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(from_exception(error) or internal_error(), request.scope)
 
@@ -135,13 +146,18 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the router itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.scope['path'][:200]}"
+    headers = dict(error.headers or {})
     if error.status_code == 404:
         message = f"there is no endpoint {where}"
     elif error.status_code == 405:
+        # The router names the methods of one route only.
+        headers = {"allow": allowed_methods(_all_routes(request.app), request.scope)}
+        if request.method == "OPTIONS":
+            return Response(status_code=204, headers=headers)
         message = f"{where} is not how this endpoint is called"
     else:
         message = str(error.detail)
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})), request.scope)
+    return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
 
 
 def _describe(app: FastAPI) -> dict[str, Any]:

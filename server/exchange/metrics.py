@@ -1,22 +1,25 @@
 """Prometheus metrics of one app: histograms observed here, gauges and counters read from the engine at each scrape.
 
-Every app has a registry of its own. Names begin with `windlass_`; counters end in `_total` as Prometheus wants it.
+Every app has a registry of its own. Names begin with `windlass_`; counters end in `_total` as Prometheus wants it. Those
+that dashboards made for vLLM ask for are in `vllm_metrics`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from windlass.engine.api.request import EngineStats
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
+from windlass.server.exchange.histograms import Histogram, Observer, Several
+from windlass.server.exchange.vllm_metrics import VllmMetrics
+from windlass.server.options.settings import MetricsNames
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 STATS_SECONDS = 2.0  # an engine that is busy for longer is scraped with its last known numbers
@@ -81,36 +84,14 @@ class _EngineCollector(Collector):
         yield recomputed
 
 
-class Latencies(Collector):
-    """A histogram of seconds for the event loop alone: it takes no locks, which would cost time at every token."""
-
-    def __init__(self, name: str, text: str, buckets: Sequence[float]) -> None:
-        self._name = f"windlass_{name}_seconds"
-        self._text = text
-        self._bounds = list(buckets)
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
-
-    def observe(self, seconds: float, count: int = 1) -> None:
-        """Count `count` observations of `seconds` each."""
-        self._counts[bisect_left(self._bounds, seconds)] += count
-        self._sum += seconds * count
-
-    def collect(self) -> Iterator[Metric]:
-        total = 0
-        buckets = []
-        for bound, count in zip([*map(str, map(float, self._bounds)), "+Inf"], self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
-
-
 class ServerMetrics:
-    """What the routes observe, and the text of `/metrics`."""
+    """What the routes observe, and the text of `/metrics`. names: whose names it has; model_name: a label of vLLM's."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, *, names: MetricsNames = "windlass", model_name: str = "") -> None:
         self._engine = engine
+        self._names = names
         self.registry = CollectorRegistry()
+        self._vllm = VllmMetrics(engine, model_name) if names != "windlass" else None
         self._collector = _EngineCollector(engine)
         self.registry.register(self._collector)
         self._success = Counter(
@@ -121,23 +102,56 @@ class ServerMetrics:
         self._failed = Counter("windlass_request_errors", "Requests failed, by code.", ["code"], registry=self.registry)
         for code in _SERVER_FAULTS:
             self._failed.labels(code)
-        self.time_to_first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
-        self.inter_token_latency = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
-        self._e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)
-        self._engine_samples = {
-            "queue_seconds": self._histogram("request_queue_time", "Arrival at the engine to first schedule.", _LONG),
-            "prefill_seconds": self._histogram("request_prefill_time", "First schedule to first token.", _LONG),
-            "decode_seconds": self._histogram("request_decode_time", "First token to the end.", _LONG),
+        first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
+        token = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
+        e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)
+        self.time_to_first_token: Observer = first_token
+        self.inter_token_latency: Observer = token
+        self._e2e: Observer = e2e
+        self._engine_samples: dict[str, list[Observer]] = {
+            "queue_seconds": [self._histogram("request_queue_time", "Arrival at the engine to first schedule.", _LONG)],
+            "prefill_seconds": [self._histogram("request_prefill_time", "First schedule to first token.", _LONG)],
+            "decode_seconds": [self._histogram("request_decode_time", "First token to the end.", _LONG)],
         }
+        if (vllm := self._vllm) is not None:
+            self.time_to_first_token = Several(first_token, vllm.time_to_first_token)
+            self.inter_token_latency = Several(token, vllm.inter_token_latency, vllm.time_per_output_token)
+            self._e2e = Several(e2e, vllm.e2e)
+            for attribute, histogram in vllm.engine_samples.items():
+                self._engine_samples.setdefault(attribute, []).append(histogram)
 
-    def finished(self, reason: str, seconds: float) -> None:
-        """Count an output that ended well, `seconds` after its request arrived."""
+    def finished(
+        self,
+        reason: str,
+        seconds: float,
+        *,
+        prompt_tokens: int = 0,
+        generation_tokens: int = 0,
+        max_tokens: int = 0,
+        decode_seconds: float = 0.0,
+    ) -> None:
+        """Count an output that ended well, `seconds` after its request arrived; decode_seconds: first to last token."""
         self._success.labels(reason).inc()
         self._e2e.observe(seconds)
+        if self._vllm is not None:
+            self._vllm.finished(
+                reason,
+                prompt_tokens=prompt_tokens,
+                generation_tokens=generation_tokens,
+                max_tokens=max_tokens,
+                decode_seconds=decode_seconds,
+            )
+
+    def answered(self, samples: int, most_tokens: int) -> None:
+        """Count a prompt all of whose outputs ended well; most_tokens: of the longest of them."""
+        if self._vllm is not None:
+            self._vllm.answered(samples, most_tokens)
 
     def failed(self, code: str) -> None:
         """Count a generation request that ended with an error."""
         self._failed.labels(code).inc()
+        if self._vllm is not None:
+            self._vllm.ended("abort" if code == "client_disconnected" else "error")
 
     async def render(self) -> bytes:
         """The exposition text, with fresh engine statistics where the engine gives them in time."""
@@ -148,12 +162,16 @@ class ServerMetrics:
             pass
         else:
             self._collector.stats = stats
-            for attribute, histogram in self._engine_samples.items():
+            if self._vllm is not None:
+                self._vllm.stats = stats
+            for attribute, histograms in self._engine_samples.items():
                 for seconds in getattr(stats, attribute):
-                    histogram.observe(seconds)
-        return generate_latest(self.registry)
+                    for histogram in histograms:
+                        histogram.observe(seconds)
+        ours = generate_latest(self.registry) if self._names != "vllm" else b""
+        return ours + (generate_latest(self._vllm.registry) if self._vllm is not None else b"")
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Latencies:
-        histogram = Latencies(name, text, buckets)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        histogram = Histogram(f"windlass_{name}_seconds", text, buckets)
         self.registry.register(histogram)
         return histogram

@@ -43,7 +43,7 @@ class ServerState:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
-        self.metrics = ServerMetrics(engine)
+        self.metrics = ServerMetrics(engine, names=settings.metrics_names, model_name=settings.served_model_name)
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)

@@ -105,7 +105,9 @@ class Tally:
 class _Sample:
     prompt_index: int
     detokenizer: Detokenizer
+    first_output: float | None = None
     last_output: float | None = None
+    num_tokens: int = 0
     finished: bool = False
 
 
@@ -134,6 +136,7 @@ class Generation:
         remaining = plan.samples
         cached = 0
         waiting = True
+        most_tokens = 0
         outputs = self.engine.generate(request)
         if request.sampling.prompt_logprobs is not None:
             outputs = _prompt_first(outputs)
@@ -157,13 +160,29 @@ class Generation:
                 delta.choice = prompt_index * plan.samples + output.index
                 if delta.finish_reason is not None:
                     remaining -= 1
-                    self.metrics.finished(delta.finish_reason, now - self.arrival)
+                    self._finished(request, sample, delta.finish_reason, now)
+                    most_tokens = max(most_tokens, sample.num_tokens)
                     if remaining and output.finish_reason is None:  # a stop string, of which the engine does not know
                         self.engine.end_sample(request.request_id, output.index)
+                if not remaining:
+                    self.metrics.answered(plan.samples, most_tokens)
                 yield delta
                 if not remaining:
                     return
         raise EngineDeadError("the engine ended this request early: send it again")
+
+    def _finished(self, request: EngineRequest, sample: _Sample, reason: str, now: float) -> None:
+        decoding = 0.0
+        if sample.first_output is not None and sample.last_output is not None:
+            decoding = sample.last_output - sample.first_output
+        self.metrics.finished(
+            reason,
+            now - self.arrival,
+            prompt_tokens=len(request.prompt_token_ids),
+            generation_tokens=sample.num_tokens,
+            max_tokens=request.sampling.max_tokens,
+            decode_seconds=decoding,
+        )
 
     def _new_sample(self, prompt_index: int) -> _Sample:
         options = self.plan.text
@@ -191,6 +210,8 @@ class Generation:
             if sample.last_output is not None:
                 count = len(token_ids)
                 self.metrics.inter_token_latency.observe((now - sample.last_output) / count, count)
+            else:
+                sample.first_output = now
             sample.last_output = now
         detokenizer = sample.detokenizer
         before = detokenizer.num_tokens
@@ -214,6 +235,7 @@ class Generation:
         elif output.stop_token_id is not None:
             stop_reason = output.stop_token_id
         self.tally.completion_tokens += len(token_ids)
+        sample.num_tokens += len(token_ids)
         sample.finished = reason is not None
         if rotary is not None:
             rule = self.plan.requests[sample.prompt_index].context

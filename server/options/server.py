@@ -9,11 +9,12 @@ from typing import Annotated, cast
 
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
-from windlass.server.options.settings import ContextOverflow, RopePolicy, ServerSettings
+from windlass.server.options.settings import ContextOverflow, MetricsNames, RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
 
 _CONTEXT_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
 _ROPE_POLICIES = ("allow", "profiles", "off")
+_METRICS_NAMES = ("windlass", "vllm", "both")
 REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gpt_oss", "none")
 # Options know no formats: a test compares this list with them.
 TOOL_CALL_PARSERS = (
@@ -169,6 +170,11 @@ class ServerOptions:
         option("--rope-exact/--no-rope-exact", panel=_server, help="Let requests ask for exact recomputing: their whole "
                "context is computed again for every token past the model's length, which takes much work."),
     ] = False  # fmt: skip
+    metrics_names: Annotated[
+        str,
+        option("--metrics-names", panel=_server, help="Whose names /metrics has: windlass, vllm (those that dashboards made for "
+               "vLLM ask for) or both."),
+    ] = "windlass"  # fmt: skip
     access_log: Annotated[
         bool, option("--access-log/--no-access-log", panel=_server, help="Log a line per HTTP request.")
     ] = False
@@ -183,6 +189,7 @@ class ServerOptions:
         choose("--generation-config", self.generation_config, ("auto", "none"))
         choose("--context-overflow", self.context_overflow, _CONTEXT_OVERFLOWS)
         choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
+        choose("--metrics-names", self.metrics_names, _METRICS_NAMES)
         choose("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
         if not 0 <= self.port <= 65535:
             raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
@@ -221,6 +228,7 @@ class ServerOptions:
             rope_update=engine.parse_rope_update(),
             rope_exact=self.rope_exact,
             root_path=self._root_path(),
+            metrics_names=cast(MetricsNames, self.metrics_names),
         )
 
     def _root_path(self) -> str:

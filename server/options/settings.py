@@ -10,6 +10,7 @@ from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
 RopePolicy = Literal["allow", "profiles", "off"]
+MetricsNames = Literal["windlass", "vllm", "both"]
 ContextOverflow = Literal["error", "stop", "shift", "drop_turns"]
 MIB = 2**20
 
@@ -62,6 +63,7 @@ class ServerSettings:
     stop. keep_tokens, attention_window, attention_sinks: see `ContextRule`, of requests that do not say; keep_tokens None: a
     chat's system prompt. cache_reuse: see `PassageReuse.at_least`.
     sampling: of requests that leave it out. root_path: where a proxy has put the API, such as "/llm".
+    metrics_names: whose names /metrics has: our own, those that dashboards made for vLLM ask for, or both.
     """
 
     served_model_name: str
@@ -103,6 +105,7 @@ class ServerSettings:
     cache_reuse: int = 0
     sampling: SamplingDefaults = SamplingDefaults()
     root_path: str = ""
+    metrics_names: MetricsNames = "windlass"
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -129,7 +129,7 @@ def test_request_ids(live: Live) -> None:
 def test_cors_is_off_unless_asked_for(live: Live) -> None:
     headers = {"origin": "http://page.example", "access-control-request-method": "POST"}
     response = live.http.options("/v1/completions", headers=headers)
-    assert response.status_code == 405 and "access-control-allow-origin" not in response.headers
+    assert response.status_code == 204 and "access-control-allow-origin" not in response.headers
     assert "access-control-allow-origin" not in live.http.get("/health", headers=headers).headers
 
 
@@ -194,10 +194,41 @@ def test_a_page_in_a_browser_calls_the_api_of_another_origin() -> None:
 def test_unknown_paths_and_methods(live: Live) -> None:
     assert live.http.get("/v1/nothing").status_code == 404
     response = live.http.get("/v1/completions")
-    assert response.status_code == 405 and response.headers["allow"] == "POST"
+    assert response.status_code == 405 and response.headers["allow"] == "OPTIONS, POST"
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert live.http.get("/v1/models/").status_code in (200, 404)
     assert live.http.get("/docs").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/ready", "/version", "/metrics", "/openapi.json", "/v1/models", "/v1/models/toy", "/v1/models/other",
+     "/v1/rotary", "/v1/responses/resp_1", "/nope", "/v1/completions"],
+)  # fmt: skip
+def test_head_answers_as_get_without_a_body(live: Live, path: str) -> None:
+    """The second request on the connection would fail, were there a body."""
+    for _ in range(2):
+        got, head = live.http.get(path), live.http.head(path)
+        assert head.status_code == got.status_code and head.content == b"" and got.content
+        same = "content-type", "content-length", "allow"
+        if path != "/metrics":  # whose numbers change
+            assert [head.headers.get(name) for name in same] == [got.headers.get(name) for name in same]
+        assert set(head.headers) == set(got.headers)
+
+
+def test_options_and_refused_methods_name_what_a_path_takes(live: Live) -> None:
+    for path, allowed in (
+        ("/v1/completions", "OPTIONS, POST"),
+        ("/v1/models", "GET, HEAD, OPTIONS"),
+        ("/v1/responses/resp_1", "DELETE, GET, HEAD, OPTIONS"),
+        ("/openapi.json", "GET, HEAD, OPTIONS"),
+    ):
+        asked = live.http.options(path)
+        assert (asked.status_code, asked.content, asked.headers["allow"]) == (204, b"", allowed)
+        refused = live.http.request("PATCH", path)
+        assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+        assert refused.json()["error"]["code"] == "method_not_allowed"
+    assert live.http.options("/nope").status_code == 404
 
 
 def test_models(live: Live) -> None:
