@@ -35,7 +35,8 @@ from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.generation_request import StreamOptions
 from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
 from windlass.server.protocol.responses.request import ResponseRequest
-from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
+from windlass.server.protocol.rotary import RotaryInspectRequest
+from windlass.server.protocol.text import DetokenizeRequest, TokenizeRequest
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

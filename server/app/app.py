@@ -7,8 +7,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -19,6 +17,7 @@ from windlass import __version__
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
 from windlass.server.app.auth import AuthMiddleware
+from windlass.server.app.description.document import describe
 from windlass.server.app.limits import LimitsMiddleware
 from windlass.server.app.methods import HeadMiddleware, allowed_methods
 from windlass.server.app.root_path import RootPathMiddleware
@@ -26,52 +25,10 @@ from windlass.server.errors import ApiError, error_response, from_exception, int
 from windlass.server.exchange.request_id import RequestIdMiddleware
 from windlass.server.exchange.state import ServerState
 from windlass.server.options.settings import ServerSettings
-from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList
-from windlass.server.protocol.chat import ChatCompletion, ChatRequest
-from windlass.server.protocol.completions import Completion, CompletionRequest
-from windlass.server.protocol.messages.answers import MessageAnswer, MessageError, TokenCount
-from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
-from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
-from windlass.server.protocol.responses.request import ResponseRequest
-from windlass.server.protocol.text import (
-    DetokenizeAnswer,
-    DetokenizeRequest,
-    RotaryInspectRequest,
-    TokenizeAnswer,
-    TokenizeRequest,
-)
 from windlass.server.routes import chat, completions, health, messages, models, responses, rotary, text
-from windlass.server.routes.common import REF
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
-
-_REQUESTS: tuple[type[BaseModel], ...] = (
-    CompletionRequest,
-    ChatRequest,
-    ResponseRequest,
-    MessageRequest,
-    CountTokensRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    RotaryInspectRequest,
-)
-_ANSWERS: tuple[type[BaseModel], ...] = (
-    Completion,
-    ChatCompletion,
-    ResponseAnswer,
-    DeletedResponse,
-    ItemList,
-    MessageAnswer,
-    MessageError,
-    TokenCount,
-    TokenizeAnswer,
-    DetokenizeAnswer,
-    Model,
-    ModelList,
-    ErrorAnswer,
-)
-
 
 _ROUTES = (completions, chat, responses, messages, text, models, rotary, health)
 
@@ -94,7 +51,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app = FastAPI(
         title="Windlass",
         version=__version__,
-        description="An inference server for language models with rotary attention, compatible with OpenAI's API.",
+        generate_unique_id_function=lambda route: route.name,
         docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the caller's Host header
@@ -103,11 +60,11 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     )
     app.state.windlass = state
     for module in _ROUTES:
-        app.include_router(module.router)
+        app.include_router(module.router, tags=[module.__name__.rpartition(".")[2]])
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
+    app.openapi = lambda: _description(app, settings)  # type: ignore[method-assign]
 
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
@@ -160,12 +117,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
 
 
-def _describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document; bodies are read by the routes themselves, so their schemas are added here."""
+def _description(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
     if app.openapi_schema is None:
-        schema = FastAPI.openapi(app)
-        wanted = [(model, "validation") for model in (*_REQUESTS, *_ANSWERS)]
-        _, definitions = models_json_schema(wanted, ref_template=REF)  # type: ignore[arg-type]
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions.get("$defs", {}))
-        app.openapi_schema = schema
+        app.openapi_schema = describe(app, settings)
     return app.openapi_schema

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
+from windlass.engine.rotary.policy import RopeUpdate
 from windlass.server.protocol.base import StrictModel
 
 
@@ -27,7 +28,7 @@ class Usage(StrictModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
@@ -40,6 +41,8 @@ class TokenLogprob(StrictModel):
 
 
 PromptLogprobs = list[dict[str, TokenLogprob] | None]
+FinishReason = Literal["stop", "length"]
+ScalingValue = float | int | bool | str | list[float]
 
 
 class ContextUse(StrictModel):
@@ -67,18 +70,27 @@ class ContextUse(StrictModel):
     reused_passages: Annotated[int | None, Field(description="How many passages those were.")] = None
 
 
+class RotaryOfGroup(StrictModel):
+    """What the layers of one group ran under; the fields are those of `Rotary`."""
+
+    rope_type: str
+    parameters: dict[str, ScalingValue]
+    effective_length: float | None
+    fingerprint: str
+
+
 class Rotary(StrictModel):
     """What an answer ran under. `effective_length`: tokens its frequencies were formed for, null for kinds without a
     length. `moves`: times its cached keys were turned. `groups`: the same by group, where layers rotate in two ways.
     `context`: what became of the context, where anything may be dropped."""
 
     rope_type: str
-    parameters: dict[str, Any]
-    policy: str
+    parameters: dict[str, ScalingValue]
+    policy: RopeUpdate
     effective_length: float | None
     fingerprint: str
     moves: int
-    groups: dict[str, dict[str, Any]] | None = None
+    groups: dict[str, RotaryOfGroup] | None = None
     context: ContextUse | None = None
 
 
@@ -86,7 +98,7 @@ class ErrorDetail(StrictModel):
     """What went wrong, in words, and the field at fault."""
 
     message: str
-    type: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str
 
@@ -123,30 +135,68 @@ class ContextSettings(StrictModel):
     ] = None
 
 
-class Model(StrictModel):
-    """A model as `/v1/models` lists it; what the engine knows is null until it has loaded.
+class ModelRotaryGroup(StrictModel):
+    """A rotary scaling with the fields of its kind beside these, and the dimensions it works on."""
 
-    `sampling_defaults`: what holds for requests that leave it out.
-    """
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, ScalingValue]
+
+    rope_type: str
+    rotary_dim: int
+    original_max_position_embeddings: int
+    max_position_embeddings: int
+
+
+class ModelRotary(ModelRotaryGroup):
+    """The main group's scaling, and under `groups` that of every group of layers."""
+
+    groups: dict[str, ModelRotaryGroup]
+
+
+class SamplingSettings(StrictModel):
+    """What holds for requests that leave the fields of these names out."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+
+
+class Model(StrictModel):
+    """A model as `/v1/models` lists it; what the engine knows is null until it has loaded."""
 
     id: str
-    object: str = "model"
+    object: Literal["model"]
     created: int
-    owned_by: str = "windlass"
-    max_model_len: int | None = None
-    dtype: str | None = None
-    weight_dtype: str | None = None
-    kv_cache_dtype: str | None = None
-    quantization: str | None = None
-    architecture: str | None = None
-    num_parameters: int | None = None
-    sampling_defaults: dict[str, float] | None = None
-    context: ContextSettings | None = None
-    rotary: dict[str, Any] | None = None
+    owned_by: str
+    max_model_len: int | None
+    dtype: str | None
+    weight_dtype: str | None
+    kv_cache_dtype: str | None
+    quantization: str | None
+    architecture: str | None
+    num_parameters: int | None
+    sampling_defaults: SamplingSettings
+    context: ContextSettings
+    rotary: ModelRotary | None
 
 
 class ModelList(StrictModel):
     """The served model, once for each of its names."""
 
-    object: str = "list"
+    object: Literal["list"]
     data: list[Model]
+
+
+class Status(StrictModel):
+    """How the server is: `draining` once a shutdown has begun, else how its engine is."""
+
+    status: Literal["starting", "ready", "restarting", "failed", "closed", "draining"]
+
+
+class Version(StrictModel):
+    """The server's version."""
+
+    version: str

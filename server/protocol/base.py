@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from windlass.engine.errors import did_you_mean, nearest
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
@@ -49,6 +60,14 @@ class StrictModel(BaseModel):
             if dropped:
                 return {name: value for name, value in data.items() if name not in dropped}
         return data
+
+
+@dataclass(frozen=True, slots=True)
+class OrString(BeforeValidator):
+    """A validator that makes something of a string; the description of the API says that a string is taken."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
 def without_nulls(value: dict[str, Any]) -> dict[str, Any]:
@@ -146,14 +165,14 @@ MAX_BREAKERS, MAX_BREAKER_CHARS = 32, 40
 SequenceBreakers = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_CHARS)]],
     Field(max_length=MAX_BREAKERS, fail_fast=True),
-    BeforeValidator(_breaker_list),
+    OrString(_breaker_list),
 ]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 FreeForm = Annotated[dict[str, Any], BeforeValidator(check_free_form)]
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=256)]],
     Field(max_length=16, fail_fast=True),
-    BeforeValidator(_as_list),
+    OrString(_as_list),
 ]
 LogitBias = Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_token_bias)]
 RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,128}$")]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, RootModel
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.answers import PromptLogprobs, Rotary, Usage
+from windlass.server.protocol.answers import ErrorAnswer, PromptLogprobs, Rotary, Usage
 from windlass.server.protocol.base import INT32_MAX, FreeForm, StrictModel
 from windlass.server.protocol.generation_request import GenerationRequest, only_empty
 from windlass.server.protocol.tools import (
     AnsweredCall,
     AnsweredFunction,
+    CallDelta,
     FunctionChoice,
+    FunctionDelta,
     Functions,
     MadeFunctionCall,
     MadeToolCall,
@@ -50,6 +52,16 @@ def _content(value: Any) -> str | None:
     return "\n".join(texts)
 
 
+_TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "text", "description": "The kind of the part."},
+        "text": {"type": "string", "description": "Its text."},
+    },
+    "required": ["type", "text"],
+}
+
+
 class ChatMessage(StrictModel):
     """One turn. Fields that clients copy from an earlier answer are accepted where they are empty.
 
@@ -60,7 +72,19 @@ class ChatMessage(StrictModel):
     ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"parsed"}
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Annotated[Any, AfterValidator(_content)] = None
+    content: Annotated[
+        Any,
+        AfterValidator(_content),
+        Field(
+            json_schema_extra={
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": _TEXT_PART},
+                    {"type": "null"},
+                ]
+            }
+        ),
+    ] = None
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_calls: Annotated[list[MadeToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
@@ -118,44 +142,88 @@ class ChatTokenLogprob(ChatTopLogprob):
 class ChatLogprobs(StrictModel):
     """One entry per generated token."""
 
-    content: list[ChatTokenLogprob] | None
+    content: list[ChatTokenLogprob]
+    refusal: None
 
 
 class ChatAnswer(StrictModel):
-    """The assistant's turn (`delta` holds the same fields in a stream). `reasoning`: `reasoning_content` by another name."""
+    """The assistant's turn. `reasoning`: `reasoning_content` by another name."""
 
-    role: str | None = None
-    content: str | None = None
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: str | None = None
     tool_calls: list[AnsweredCall] | None = None
     function_call: AnsweredFunction | None = None
 
 
+ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+
+
 class ChatChoice(StrictModel):
-    """One answer. `stop_reason`: the stop string or stop token id that ended it."""
+    """One answer."""
 
     index: int
-    message: ChatAnswer | None = None
-    delta: ChatAnswer | None = None
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason
+    stop_reason: str | int | None
     token_ids: list[int] | None = None
     rotary: Rotary | None = None
 
 
 class ChatCompletion(StrictModel):
-    """The answer, and with `object` "chat.completion.chunk" each chunk of a stream."""
+    """The answers to a conversation."""
 
     id: str
-    object: str = "chat.completion"
+    object: Literal["chat.completion"]
     created: int
     model: str
-    system_fingerprint: str | None = None
+    system_fingerprint: str
     choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    rotary: Rotary | None = None
+
+
+class ChatDelta(StrictModel):
+    """What a chunk adds to the assistant's turn; only the first one of an answer has the role."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[CallDelta] | None = None
+    function_call: FunctionDelta | None = None
+
+
+class ChatChunkChoice(StrictModel):
+    """A piece of one answer; its last one says how it ended."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(StrictModel):
+    """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     rotary: Rotary | None = None
+
+
+class ChatEvent(RootModel[ChatChunk | ErrorAnswer]):
+    """The JSON of an event of a stream: a chunk, or the error that ended it. The last event is `[DONE]`."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, RootModel
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.answers import PromptLogprobs, Rotary, Usage
+from windlass.server.protocol.answers import ErrorAnswer, FinishReason, PromptLogprobs, Rotary, Usage
 from windlass.server.protocol.base import StrictModel
 from windlass.server.protocol.generation_request import GenerationRequest, only_empty
 
@@ -63,13 +63,13 @@ class CompletionLogprobs(StrictModel):
 
 
 class CompletionChoice(StrictModel):
-    """One answer. `stop_reason`: the stop string or stop token id that ended it."""
+    """One answer. The fields without a value stand there where they were asked for."""
 
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -77,13 +77,43 @@ class CompletionChoice(StrictModel):
 
 
 class Completion(StrictModel):
-    """The answer, and with the same shape each chunk of a stream."""
+    """The answers to all prompts."""
 
     id: str
-    object: str = "text_completion"
+    object: Literal["text_completion"]
     created: int
     model: str
-    system_fingerprint: str | None = None
+    system_fingerprint: str
     choices: list[CompletionChoice]
+    usage: Usage
+    rotary: Rotary | None = None
+
+
+class CompletionChunkChoice(StrictModel):
+    """A piece of one answer. Its first one has what was asked of the prompt, its last one how it ended."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionChunk(StrictModel):
+    """A chunk of a stream. `usage`: where `stream_options` asks for it, else absent."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChunkChoice]
     usage: Usage | None = None
     rotary: Rotary | None = None
+
+
+class CompletionEvent(RootModel[CompletionChunk | ErrorAnswer]):
+    """The JSON of an event of a stream: a chunk, or the error that ended it. The last event is `[DONE]`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from windlass.engine.api.request import MAX_REPEAT_WINDOW
 from windlass.server.protocol.base import (
@@ -26,6 +28,12 @@ def unsupported(what: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported_field", "{what} not supported by this server: leave it out", {"what": what})
 
 
+@dataclass(frozen=True, slots=True)
+class _Empty(AfterValidator):
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), "enum": [None, False, "", [], {}]}
+
+
 def only_empty(what: str) -> AfterValidator:
     """A field that is accepted when it asks for nothing (null, false, 0, "", [] or {})."""
 
@@ -34,7 +42,7 @@ def only_empty(what: str) -> AfterValidator:
             raise unsupported(what)
         return value
 
-    return AfterValidator(check)
+    return _Empty(check)
 
 
 def _response_format(value: Any) -> Any:

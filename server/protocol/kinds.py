@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, field_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, field_validator
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.base import MAX_NAME
+from windlass.server.protocol.base import MAX_NAME, OrString
 
 OTHER = "[other]"  # tags stand in brackets: those are left out of the names of fields that errors tell
 
@@ -49,6 +49,6 @@ class OtherKind(BaseModel):
         )
 
 
-def texts(kind: str) -> BeforeValidator:
+def texts(kind: str) -> OrString:
     """A list of parts, of which a string is the one of this kind."""
-    return BeforeValidator(lambda value: [{"type": kind, "text": value}] if isinstance(value, str) else value)
+    return OrString(lambda value: [{"type": kind, "text": value}] if isinstance(value, str) else value)

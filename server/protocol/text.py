@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.base import FreeForm, RopeScalingField, RopeUpdateField, StrictModel
+from windlass.server.protocol.base import FreeForm, StrictModel
 from windlass.server.protocol.chat import MAX_MESSAGES, ChatMessage
 from windlass.server.protocol.tools import Tools
 
@@ -63,13 +63,3 @@ class DetokenizeAnswer(StrictModel):
 
     prompt: str
     offsets: list[tuple[int, int]] | None = None
-
-
-class RotaryInspectRequest(StrictModel):
-    """`rope_scaling` and `rope_update` as a request would give them (null: the server's default); `length`: tokens,
-    which matter to dynamic and longrope only (null: the context's)."""
-
-    model: str | None = None
-    rope_scaling: RopeScalingField = None
-    rope_update: RopeUpdateField | None = None
-    length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -171,16 +171,31 @@ class MadeToolCall(StrictModel):
 
 
 class AnsweredFunction(StrictModel):
-    """The function of a call in an answer; `arguments` is JSON text, in a stream a piece of it."""
+    """The function of a call in an answer. `arguments`: JSON text."""
 
-    name: str | None = None
-    arguments: str | None = None
+    name: str
+    arguments: str
 
 
 class AnsweredCall(StrictModel):
-    """A call in an answer. In a stream, `index` says to which call a piece belongs; only the first piece has the rest."""
+    """A call in an answer."""
 
-    index: int | None = None
-    id: str | None = None
-    type: str | None = None
+    id: str
+    type: Literal["function"]
     function: AnsweredFunction
+
+
+class FunctionDelta(StrictModel):
+    """A piece of the function of a call: first its name, then pieces of its arguments' JSON text."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(StrictModel):
+    """A piece of a call. `index` says of which; only its first piece has `id` and `type`."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta

@@ -14,7 +14,7 @@ from windlass.server.answers.chat import ChatWriter
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.deltas import Tally
-from windlass.server.protocol.chat import ChatCompletion, ChatRequest
+from windlass.server.protocol.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, state_of
 from windlass.server.routes.conversation import check_chat, prepare
 from windlass.server.routes.pipeline import envelope, run
@@ -26,7 +26,7 @@ router = APIRouter()
 @router.post(
     "/v1/chat/completions",
     openapi_extra=body_of(ChatRequest),
-    responses=answers(ChatCompletion, stream=True, errors=GENERATION_ERRORS),
+    responses=answers(ChatCompletion, events=ChatEvent, errors=GENERATION_ERRORS),
 )
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation, rendered by the model's chat template."""

@@ -13,7 +13,6 @@ from starlette.types import Receive
 from windlass.server.errors import bad_request
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
-from windlass.server.protocol.answers import ErrorAnswer
 
 T = TypeVar("T")
 
@@ -68,41 +67,35 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference(model)}}}}
 
 
+def query(name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
+    """A parameter of the query, for `openapi_extra` of a route that reads it itself."""
+    return {"name": name, "in": "query", "required": False, "description": text, "schema": schema}
+
+
 def answers(
     answer: type[BaseModel] | None,
     *,
-    stream: bool = False,
+    events: type[BaseModel] | None = None,
     media_type: str = "application/json",
     errors: tuple[int, ...] = (),
-    error: type[BaseModel] = ErrorAnswer,
 ) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: its answer, its stream, and its errors, which have the shape of `error`."""
+    """`responses` of a route: its answer, the events of its stream, and its own errors.
+
+    The description of the API adds what any request may be answered with, and says what each error means.
+    """
     schema: dict[str, Any] = {"type": "string"} if answer is None else reference(answer)
     content: dict[str, Any] = {media_type: {"schema": schema}}
-    if stream:
+    if events is not None:
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "`data:` lines with one JSON object each, then `data: [DONE]`"}
+            "schema": {
+                "type": "string",
+                "description": "Events; `data:` is one line of JSON. Lines that begin with a colon are comments.",
+                "contentMediaType": "application/json",
+                "contentSchema": reference(events),
+            }
         }
-    documented: dict[int | str, dict[str, Any]] = {200: {"description": "Success", "content": content}}
-    for status in (401, *errors):
-        documented[status] = {
-            "description": _MEANING[status],
-            "content": {"application/json": {"schema": reference(error)}},
-        }
-    return documented
+    return {200: {"description": "Success", "content": content}, **{status: {"description": ""} for status in errors}}
 
 
-_MEANING = {
-    400: "The request is at fault; `param` names the field",
-    401: "A valid API key is needed",
-    404: "There is no such model",
-    408: "The body did not come in time",
-    413: "The body is too large",
-    429: "Too many requests; see Retry-After",
-    431: "The headers are too large",
-    500: "The server failed",
-    503: "The engine is not ready, or the server is shutting down; see Retry-After",
-    504: "The deadline passed",
-}
-BODY_ERRORS = (400, 404, 408, 413, 431, 500)
-GENERATION_ERRORS = (*BODY_ERRORS, 429, 503, 504)
+BODY_ERRORS = (400, 404)
+GENERATION_ERRORS = (*BODY_ERRORS, 504)

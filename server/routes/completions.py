@@ -16,7 +16,7 @@ from windlass.server.exchange.request_id import request_id, set_request_id
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.deltas import Tally
 from windlass.server.generation.prompts import check_token_prompts, split_prompts
-from windlass.server.protocol.completions import Completion, CompletionRequest
+from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
 from windlass.server.text.service import Prompt
@@ -27,7 +27,7 @@ router = APIRouter()
 @router.post(
     "/v1/completions",
     openapi_extra=body_of(CompletionRequest),
-    responses=answers(Completion, stream=True, errors=GENERATION_ERRORS),
+    responses=answers(Completion, events=CompletionEvent, errors=GENERATION_ERRORS),
 )
 async def create_completion(request: Request) -> Response:
     """Continue one or several prompts, given as text or token ids."""

@@ -9,19 +9,23 @@ from starlette.responses import Response
 
 from windlass.server.exchange.metrics import CONTENT_TYPE
 from windlass.server.exchange.state import ServerState
+from windlass.server.protocol.answers import Status, Version
 from windlass.server.routes.common import answers, state_of
 
 router = APIRouter()
 
+_ANSWERS = answers(Status)
+_ANSWERS[503] = {**_ANSWERS[200], "description": "It is not"}
 
-@router.get("/health", responses=answers(None, errors=(503,)))
+
+@router.get("/health", responses=_ANSWERS)
 async def health(request: Request) -> Response:
     """200 while process and engine are alive, draining included."""
     state = state_of(request)
     return _status(state, state.engine.state == "ready", state.engine.state)
 
 
-@router.get("/ready", responses=answers(None, errors=(503,)))
+@router.get("/ready", responses=_ANSWERS)
 async def ready(request: Request) -> Response:
     """200 while new work is accepted."""
     state = state_of(request)
@@ -29,7 +33,7 @@ async def ready(request: Request) -> Response:
     return _status(state, accepting, "draining" if state.draining else state.engine.state)
 
 
-@router.get("/version", responses=answers(None))
+@router.get("/version", responses=answers(Version))
 async def version(request: Request) -> Response:
     """Version of the server."""
     return Response(to_json({"version": request.app.version}), media_type="application/json")

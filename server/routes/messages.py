@@ -20,7 +20,7 @@ from windlass.server.exchange.streaming import Exchange, StreamForm
 from windlass.server.generation.deltas import Tally
 from windlass.server.generation.translation.messages import chat_of_messages
 from windlass.server.generation.translation.names import Translated
-from windlass.server.protocol.messages.answers import MessageAnswer, MessageError, TokenCount
+from windlass.server.protocol.messages.answers import MessageAnswer, MessageEvent, TokenCount
 from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
 from windlass.server.routes.common import (
     BODY_ERRORS,
@@ -43,7 +43,7 @@ MANY_MESSAGES = 500  # from which making a chat of them leaves the event loop
 @router.post(
     "/v1/messages",
     openapi_extra=body_of(MessageRequest),
-    responses=answers(MessageAnswer, stream=True, errors=GENERATION_ERRORS, error=MessageError),
+    responses=answers(MessageAnswer, events=MessageEvent, errors=GENERATION_ERRORS),
 )
 async def create_message(request: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's Messages API."""
@@ -81,7 +81,7 @@ async def _translated(state: ServerState, body: MessageRequest | CountTokensRequ
 @router.post(
     "/v1/messages/count_tokens",
     openapi_extra=body_of(CountTokensRequest),
-    responses=answers(TokenCount, errors=BODY_ERRORS, error=MessageError),
+    responses=answers(TokenCount, errors=BODY_ERRORS),
 )
 async def count_tokens(request: Request) -> Response:
     """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""

@@ -22,9 +22,10 @@ from windlass.server.exchange.streaming import Exchange, StreamForm
 from windlass.server.generation.deltas import Tally
 from windlass.server.generation.translation.responses import chat_of_response
 from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
+from windlass.server.protocol.responses.events import ResponseEvent
 from windlass.server.protocol.responses.items import Item, kept_items, known_items
 from windlass.server.protocol.responses.request import ResponseRequest
-from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, owner_of, state_of
+from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, owner_of, query, state_of
 from windlass.server.routes.conversation import CheckedChat, check_chat, prepare
 from windlass.server.routes.pipeline import run
 from windlass.server.text.service import Prompt
@@ -38,7 +39,7 @@ ITEM_BYTES = 1024  # what an item takes in memory beside its text
 @router.post(
     "/v1/responses",
     openapi_extra=body_of(ResponseRequest),
-    responses=answers(ResponseAnswer, stream=True, errors=GENERATION_ERRORS),
+    responses=answers(ResponseAnswer, events=ResponseEvent, errors=GENERATION_ERRORS),
 )
 async def create_response(request: Request) -> Response:
     """Answer an input, or go on with an earlier response's conversation."""
@@ -171,7 +172,23 @@ def _keep(
 _PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-@router.get("/v1/responses/{response_id}", responses=answers(ResponseAnswer, errors=(400, 404)))
+_STREAM = query("stream", {"enum": ["false"]}, "Only `false`: a response that is kept is not streamed again.")
+_PAGING = [
+    query("order", {"enum": ["asc", "desc"], "default": "desc"}, "The last item first (`desc`), or the first one."),
+    query("limit", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}, "Items on a page."),
+    query(
+        "after",
+        {"type": "string"},
+        "The id of the item that the page begins behind, such as the last page's `last_id`.",
+    ),
+]
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    openapi_extra={"parameters": [_STREAM]},
+    responses=answers(ResponseAnswer, errors=(400, 404)),
+)
 async def get_response(request: Request, response_id: str) -> Response:
     """A response that is kept, as it was answered."""
     if request.query_params.get("stream", "false") != "false":
@@ -188,7 +205,11 @@ async def delete_response(request: Request, response_id: str) -> Response:
     return LargeJson(to_json({"id": response_id, "object": "response", "deleted": True}))
 
 
-@router.get("/v1/responses/{response_id}/input_items", responses=answers(ItemList, errors=(400, 404)))
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    openapi_extra={"parameters": _PAGING},
+    responses=answers(ItemList, errors=(400, 404)),
+)
 async def list_input_items(request: Request, response_id: str) -> Response:
     """The items that a response answered, those of the responses before it included."""
     query = request.query_params

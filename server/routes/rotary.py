@@ -18,13 +18,13 @@ from windlass.server.errors import unavailable
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import describe_groups, planner_of, read_rotation
-from windlass.server.protocol.text import RotaryInspectRequest
+from windlass.server.protocol.rotary import RotaryInspection, RotaryInspectRequest, RotarySettings
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
 
 router = APIRouter()
 
 
-@router.get("/v1/rotary", responses=answers(None, media_type="application/json", errors=(503,)))
+@router.get("/v1/rotary", responses=answers(RotarySettings))
 async def rotary(request: Request) -> Response:
     """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
@@ -46,7 +46,7 @@ async def rotary(request: Request) -> Response:
 @router.post(
     "/v1/rotary/inspect",
     openapi_extra=body_of(RotaryInspectRequest),
-    responses=answers(None, media_type="application/json", errors=(*BODY_ERRORS, 503)),
+    responses=answers(RotaryInspection, errors=BODY_ERRORS),
 )
 async def inspect(request: Request) -> Response:
     """The frequencies and factors a request would run under, computed from the model's own numbers."""

@@ -42,7 +42,8 @@ from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
 from windlass.server.protocol.responses.request import ResponseRequest
-from windlass.server.protocol.text import DetokenizeRequest, RotaryInspectRequest, TokenizeRequest
+from windlass.server.protocol.rotary import RotaryInspectRequest
+from windlass.server.protocol.text import DetokenizeRequest, TokenizeRequest
 
 pytestmark = pytest.mark.anyio
 YARN = RopeScaling.yarn(factor=4)

@@ -1,4 +1,7 @@
-"""The real HTTP server with the real app on a loopback port, in a thread, over a scripted engine."""
+"""The real HTTP server with the real app on a loopback port, in a thread, over a scripted engine.
+
+Whatever it answers to `Live.http` is held to the API's description.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 
 import httpx
 import tokenizers
+from helpers.described import check, description
 from helpers.scripted_engine import ScriptedEngine
 from helpers.toy_tokenizers import byte_level
 
@@ -80,6 +84,7 @@ class Live:
             text = response.read().decode()
             assert response.status_code == 200, text
             assert response.headers["content-type"].startswith("text/event-stream")
+        description().check_stream(path, text)
         return parse_events(text)
 
     def refuse(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
@@ -148,7 +153,7 @@ def live_server(
     port = listener.getsockname()[1]
     url = f"http{'' if tls is None else 's'}://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=url, timeout=30, verify=tls is None) as http:
+        with httpx.Client(base_url=url, timeout=30, verify=tls is None, event_hooks={"response": [check]}) as http:
             yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry)
     finally:
         server.should_exit = True

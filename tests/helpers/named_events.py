@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from helpers.described import description
 from helpers.live_server import Live
 
 
@@ -14,6 +15,7 @@ def named_events(live: Live, path: str, body: dict[str, Any], **options: Any) ->
         text = response.read().decode()
         assert response.status_code == 200, text
         assert response.headers["content-type"].startswith("text/event-stream")
+    description().check_stream(path, text)
     events = []
     assert text.endswith("\n\n")
     for block in text.split("\n\n")[:-1]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag
+from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.base import INT32_MAX, FreeForm, StopStrings, StrictModel, without_nulls
+from windlass.server.protocol.base import INT32_MAX, FreeForm, OrString, StopStrings, StrictModel, without_nulls
 from windlass.server.protocol.chat import Effort
 from windlass.server.protocol.generation_request import SharedRequest, only_empty
 from windlass.server.protocol.kinds import OTHER, OtherKind, by_type
@@ -106,7 +106,7 @@ class ResponseRequest(SharedRequest):
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
-        BeforeValidator(_items),
+        OrString(_items),
     ]
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None

@@ -338,7 +338,11 @@ def test_choices_that_differ_report_for_themselves(live: Live) -> None:
 
 
 def test_groups_are_reported(live: Live) -> None:
-    groups = {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_type": "default"}}
+    rest = {"parameters": {"rope_theta": 1e6}, "effective_length": None, "fingerprint": "f"}
+    groups = {
+        "full_attention": {"rope_type": "yarn", **rest},
+        "sliding_attention": {"rope_type": "default", **rest},
+    }
     live.engine.report = lambda request: replace(report_of(request), groups=groups)
     assert live.complete("a")["rotary"] == {**SHOWN, "groups": groups}
 

@@ -1,0 +1,1 @@
+"""The description of the API for machines, `/openapi.json`, and the pages that show it."""

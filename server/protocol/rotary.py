@@ -1,0 +1,60 @@
+"""Body and answers of `/v1/rotary` and `/v1/rotary/inspect`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from windlass.engine.rotary.policy import RopeUpdate
+from windlass.server.protocol.answers import ModelRotary, ScalingValue
+from windlass.server.protocol.base import RopeScalingField, RopeUpdateField, StrictModel
+
+
+class RotaryInspectRequest(StrictModel):
+    """`rope_scaling` and `rope_update` as a request would give them (null: the server's default); `length`: tokens,
+    which matter to dynamic and longrope only (null: the context's)."""
+
+    model: str | None = None
+    rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField | None = None
+    length: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+
+
+class DefaultRotary(ModelRotary):
+    """The rotation of requests that set none."""
+
+    policy: RopeUpdate
+
+
+class RotarySettings(StrictModel):
+    """What the model rotates by, this server's default and profiles, and what requests may set."""
+
+    model: ModelRotary
+    default: DefaultRotary
+    profiles: dict[str, dict[str, Any]]
+    policy: Literal["allow", "profiles", "off"]
+    rope_update: RopeUpdate | None
+    rope_exact: bool
+    max_model_len: int
+
+
+class InspectedGroup(StrictModel):
+    """The frequencies and factors of a group of layers."""
+
+    rope_type: str
+    parameters: dict[str, ScalingValue]
+    inv_freq: list[float]
+    wavelengths: list[float | None]
+    attention_factor: float
+    softmax_scale: float
+    effective_length: float | None
+    fingerprint: str
+
+
+class RotaryInspection(InspectedGroup):
+    """The first group's frequencies and factors; `groups`: those of every group, where there are several."""
+
+    policy: RopeUpdate
+    length: int
+    groups: dict[str, InspectedGroup] | None = None
