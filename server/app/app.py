@@ -16,8 +16,10 @@ from starlette.routing import BaseRoute
 from windlass import __version__
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
-from windlass.server.app.auth import AuthMiddleware
+from windlass.server.app.auth import OPEN_PATHS, AuthMiddleware
+from windlass.server.app.description import pages
 from windlass.server.app.description.document import describe
+from windlass.server.app.description.pages import PAGE_PATHS
 from windlass.server.app.limits import LimitsMiddleware
 from windlass.server.app.methods import HeadMiddleware, allowed_methods
 from windlass.server.app.root_path import RootPathMiddleware
@@ -52,7 +54,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         title="Windlass",
         version=__version__,
         generate_unique_id_function=lambda route: route.name,
-        docs_url=None,  # these pages load scripts from other hosts
+        docs_url=None,  # FastAPI's own pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # a redirect would repeat the caller's Host header
         servers=[{"url": settings.root_path}] if settings.root_path else None,
@@ -61,6 +63,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app.state.windlass = state
     for module in _ROUTES:
         app.include_router(module.router, tags=[module.__name__.rpartition(".")[2]])
+    app.include_router(pages.router)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -69,7 +72,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
     if settings.api_keys:
-        app.add_middleware(AuthMiddleware, api_keys=settings.api_keys)
+        app.add_middleware(AuthMiddleware, api_keys=settings.api_keys, open_paths=OPEN_PATHS | PAGE_PATHS)
     app.add_middleware(
         LimitsMiddleware, max_body_bytes=settings.max_body_bytes, max_header_bytes=settings.max_header_bytes
     )
@@ -92,7 +95,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 
 def _all_routes(app: FastAPI) -> list[BaseRoute]:
     """The app's own routes, and those of the modules: it keeps these in branches that tell no methods."""
-    return [*app.routes, *(route for module in _ROUTES for route in module.router.routes)]
+    return [*app.routes, *(route for module in (*_ROUTES, pages) for route in module.router.routes)]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -36,13 +36,16 @@ class TokenizeRequest(StrictModel):
         return self
 
 
+Span = Annotated[list[int], Field(min_length=2, max_length=2)]
+
+
 class TokenizeAnswer(StrictModel):
     """`offsets[i]` is the [start, end) of token i in the tokenized text, in characters."""
 
     count: int
     max_model_len: int | None
     tokens: list[int]
-    offsets: list[tuple[int, int]] | None = None
+    offsets: list[Span] | None = None
     token_strs: list[str] | None = None
 
 
@@ -62,4 +65,4 @@ class DetokenizeAnswer(StrictModel):
     """`offsets[i]` is the [start, end) of what token i adds to the text, in characters."""
 
     prompt: str
-    offsets: list[tuple[int, int]] | None = None
+    offsets: list[Span] | None = None

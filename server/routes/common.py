@@ -87,11 +87,19 @@ def answers(
     content: dict[str, Any] = {media_type: {"schema": schema}}
     if events is not None:
         content["text/event-stream"] = {
-            "schema": {
-                "type": "string",
-                "description": "Events; `data:` is one line of JSON. Lines that begin with a colon are comments.",
-                "contentMediaType": "application/json",
-                "contentSchema": reference(events),
+            "schema": {  # of one event, as OpenAPI 3.2 and the tools for 3.1 understand it
+                "type": "object",
+                "description": "An event. Lines that begin with a colon are comments.",
+                "properties": {
+                    "event": {"type": "string", "description": "The `type` in its data, where events have types."},
+                    "data": {
+                        "type": "string",
+                        "description": "One line of JSON. `[DONE]` ends the streams whose events have no types.",
+                        "contentMediaType": "application/json",
+                        "contentSchema": reference(events),
+                    },
+                },
+                "required": ["data"],
             }
         }
     return {200: {"description": "Success", "content": content}, **{status: {"description": ""} for status in errors}}

@@ -109,7 +109,7 @@ def _described(state: ServerState, body: ResponseRequest, chat: CheckedChat) -> 
     """What a response says beside its output: what it was asked for, and what held where that was left out."""
     sampling, text = chat.job.sampling, body.text
     reasoning = body.reasoning
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    tools = [tool.model_dump(exclude_none=True, exclude={"defer_loading"}) for tool in body.tools or ()]
     return {
         "id": f"resp_{uuid.uuid4().hex}",
         "object": "response",

@@ -84,7 +84,8 @@ class Description:
         """Fail unless a stream of this path may have this event."""
         operation = self.operation("post", path)
         assert operation is not None
-        self.validate(event, operation["responses"]["200"]["content"]["text/event-stream"]["schema"]["contentSchema"])
+        media = operation["responses"]["200"]["content"]["text/event-stream"]
+        self.validate(event, media["schema"]["properties"]["data"]["contentSchema"])
 
     def check_stream(self, path: str, text: str) -> list[Any]:
         """The events of a whole stream, all of them as described."""

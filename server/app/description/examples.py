@@ -170,12 +170,11 @@ _UNNAMED = ("/v1/completions", "/v1/chat/completions")  # their events have no `
 
 
 def streams_of(path: str) -> dict[str, Any]:
-    """An example of a stream's text, by name; empty where nothing is streamed."""
-    if path not in _STREAMS:
-        return {}
+    """Examples of a stream's events, by name; empty where nothing is streamed."""
     named = path not in _UNNAMED
-    text = "".join(
-        (f"event: {event['type']}\n" if named else "") + f"data: {json.dumps(event)}\n\n" for event in _STREAMS[path]
-    )
-    part = " (a part of it)" if path == "/v1/responses" else ""
-    return {"stream": {"summary": f"A short stream{part}", "value": text if named else text + "data: [DONE]\n\n"}}
+    events = [
+        {**({"event": event["type"]} if named else {}), "data": json.dumps(event)} for event in _STREAMS.get(path, ())
+    ]
+    if events and not named:
+        events.append({"data": "[DONE]"})
+    return {f"event_{number}": {"value": event} for number, event in enumerate(events, start=1)}
