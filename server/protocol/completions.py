@@ -25,6 +25,9 @@ def _prompt(value: Any) -> Any:
     return value
 
 
+_TOKEN = {"type": "integer", "minimum": 0}
+
+
 class CompletionRequest(GenerationRequest):
     """`prompt`: a string, a list of strings, token ids, or a list of token-id lists."""
 
@@ -41,9 +44,9 @@ class CompletionRequest(GenerationRequest):
             json_schema_extra={
                 "anyOf": [
                     {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}},
-                    {"type": "array", "items": {"type": "integer"}},
-                    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+                    {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                    {"type": "array", "items": _TOKEN, "minItems": 1},
+                    {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1},
                 ]
             }
         ),

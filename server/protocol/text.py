@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.base import FreeForm, StrictModel
@@ -17,6 +17,15 @@ class TokenizeRequest(StrictModel):
 
     `return_offsets`: character spans of the tokens in the text (default true).
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"messages": {"type": "null"}, "prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"prompt": {"type": "null"}, "messages": {"type": "array"}}},
+            ]
+        }
+    )
 
     model: str | None = None
     prompt: str | None = None

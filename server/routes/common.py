@@ -78,31 +78,36 @@ def answers(
     events: type[BaseModel] | None = None,
     media_type: str = "application/json",
     errors: tuple[int, ...] = (),
+    named: bool = False,
 ) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: its answer, the events of its stream, and its own errors.
+    """`responses` of a route: its answer, the events of its stream (named: by their types), and its own errors.
 
     The description of the API adds what any request may be answered with, and says what each error means.
     """
     schema: dict[str, Any] = {"type": "string"} if answer is None else reference(answer)
     content: dict[str, Any] = {media_type: {"schema": schema}}
     if events is not None:
-        content["text/event-stream"] = {
-            "schema": {  # of one event, as OpenAPI 3.2 and the tools for 3.1 understand it
-                "type": "object",
-                "description": "An event. Lines that begin with a colon are comments.",
-                "properties": {
-                    "event": {"type": "string", "description": "The `type` in its data, where events have types."},
-                    "data": {
-                        "type": "string",
-                        "description": "One line of JSON. `[DONE]` ends the streams whose events have no types.",
-                        "contentMediaType": "application/json",
-                        "contentSchema": reference(events),
-                    },
-                },
-                "required": ["data"],
-            }
-        }
+        content["text/event-stream"] = {"schema": _event(events, named=named)}
     return {200: {"description": "Success", "content": content}, **{status: {"description": ""} for status in errors}}
+
+
+def _event(events: type[BaseModel], *, named: bool) -> dict[str, Any]:
+    """The schema of one event, as OpenAPI 3.2 and the tools for 3.1 understand it. Events without names end with `[DONE]`."""
+    data: dict[str, Any] = {
+        "type": "string",
+        "description": "One line of JSON.",
+        "contentMediaType": "application/json",
+        "contentSchema": reference(events),
+    }
+    if named:
+        name = {"type": "string", "description": "The `type` of its data."}
+        properties, required = {"event": name, "data": data}, ["event", "data"]
+    else:
+        done = {"const": "[DONE]", "description": "The last event."}
+        either = {"description": "The event's data.", "anyOf": [done, data]}
+        properties, required = {"data": either}, ["data"]
+    text = "An event. Lines that begin with a colon are comments."
+    return {"type": "object", "description": text, "properties": properties, "required": required}
 
 
 BODY_ERRORS = (400, 404)

@@ -43,7 +43,7 @@ MANY_MESSAGES = 500  # from which making a chat of them leaves the event loop
 @router.post(
     "/v1/messages",
     openapi_extra=body_of(MessageRequest),
-    responses=answers(MessageAnswer, events=MessageEvent, errors=GENERATION_ERRORS),
+    responses=answers(MessageAnswer, events=MessageEvent, errors=GENERATION_ERRORS, named=True),
 )
 async def create_message(request: Request) -> Response:
     """Answer a conversation, in the form of Anthropic's Messages API."""

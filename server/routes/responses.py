@@ -39,7 +39,7 @@ ITEM_BYTES = 1024  # what an item takes in memory beside its text
 @router.post(
     "/v1/responses",
     openapi_extra=body_of(ResponseRequest),
-    responses=answers(ResponseAnswer, events=ResponseEvent, errors=GENERATION_ERRORS),
+    responses=answers(ResponseAnswer, events=ResponseEvent, errors=GENERATION_ERRORS, named=True),
 )
 async def create_response(request: Request) -> Response:
     """Answer an input, or go on with an earlier response's conversation."""

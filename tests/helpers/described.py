@@ -85,7 +85,8 @@ class Description:
         operation = self.operation("post", path)
         assert operation is not None
         media = operation["responses"]["200"]["content"]["text/event-stream"]
-        self.validate(event, media["schema"]["properties"]["data"]["contentSchema"])
+        data = media["schema"]["properties"]["data"]
+        self.validate(event, data.get("anyOf", [data])[-1]["contentSchema"])
 
     def check_stream(self, path: str, text: str) -> list[Any]:
         """The events of a whole stream, all of them as described."""
