@@ -288,6 +288,7 @@ class Model:
     max_model_len: int | None = None
     architecture: str | None = None
     num_parameters: int | None = None
+    draft_model: dict[str, Any] | None = None
     dtype: str | None = None
     weight_dtype: str | None = None
     kv_cache_dtype: str | None = None

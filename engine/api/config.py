@@ -15,6 +15,7 @@ Activations = Literal["int8", "float32"]
 LoadFormat = Literal["safetensors", "dummy"]
 
 MAX_SPECULATIVE_TOKENS = 64
+MAX_DRAFT_TOKENS = 16
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16"}
@@ -76,15 +77,21 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Speculative decoding by prompt lookup.
+    """Speculative decoding by prompt lookup, and by a draft model where that finds nothing.
 
-    num_tokens: what a running stream may propose per step, at most; 0: none. min_match, max_match: how many of its last
-    tokens must, and how many may, agree with an earlier place.
+    num_tokens: what a running stream may propose per step from its own text, at most; 0: none. min_match, max_match: how
+    many of its last tokens must, and how many may, agree with an earlier place.
+    model: directory of the draft model, None for none. quantization: of its weights. draft_tokens: what it proposes for a
+    stream per step, at most. adaptive: it proposes less where less is accepted, and nothing where that saves no time.
     """
 
     num_tokens: int = 0
     min_match: int = 2
     max_match: int = 4
+    model: str | None = None
+    quantization: Quantization = "none"
+    draft_tokens: int = 4
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_tokens <= MAX_SPECULATIVE_TOKENS:
@@ -95,6 +102,15 @@ class SpeculationConfig:
             raise LoadError(
                 "`scheduling.speculation.min_match` must be at least 1 and at most `scheduling.speculation.max_match`, got "
                 f"{self.min_match} and {self.max_match}"
+            )
+        if not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise LoadError(
+                f"`scheduling.speculation.draft_tokens` must lie between 1 and {MAX_DRAFT_TOKENS}, got {self.draft_tokens}"
+            )
+        if self.model is None and self.quantization != "none":
+            raise LoadError(
+                f"`scheduling.speculation.quantization={self.quantization}` is that of a draft model: name one with "
+                "`scheduling.speculation.model`, or leave it out"
             )
 
 

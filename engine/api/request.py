@@ -157,6 +157,19 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftInfo:
+    """The draft model beside it. num_tokens: what it proposes for a stream per step, at most; the rest as in `ModelInfo`."""
+
+    path: str
+    architecture: str
+    quantization: str | None
+    weight_dtype: str
+    num_parameters: int
+    weight_bytes: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the engine loaded: enough for the server to validate requests and to describe itself."""
 
@@ -186,6 +199,7 @@ class ModelInfo:
     shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
     max_total_tokens: int | None = None  # prompt and output of such a sequence together
     shift_refusal: str | None = None  # why no sequence of this model may drop tokens
+    draft_model: DraftInfo | None = None
     fingerprint: str = ""  # of the weights and of all that changes what is computed from them
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
@@ -220,6 +234,9 @@ class EngineStats:
     spec_decode_num_drafts: int = 0  # proposals of speculative decoding
     spec_decode_num_draft_tokens: int = 0  # tokens in them
     spec_decode_num_accepted_tokens: int = 0  # those of them that were accepted
+    spec_decode_model_num_drafts: int = 0  # of these proposals, those of the draft model
+    spec_decode_model_num_draft_tokens: int = 0
+    spec_decode_model_num_accepted_tokens: int = 0
     queue_seconds: tuple[float, ...] = ()  # per request since the last snapshot: arrival to first schedule
     prefill_seconds: tuple[float, ...] = ()  # first schedule to first token
     decode_seconds: tuple[float, ...] = ()  # first token to the end

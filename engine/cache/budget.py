@@ -45,19 +45,22 @@ def plan_cache(
     dtype: str,
     budget: int,
     most: int | None = None,
+    beside: int = 0,
 ) -> CachePlan:
     """Blocks within `budget` bytes, never more than can be used, and the longest sequence they carry.
 
     trained_len: the model's own context length, which is wanted where the operator asks for none. A notice tells where the
-    budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. Raises LoadError for an
-    explicit `max_model_len` that does not fit.
+    budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. beside: bytes per token of a
+    draft model's pages, which are as many as the first group's. Raises LoadError for an explicit `max_model_len` that does
+    not fit.
     """
     wanted = config.max_model_len or trained_len
 
     def size(count: int, dtype: str = dtype) -> int:
         blocks = _blocks_for(count, groups, config)
         cost = (bytes_per_token(group, dtype) * config.cache.block_size for group in groups)
-        return sum(c * n for c, n in zip(cost, blocks, strict=True))
+        pages = sum(c * n for c, n in zip(cost, blocks, strict=True))
+        return pages + beside * config.cache.block_size * blocks[0]
 
     per_sequence = -(-wanted // config.cache.block_size)
     low, high = 0, config.scheduling.max_num_seqs * per_sequence

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from windlass import __version__
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.api.config import EngineConfig, SpeculationConfig
+from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.api.validation import validate_request
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
@@ -24,14 +24,22 @@ from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.compiling import CompilingRequests
 from windlass.engine.errors import EngineError, LoadError, RequestError
+from windlass.engine.execution.drafter import DraftModel
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
-from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_out_of_memory, load_model
+from windlass.engine.model.loading.loader import (
+    LoadedModel,
+    free_memory,
+    is_out_of_memory,
+    load_draft,
+    load_model,
+)
 from windlass.engine.model.loading.preflight import no_room
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.rotary.transfer import RotationTransfer
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
@@ -54,14 +62,17 @@ class EngineCore:
         decoder, spec = model.decoder, model.decoder.spec
         self._deterministic = config.compute.deterministic
         self._planner = RotaryPlanner(spec.rotary_groups, config.rotary.update)
-        plan = _plan(config, model)
-        cache = _allocate(config, model, plan)
+        draft = load_draft(config, progress)
+        plan = _plan(config, model, draft)
+        cache = _allocate(config, model, model, plan)
         bases = [group.base for group in spec.rotary_groups]
-        tables = RotaryTables(2 * config.scheduling.max_num_seqs + 2, bases, decoder.backend)
+        rows = 2 * config.scheduling.max_num_seqs + 2
+        tables = RotaryTables(rows, bases, decoder.backend)
         self._grammars = grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
         self._compiling = CompilingRequests(grammars, config.scheduling.max_waiting)
         sampler = Sampler(spec.vocab_size, decoder.backend, GrammarMasks(grammars))
-        self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size)
+        drafter = None if draft is None else _draft_model(config, model, draft, plan, rows)
+        self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size, drafter)
         layouts = [
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
             for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
@@ -82,7 +93,7 @@ class EngineCore:
             eos_token_ids=spec.eos_token_ids,
         )
         self.info = replace(
-            _describe(config, model, plan, time.perf_counter() - started),
+            _describe(config, model, draft, plan, time.perf_counter() - started),
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
             shift_refusal=self._limits.shift_refusal,
@@ -205,19 +216,41 @@ def _namespace(model: LoadedModel) -> bytes:
     return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in said)))).digest()
 
 
-def _plan(config: EngineConfig, model: LoadedModel) -> CachePlan:
+def _draft_model(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel, plan: CachePlan, rows: int
+) -> DraftModel:
+    """Pages and rotary tables of a draft model: as many blocks and rows as the model has."""
+    decoder = draft.decoder
+    groups = decoder.spec.rotary_groups
+    return DraftModel(
+        decoder,
+        _allocate(config, model, draft, plan),
+        RotaryTables(rows, [group.base for group in groups], decoder.backend),
+        RotationTransfer(model.rotary_groups, groups),
+    )
+
+
+def _draft_bytes_per_token(draft: LoadedModel | None) -> int:
+    if draft is None:
+        return 0
+    return sum(bytes_per_token(group, _name(draft.cache_dtype)) for group in draft.decoder.spec.kv_groups)
+
+
+def _plan(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> CachePlan:
     """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
     device, spec = model.decoder.device, model.decoder.spec
     budget = config.cache.memory or default_kv_budget(free_memory(device), device.type)
-    return plan_cache(config, spec.kv_groups, spec.trained_len, _name(model.cache_dtype), budget)
+    beside = _draft_bytes_per_token(draft)
+    return plan_cache(config, spec.kv_groups, spec.trained_len, _name(model.cache_dtype), budget, beside=beside)
 
 
-def _allocate(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> KVStorage:
-    """The pages. LoadError where the system does not give the memory."""
-    decoder = model.decoder
-    groups, blocks = decoder.spec.kv_groups, plan.num_blocks
+def _allocate(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVStorage:
+    """The pages of `owner`, the model itself or its draft model. LoadError where the system does not give the memory."""
+    decoder, backend = model.decoder, owner.decoder.backend
     try:
-        return KVStorage(groups, blocks, config.cache.block_size, model.cache_dtype, decoder.backend)
+        return KVStorage(
+            owner.decoder.spec.kv_groups, plan.num_blocks, config.cache.block_size, owner.cache_dtype, backend
+        )
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -229,7 +262,9 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds: float) -> ModelInfo:
+def _describe(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, plan: CachePlan, seconds: float
+) -> ModelInfo:
     decoder, spec = model.decoder, model.decoder.spec
     cached = _name(model.cache_dtype)
     backend = decoder.backend
@@ -250,7 +285,8 @@ def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds
         block_size=config.cache.block_size,
         num_kv_blocks=plan.num_blocks,
         kv_cache_bytes=plan.num_bytes,
-        kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups),
+        kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups)
+        + _draft_bytes_per_token(draft),
         max_num_seqs=config.scheduling.max_num_seqs,
         max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
         eos_token_ids=spec.eos_token_ids,
@@ -259,7 +295,21 @@ def _describe(config: EngineConfig, model: LoadedModel, plan: CachePlan, seconds
         weight_bytes=decoder.weight_bytes(),
         load_seconds=seconds,
         fingerprint=_fingerprint(config, model),
-        notices=model.notices + plan.notices + kernel_notice,
+        notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
+        draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
+    )
+
+
+def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> DraftInfo:
+    decoder = draft.decoder
+    return DraftInfo(
+        path=speculation.model or "",
+        architecture=decoder.spec.architecture,
+        quantization=draft.quantization,
+        weight_dtype=_name(decoder.weight_dtype),
+        num_parameters=decoder.num_parameters(),
+        weight_bytes=decoder.weight_bytes(),
+        num_tokens=speculation.draft_tokens,
     )
 
 

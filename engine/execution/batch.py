@@ -179,9 +179,8 @@ class BatchBuilder:
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
             position = live.layout.first_position
-            said.append((live.token_ids[start], start, position, live.rotary_id))
-            places.append(live.row)
-            for i, token in enumerate(item.draft, start=start + 1):
+            known = live.token_ids[start : start + item.num_tokens - len(item.draft)]
+            for i, token in enumerate((*known, *item.draft), start=start):
                 said.append((token, i, position, live.rotary_id))
                 places.append(live.row)
         numbers = np.array(said, dtype=np.int64).T  # [4, T]
@@ -223,5 +222,5 @@ def _is_row_by_row(items: abc.Sequence[ScheduledSequence]) -> bool:
     for item in items:
         if item.num_tokens > 1 + len(item.draft):
             return False
-        drafts |= bool(item.draft)
+        drafts |= item.num_tokens > 1
     return not drafts or max(item.start + item.num_tokens for item in items) <= _ROW_BY_ROW_LENGTH

@@ -14,6 +14,7 @@ from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import EngineError
 from windlass.engine.execution.batch import BatchBuilder
+from windlass.engine.execution.drafter import Drafter, DraftModel
 from windlass.engine.execution.key_rotator import KeyRotator
 from windlass.engine.execution.replay import DecodeReplay
 from windlass.engine.execution.sequences import LiveSequences
@@ -28,10 +29,19 @@ _PROMPT_LOGPROB_ROWS = 256
 
 
 class Runner:
-    """One model on one device. `positions_computed` counts the tokens that passed through it, for tests and metrics."""
+    """One model on one device. `positions_computed` counts the tokens that passed through it, for tests and metrics.
+
+    draft: the model that proposes tokens where a plan asks for it, if there is one.
+    """
 
     def __init__(
-        self, decoder: Decoder, cache: KVStorage, tables: RotaryTables, sampler: Sampler, block_size: int
+        self,
+        decoder: Decoder,
+        cache: KVStorage,
+        tables: RotaryTables,
+        sampler: Sampler,
+        block_size: int,
+        draft: DraftModel | None = None,
     ) -> None:
         self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
         groups = len(decoder.spec.kv_groups)
@@ -47,6 +57,8 @@ class Runner:
         )
         self.replay = DecodeReplay(decoder, cache)
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
+        vocab_size = decoder.spec.vocab_size
+        self.drafter = None if draft is None else Drafter(draft, self.sequences, vocab_size, block_size)
         self.positions_computed = 0
 
     @torch.inference_mode()
@@ -55,6 +67,8 @@ class Runner:
         self._follow(plan)
         if not plan.sequences:
             return []
+        if self.drafter is not None:
+            plan = self.drafter.propose(plan)
         self._prepare(plan)
         hidden, logits = self._forward(plan)
         results = {result.seq_id: result for result in self._sample(plan, hidden, logits)}
@@ -93,6 +107,8 @@ class Runner:
         for rerotations in (plan.set_aside, plan.rerotations):
             for rerotation in rerotations:
                 self._rotator.apply(rerotation)
+        if self.drafter is not None:
+            self.drafter.follow(plan)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Forget every sequence and start from a snapshot; the cache is taken to hold what it names."""
@@ -101,6 +117,8 @@ class Runner:
         self.sequences.restore(snapshot)
         for row in snapshot.rotary_rows:
             self.tables.write(row.row, row.specs)
+        if self.drafter is not None:
+            self.drafter.restore((row.row, row.specs) for row in snapshot.rotary_rows)
 
     def _forward(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor | None]:
         """Hidden states of every row, and logits of every row where they are known already."""

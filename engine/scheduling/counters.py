@@ -30,6 +30,9 @@ class SchedulerCounters:
     spec_decode_num_drafts: int = 0
     spec_decode_num_draft_tokens: int = 0
     spec_decode_num_accepted_tokens: int = 0
+    spec_decode_model_num_drafts: int = 0
+    spec_decode_model_num_draft_tokens: int = 0
+    spec_decode_model_num_accepted_tokens: int = 0
     queue_seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
     decode_seconds: list[float] = field(default_factory=list)
@@ -99,6 +102,9 @@ class SchedulerCounters:
             spec_decode_num_drafts=self.spec_decode_num_drafts,
             spec_decode_num_draft_tokens=self.spec_decode_num_draft_tokens,
             spec_decode_num_accepted_tokens=self.spec_decode_num_accepted_tokens,
+            spec_decode_model_num_drafts=self.spec_decode_model_num_drafts,
+            spec_decode_model_num_draft_tokens=self.spec_decode_model_num_draft_tokens,
+            spec_decode_model_num_accepted_tokens=self.spec_decode_model_num_accepted_tokens,
             queue_seconds=tuple(self.queue_seconds),
             prefill_seconds=tuple(self.prefill_seconds),
             decode_seconds=tuple(self.decode_seconds),

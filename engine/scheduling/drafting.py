@@ -49,7 +49,8 @@ class Pace:
 
 @dataclass(slots=True)
 class Drafting:
-    """What one sequence remembers of its own text and proposals."""
+    """What one sequence remembers of its own text and proposals. drafted: the pace of those of a draft model."""
 
     index: NgramIndex
     pace: Pace
+    drafted: Pace

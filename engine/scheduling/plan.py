@@ -61,7 +61,7 @@ class ScheduledSequence(NamedTuple):
     last known token; several when a prompt forks into n samples.
     prompt_logprobs: set while prompt log-probabilities of this chunk's rows are wanted (see SamplingParams).
     draft: proposed tokens behind the last known one, which is all else this chunk holds then; a token is drawn from
-    every row.
+    every row. num_drafted: how many the draft model is to propose there instead; `num_tokens` counts them already.
     A tuple, because every step makes one for each of its sequences.
     """
 
@@ -76,6 +76,12 @@ class ScheduledSequence(NamedTuple):
     prompt_logprobs: int | None = None
     draft: tuple[int, ...] = ()
     layout: SlotLayout | None = None
+    num_drafted: int = 0
+
+    @property
+    def num_proposed(self) -> int:
+        """Those of `num_tokens` that are only proposed, by whomever."""
+        return self.num_drafted or len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ class SchedulerOutput:
     @property
     def num_draft_tokens(self) -> int:
         """Those of `num_tokens` that are only proposed."""
-        return sum(len(s.draft) for s in self.sequences)
+        return sum(s.num_proposed for s in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)

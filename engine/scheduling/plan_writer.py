@@ -25,7 +25,7 @@ from windlass.engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class PlannedChunk:
-    """Tokens start .. start + num_tokens - 1 of `seq`, those of `draft` last. The rest as in `ScheduledSequence`."""
+    """Tokens start .. start + num_tokens - 1 of `seq`, those proposed last. The rest as in `ScheduledSequence`."""
 
     seq: Sequence
     start: int
@@ -33,6 +33,11 @@ class PlannedChunk:
     samples: abc.Sequence[Sequence] = ()
     prompt_logprobs: int | None = None
     draft: tuple[int, ...] = ()
+    num_drafted: int = 0
+
+    @property
+    def num_proposed(self) -> int:
+        return self.num_drafted or len(self.draft)
 
 
 @dataclass(slots=True)
@@ -134,6 +139,7 @@ class PlanWriter:
                     chunk.prompt_logprobs,
                     chunk.draft,
                     layout,
+                    chunk.num_drafted,
                 )
             )
         removed, self._removed = self._removed, []

@@ -50,9 +50,9 @@ class ResultIntake:
             seq = live.get(item.seq_id)
             if seq is None:
                 continue
-            if item.draft:
+            if item.num_proposed:
                 result = _result(by_id, seq)
-                self._speculation.observe(seq, len(item.draft), len(result.token_ids) - 1)
+                self._speculation.observe(seq, item, len(result.token_ids) - 1)
                 outputs.append(self._take_tokens(seq, result, now, start=item.start))
                 continue
             self._settle(seq, item.start + item.num_tokens)

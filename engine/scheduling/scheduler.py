@@ -187,7 +187,7 @@ class Scheduler:
             # Those chosen have given up their places to better-ranked ones that were not: choose among the rest.
         self._speculation.extend(step)
         # Rows of one token side by side, which is what attention kernels like; otherwise by rank.
-        step.chunks.sort(key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, bool(chunk.draft)))
+        step.chunks.sort(key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, chunk.num_proposed > 0))
         if step.chunks or step.rerotations:
             self.counters.count_step(sum(chunk.num_tokens for chunk in step.chunks))
         return self._writer.write(step)
@@ -303,6 +303,7 @@ class Scheduler:
             self.timer.observe_rerotations(sum(piece.end - piece.start for piece in output.rerotations), seconds)
         else:
             self.timer.observe(output.num_tokens - output.num_draft_tokens, decodes, seconds)
+        self._speculation.observe_step(output, seconds)
 
     # -- results -------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
-"""Speculative decoding by prompt lookup: which tokens a running stream proposes beside its own, and how many.
+"""Speculative decoding: which tokens a running stream proposes beside its own, or how many a draft model is to propose.
 
 A step of k + 1 rows costs little more than one of a single row as long as reading the weights is what takes time. So a
-stream may propose the k tokens that followed its last tokens where those stood before (`ngram`); the step computes
-them all, and those that the model would have drawn itself are accepted. Nothing about the answer changes.
+stream may propose the k tokens that followed its last tokens where those stood before (`ngram`); where there is no such
+place, a draft model may propose k, within the same step (`windlass.engine.execution.drafter`). The step computes them all,
+and those that the model would have drawn itself are accepted. Nothing about the answer changes.
 
 Responsible for what is proposed, within what a step may hold. How many of the proposed tokens are accepted is found where
 tokens are drawn.
@@ -15,6 +16,8 @@ from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.drafting import Drafting, Pace
 from windlass.engine.scheduling.ngram import NgramIndex
+from windlass.engine.scheduling.payoff import Payoff
+from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
 from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep
 from windlass.engine.scheduling.sequence import Sequence
 
@@ -36,50 +39,77 @@ class Speculation:
         self._blocks = blocks
         self._counters = counters
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._payoff = Payoff()
 
     def extend(self, step: PlannedStep) -> None:
         """Let streams of a planned step propose tokens, from what budget and blocks it has left over.
 
         So a proposal takes nothing from a prompt and preempts nobody.
         """
-        if self._config.num_tokens == 0:
+        config = self._config
+        if config.num_tokens == 0 and config.model is None:
             return
         budget = self._max_num_batched_tokens - sum(chunk.num_tokens for chunk in step.chunks)
+        drafts = None  # whether the draft model is asked in this step, once anybody would
         for chunk in step.chunks:
             if budget <= 0:
                 return
             seq = chunk.seq
-            draft = self._propose(chunk, budget)
-            if not draft:
+            room = min(budget, self._room(seq)) if self._is_stream(chunk) else 0
+            if room < 1:
                 continue
-            draft = draft[: self._blocks.capacity(seq.cache, 1 + len(draft)) - 1]
-            if draft:
-                step.copies += self._blocks.allocate(seq.cache, 1 + len(draft))
-                chunk.num_tokens, chunk.draft = 1 + len(draft), draft
-                budget -= len(draft)
+            if seq.drafting is None:
+                index = NgramIndex(config.min_match, config.max_match)
+                seq.drafting = Drafting(index, Pace(config.num_tokens), Pace(config.draft_tokens))
+            draft = self._look_up(seq, seq.drafting, room) if config.num_tokens else ()
+            count = len(draft)
+            if not draft and config.model is not None:
+                if drafts is None:
+                    drafts = not config.adaptive or self._payoff.allows(len(step.chunks))
+                count = min(room, self._most_drafted(seq.drafting)) if drafts else 0
+            if count:
+                count = self._blocks.capacity(seq.cache, 1 + count) - 1
+            if count > 0:
+                step.copies += self._blocks.allocate(seq.cache, 1 + count)
+                chunk.num_tokens, chunk.draft = 1 + count, draft[:count]
+                chunk.num_drafted = 0 if draft else count
+                budget -= count
 
-    def observe(self, seq: Sequence, proposed: int, accepted: int) -> None:
-        """Book what became of a proposal."""
-        self._counters.spec_decode_num_drafts += 1
-        self._counters.spec_decode_num_draft_tokens += proposed
-        self._counters.spec_decode_num_accepted_tokens += accepted
+    def observe(self, seq: Sequence, item: ScheduledSequence, accepted: int) -> None:
+        """Book that of what was proposed for `seq` the first `accepted` tokens were accepted."""
+        counters, proposed = self._counters, item.num_proposed
+        counters.spec_decode_num_drafts += 1
+        counters.spec_decode_num_draft_tokens += proposed
+        counters.spec_decode_num_accepted_tokens += accepted
+        if item.num_drafted:
+            counters.spec_decode_model_num_drafts += 1
+            counters.spec_decode_model_num_draft_tokens += proposed
+            counters.spec_decode_model_num_accepted_tokens += accepted
+            self._payoff.accept(accepted)
         if seq.drafting is not None:
-            seq.drafting.pace.observe(proposed, accepted)
+            (seq.drafting.drafted if item.num_drafted else seq.drafting.pace).observe(proposed, accepted)
 
-    def _propose(self, chunk: PlannedChunk, budget: int) -> tuple[int, ...]:
-        """What a sequence proposes beside the one token planned; nothing while it is not a running stream."""
-        seq = chunk.seq
-        if chunk.num_tokens != 1 or len(chunk.samples) != 1 or seq.num_output_tokens == 0:
+    def observe_step(self, output: SchedulerOutput, seconds: float) -> None:
+        """Learn how long a finished step took, before its proposals are booked."""
+        if self._config.model is None or not self._config.adaptive:
+            return
+        items = output.sequences
+        self._payoff.settle()
+        if not output.rerotations and all(i.start + 1 == i.num_known_tokens and not i.draft for i in items):
+            self._payoff.observe(len(items), seconds, drafted=any(item.num_drafted for item in items))
+
+    def _is_stream(self, chunk: PlannedChunk) -> bool:
+        """Whether a chunk is the next token of a running stream."""
+        return chunk.num_tokens == 1 and len(chunk.samples) == 1 and chunk.seq.num_output_tokens > 0
+
+    def _look_up(self, seq: Sequence, drafting: Drafting, room: int) -> tuple[int, ...]:
+        """What followed the last tokens of a stream where they stood before, at most `room` of it."""
+        if not drafting.index.extend(seq.token_ids, _INDEXED_PER_STEP):
             return ()
-        room = min(budget, self._room(seq))
-        if room < 1:
-            return ()
-        if seq.drafting is None:
-            config = self._config
-            seq.drafting = Drafting(NgramIndex(config.min_match, config.max_match), Pace(config.num_tokens))
-        if not seq.drafting.index.extend(seq.token_ids, _INDEXED_PER_STEP):
-            return ()
-        return seq.drafting.index.propose(seq.token_ids, min(room, seq.drafting.pace.limit()))
+        return drafting.index.propose(seq.token_ids, min(room, drafting.pace.limit()))
+
+    def _most_drafted(self, drafting: Drafting) -> int:
+        return drafting.drafted.limit() if self._config.adaptive else self._config.draft_tokens
 
     def _room(self, seq: Sequence) -> int:
         """Tokens that may follow the last known one in this step.

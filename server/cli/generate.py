@@ -19,7 +19,7 @@ from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.server.options.engine import EngineOptions
-from windlass.server.startup.choice import choose_model
+from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay
 from windlass.server.startup.launch import check_model, make_client, start_engine
 from windlass.server.text.tokenizer_file import find_tokenizer
@@ -65,6 +65,7 @@ async def _generate_with(
     child: ChildProcess, wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str
 ) -> None:
     _, path = choose_model(model)
+    options = with_draft_model(options)
     check_model(options, path)
     find_tokenizer(path)
     client = make_client(options, path, log_level, child)

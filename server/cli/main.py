@@ -115,12 +115,13 @@ def bench_engine(
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
     from windlass.engine.core.threads import prepare_this_process
-    from windlass.server.startup.choice import choose_model
+    from windlass.server.startup.choice import choose_model, with_draft_model
     from windlass.server.startup.display import LoadingDisplay
     from windlass.server.startup.launch import check_model
 
     engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     _, path = choose_model(model)
+    engine = with_draft_model(engine)
     check_model(engine, path)
     config = engine.to_config(path)
     prepare_this_process(config.compute.cores)

@@ -44,6 +44,12 @@ _COUNTERS = {
     "spec_decode_num_drafts": ("spec_decode_num_drafts", "Proposals of speculative decoding."),
     "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens proposed by speculative decoding."),
     "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Proposed tokens that stood."),
+    "spec_decode_model_num_drafts": ("spec_decode_model_num_drafts", "Proposals of the draft model among them."),
+    "spec_decode_model_num_draft_tokens": ("spec_decode_model_num_draft_tokens", "Tokens proposed by the draft model."),
+    "spec_decode_model_num_accepted_tokens": (
+        "spec_decode_model_num_accepted_tokens",
+        "Tokens proposed by the draft model that stood.",
+    ),
     "context_shifts": ("context_shifts", "Times a sequence dropped its oldest tokens."),
     "dropped_tokens": ("dropped_tokens", "Tokens dropped by them."),
     "reused_passages": ("reused_passages", "Cached passages taken up at another place of a prompt."),

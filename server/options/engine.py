@@ -123,6 +123,26 @@ class EngineOptions:
         option("--speculative-ngram-max", panel=_engine, help="Of several such places the one where most tokens agree "
                "counts, up to this many."),
     ] = 4  # fmt: skip
+    speculative_model: Annotated[
+        str | None,
+        option("--speculative-model", panel=_engine, metavar="MODEL", help="Speculative decoding by a draft model: a smaller "
+               "one with the same tokenizer proposes tokens; those the model would have drawn itself are kept. Answers stay "
+               "the same. Named as the model is."),
+    ] = None  # fmt: skip
+    speculative_model_quantization: Annotated[
+        str,
+        option("--speculative-model-quantization", panel=_engine, help="Of the draft model's weights: none, int8 or int4."),
+    ] = "none"  # fmt: skip
+    speculative_tokens: Annotated[
+        int,
+        option("--speculative-tokens", panel=_engine, metavar="K", help="Tokens the draft model proposes for a stream per "
+               "step, at most."),
+    ] = 4  # fmt: skip
+    speculative_adaptive: Annotated[
+        bool,
+        option("--speculative-adaptive/--no-speculative-adaptive", panel=_engine, help="Let the draft model propose less "
+               "where less is kept, and nothing where that saves no time."),
+    ] = True  # fmt: skip
     threads: Annotated[int | None, option("--threads", panel=_engine, help="CPU threads for the model.")] = None
     pin_cores: Annotated[
         bool,
@@ -184,6 +204,7 @@ class EngineOptions:
         """The engine's configuration; raises LoadError or RequestError that names the option at fault."""
         choose("--load-format", self.load_format, _LOAD_FORMATS)
         choose("--quantization", self.quantization, _QUANTIZATIONS)
+        choose("--speculative-model-quantization", self.speculative_model_quantization, _QUANTIZATIONS)
         choose("--activations", self.activations, _ACTIVATIONS)
         if self.target_step_ms < 0:
             raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")

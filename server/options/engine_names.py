@@ -22,6 +22,10 @@ _RENAMED = {
     "scheduling.speculation.num_tokens": "speculative_ngram",
     "scheduling.speculation.min_match": "speculative_ngram_min",
     "scheduling.speculation.max_match": "speculative_ngram_max",
+    "scheduling.speculation.model": "speculative_model",
+    "scheduling.speculation.quantization": "speculative_model_quantization",
+    "scheduling.speculation.draft_tokens": "speculative_tokens",
+    "scheduling.speculation.adaptive": "speculative_adaptive",
 }
 # What `run_engine_benchmark` takes beside a configuration.
 _BENCHMARK = {"batch_size": "--batch-size", "input_len": "--input-len", "output_len": "--output-len"}

@@ -135,6 +135,16 @@ class ContextSettings(StrictModel):
     ] = None
 
 
+class ModelDraft(StrictModel):
+    """The draft model beside a model. num_tokens: what it proposes for a stream per step, at most."""
+
+    architecture: str
+    quantization: str | None
+    weight_dtype: str
+    num_parameters: int
+    num_tokens: int
+
+
 class ModelRotaryGroup(StrictModel):
     """A rotary scaling with the fields of its kind beside these, and the dimensions it works on."""
 
@@ -178,6 +188,7 @@ class Model(StrictModel):
     quantization: str | None
     architecture: str | None
     num_parameters: int | None
+    draft_model: ModelDraft | None
     sampling_defaults: SamplingSettings
     context: ContextSettings
     rotary: ModelRotary | None

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import describe_groups
-from windlass.server.protocol.answers import Model, ModelList
+from windlass.server.protocol.answers import Model, ModelDraft, ModelList
 from windlass.server.routes.common import answers, state_of
 
 router = APIRouter()
@@ -57,6 +57,10 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         "num_parameters",
     ):
         described[name] = None if info is None else getattr(info, name)
+    draft = None if info is None else info.draft_model
+    described["draft_model"] = (
+        None if draft is None else {name: getattr(draft, name) for name in ModelDraft.model_fields}
+    )
     described["sampling_defaults"] = asdict(state.settings.sampling)
     described["context"] = {name: getattr(state.settings, name) for name in _CONTEXT_DEFAULTS} | {
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import LoadError
+from windlass.server.options.engine import EngineOptions
 from windlass.server.startup.catalogue.known import DEMO, SMOLLM2
 from windlass.server.startup.gguf_directory import source_stem
 from windlass.server.startup.hub import bundled_model, known_model, resolve_model
@@ -27,6 +29,16 @@ def choose_model(given: str | None) -> tuple[str, Path]:
     except LoadError as error:
         say(f"note: this is the bundled model ({DEMO.about}), since {error}")
         return DEMO.name, bundled_model()
+
+
+def with_draft_model(options: EngineOptions) -> EngineOptions:
+    """The options with the directory of the draft model in place of its name, if they name one. Raises LoadError."""
+    if options.speculative_model is None:
+        return options
+    try:
+        return replace(options, speculative_model=str(resolve_model(options.speculative_model)))
+    except LoadError as error:
+        raise LoadError(f"--speculative-model: {error}") from None
 
 
 def _name_of(given: str, path: Path) -> str:

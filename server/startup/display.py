@@ -90,6 +90,13 @@ def summary(
         f"  kv cache  {' + '.join(f'{blocks:,}' for blocks in info.num_kv_blocks)} blocks of {info.block_size} tokens, "
         f"{size(info.kv_cache_bytes)} {info.kv_cache_dtype}",
     ]
+    if info.draft_model is not None:
+        draft = info.draft_model
+        lines.insert(
+            2,
+            f"  draft     {draft.architecture}, {count(draft.num_parameters)} parameters, weights "
+            f"{draft.quantization or draft.weight_dtype}, {size(draft.weight_bytes)}, up to {draft.num_tokens} tokens a step",
+        )
     lines += [
         f"  rotary    {group.name}: {group.scaling.rope_type}, theta {group.parameters()['rope_theta']:g}, "
         f"{group.base.rotary_dim} of {group.base.head_dim} dimensions"

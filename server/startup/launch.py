@@ -36,7 +36,7 @@ from windlass.server.options.engine_names import in_options
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
-from windlass.server.startup.choice import choose_model
+from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.model_defaults import read_defaults
@@ -86,6 +86,8 @@ def _serve_with(
 ) -> int:
     bounds = connections.to_settings().within(raise_limit())
     name, path = choose_model(model)
+    shown = not_default(engine, server)  # with the draft model as it was named
+    engine = with_draft_model(engine)
     settings = server.to_settings(name, engine)
     check_model(engine, path)
     find_tokenizer(path)
@@ -105,7 +107,7 @@ def _serve_with(
                 state.text.wait_loaded()
                 return_large_pieces()
                 keep_startup_objects()
-                return asyncio.run(_run(app, client, http, url, settings, not_default(engine, server)))
+                return asyncio.run(_run(app, client, http, url, settings, shown))
         finally:
             client.kill()
 
@@ -149,6 +151,7 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
         for option, given in (
             ("--deterministic", engine.deterministic),
             (f"--speculative-ngram {engine.speculative_ngram}", engine.speculative_ngram > 0),
+            (f"--speculative-model {engine.speculative_model}", engine.speculative_model is not None),
             (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
             (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
             ("--rope-exact", server.rope_exact),

@@ -12,6 +12,7 @@ is told must be the scheduler's. A second one of its kind may miss plans (`lose_
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import random
 import zlib
@@ -174,6 +175,7 @@ class FakeExecutor:
     num_recomputed: int = 0
     num_rerotated: int = 0
     num_drafts: int = 0
+    num_drafted: int = 0  # those of a draft model
     num_accepted: int = 0
     lose_plans: int = 0  # so many more do not reach `other`
     num_healed: int = 0
@@ -317,6 +319,26 @@ class FakeExecutor:
             self.key_facts.setdefault(key, (token, i, set()))[2].update(scopes)
         return keys
 
+    def drafted(self, output: SchedulerOutput) -> SchedulerOutput:
+        """The plan with what a draft model proposes: what comes next, but for one token in four."""
+        live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
+        filled = []
+        for item in output.sequences:
+            if item.num_drafted:
+                assert not item.draft and item.num_tokens == 1 + item.num_drafted
+                request = live[item.seq_id].request
+                rotation, slot = self.rotations[request.request_id], self.sequences.by_id[item.seq_id].slot
+                _, key = self.keys(request, item)
+                draft: list[int] = []
+                for i in range(len(slot.token_ids), len(slot.token_ids) + item.num_drafted):
+                    token = draw(key, slot, i - slot.num_prompt_tokens)
+                    draft.append((token + 1) % VOCAB if key % 4 == 0 else token)
+                    key = extend_key(key, draft[-1], rotation.specs_of(i, slot.num_prompt_tokens, i + 1))
+                item = item._replace(draft=tuple(draft), num_drafted=0)
+                self.num_drafted += 1
+            filled.append(item)
+        return dataclasses.replace(output, sequences=tuple(filled))
+
     def verify(self, item: ScheduledSequence) -> StepResult:
         """Draw from the stored key of every row, as long as the draws come to what was proposed."""
         (seq_id,) = item.samples
@@ -366,7 +388,7 @@ class FakeExecutor:
         assert not read & written, "a source is the target of another re-rotation"
 
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
-        output = self.follow(output)
+        output = self.drafted(self.follow(output))
         size = self.scheduler.blocks.block_size
         pools = self.scheduler.blocks.pools
         live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
@@ -533,6 +555,8 @@ def make_scheduler(
     prefix_caching: bool = True,
     target_step_seconds: float = 0.0,
     speculation: int = 0,
+    drafted: int = 0,
+    adaptive: bool = False,
     shift_context: int | None = None,
     max_total_tokens: int | None = None,
 ) -> tuple[Scheduler, FakeExecutor, FakeClock]:
@@ -543,7 +567,14 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_waiting=max_waiting,
         target_step_seconds=target_step_seconds,
-        speculation=SpeculationConfig(num_tokens=speculation, min_match=1, max_match=3),
+        speculation=SpeculationConfig(
+            num_tokens=speculation,
+            min_match=1,
+            max_match=3,
+            model="a draft model" if drafted else None,
+            draft_tokens=max(1, drafted),
+            adaptive=adaptive,
+        ),
     )
     rotary, clock = FakeRotary(max_num_seqs), FakeClock()
     scheduler = Scheduler(

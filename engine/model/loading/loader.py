@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
+from windlass.engine.model.loading.draft_model import draft_config, in_its_words
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
@@ -83,6 +84,18 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     cached = _TORCH_DTYPES[prepared.cache_dtype]
     notices = spec.notices + prepared.notices + notices
     return LoadedModel(decoder, cached, digest, notices, prepared.model.own_groups, prepared.quantization)
+
+
+def load_draft(config: EngineConfig, progress: Progress | None = None) -> LoadedModel | None:
+    """The draft model that the configuration names, if it names one; its notices say whose they are."""
+    own = draft_config(config)
+    if own is None:
+        return None
+    try:
+        model = load_model(own, progress)
+    except LoadError as error:
+        raise in_its_words(error) from None
+    return replace(model, notices=tuple(f"the draft model: {notice}" for notice in model.notices))
 
 
 def fill(

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
-from windlass.engine.cache.budget import plan_cache
+from windlass.engine.cache.budget import bytes_per_token, plan_cache
 from windlass.engine.cache.memory import available_memory, default_kv_budget, gib
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
 from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import expect_device
+from windlass.engine.model.loading.draft_model import check_pair, draft_config, in_its_words
 from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
@@ -81,7 +82,14 @@ def check_start(config: EngineConfig) -> ModelDescription:
         return prepare_model(config, device, reads_narrow=True, free=available_memory()).model
     if device is not None:
         check_quantization(config, device)
-    return describe_model(config)
+    model, draft = describe_model(config), draft_config(config)
+    if draft is not None:
+        try:
+            described = describe_model(draft)
+        except LoadError as error:
+            raise in_its_words(error) from None
+        check_pair(config, model.spec, described.spec)
+    return model
 
 
 def prepare_model(config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None) -> ModelToLoad:
@@ -91,16 +99,32 @@ def prepare_model(config: EngineConfig, device: str, *, reads_narrow: bool, free
     weights are there, None if nobody knows.
     """
     check_quantization(config, device)
-    model = describe_model(config)
+    model, draft = describe_model(config), prepare_draft(config, device, reads_narrow=reads_narrow, free=free)
     kind = device.partition(":")[0]
+    beside = 0
+    if draft is not None:
+        check_pair(config, model.spec, draft.model.spec)
+        free = None if free is None else max(0, free - plan_bytes(draft.model.spec, draft.plan))
+        beside = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
     dtype = compute_dtype(config, model.config, kind)
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     plan = storage_plan(config, model, stored, kind, reads_narrow=reads_narrow)
-    check_memory(config, model, plan, dtype, stored, kind, free)
+    check_memory(config, model, plan, dtype, stored, kind, free, beside)
     called = describe_storage(config, model, plan)
     return ModelToLoad(
         model, dtype, stored, cache_dtype(config, dtype), plan, called, notices_of(model, plan, stored, device)
     )
+
+
+def prepare_draft(config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None) -> ModelToLoad | None:
+    """As `prepare_model`, of the draft model; None where there is none."""
+    draft = draft_config(config)
+    if draft is None:
+        return None
+    try:
+        return prepare_model(draft, device, reads_narrow=reads_narrow, free=free)
+    except LoadError as error:
+        raise in_its_words(error) from None
 
 
 def describe_model(config: EngineConfig) -> ModelDescription:
@@ -254,11 +278,12 @@ def check_memory(
     stored: str,
     device: str,
     free: int | None,
+    beside: int = 0,
 ) -> None:
     """LoadError where weights, or cached keys and values beside them, plainly do not fit into the memory that is free.
 
     dtype, stored: what the model computes in, and its matrices before they are quantized. free: bytes before the weights
-    are there, None if nobody knows.
+    are there, None if nobody knows. beside: bytes per token of a draft model's cache.
     """
     spec = model.spec
     weights = plan_bytes(spec, plan)
@@ -271,7 +296,7 @@ def check_memory(
         return
     cached = cache_dtype(config, dtype)
     budget = config.cache.memory or default_kv_budget(left, device)
-    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left)
+    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left, beside)
     if left is not None and cache.num_bytes > left:
         raise LoadError(
             no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", cache.num_bytes, cached)

@@ -136,6 +136,8 @@ TOLD: dict[str, str] = {
     "quantization": "How the weights are quantized; null: they are not.",
     "architecture": "The model's architecture.",
     "num_parameters": "How many weights it has.",
+    "draft_model": "The draft model that proposes tokens for it; null: there is none.",
+    "ModelDraft.num_tokens": "Tokens it proposes for a stream in a step, at most.",
     "sampling_defaults": "What holds for requests that leave these fields out.",
     "context": "What holds for contexts.",
     "Rotary.context": "What became of the context, where anything may be dropped or taken from elsewhere.",

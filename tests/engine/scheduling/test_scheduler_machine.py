@@ -119,6 +119,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, True, False]),
         step_seconds=st.sampled_from([0.0, 0.0, 1.0]),
         speculation=st.sampled_from([0, 0, 2, 5, 9]),
+        drafted=st.sampled_from([0, 0, 1, 3, 8]),
+        adaptive=st.booleans(),
     )
     def start(
         self,
@@ -133,6 +135,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         step_seconds: float,
         speculation: int,
+        drafted: int,
+        adaptive: bool,
     ) -> None:
         self.scheduler, self.executor, self.clock = make_scheduler(
             groups=[(max(2, int(num_blocks * share)), window) for window, share in layout],
@@ -146,6 +150,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             target_step_seconds=step_seconds,
             speculation=speculation,
+            drafted=drafted,
+            adaptive=adaptive,
         )
         self.requests: dict[str, EngineRequest] = {}
         self.rotations: dict[str, FakeRotation] = {}
@@ -356,6 +362,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         # An abort in flight leaves a proposal uncounted.
         assert stats.spec_decode_num_drafts <= self.executor.num_drafts
         assert stats.spec_decode_num_accepted_tokens <= self.executor.num_accepted
+        assert stats.spec_decode_model_num_drafts <= min(self.executor.num_drafted, stats.spec_decode_num_drafts)
+        assert stats.spec_decode_model_num_accepted_tokens <= stats.spec_decode_model_num_draft_tokens
+        if stats.spec_decode_model_num_accepted_tokens:
+            event("drafted tokens accepted")
         if stats.spec_decode_num_accepted_tokens:
             event("proposed tokens accepted")
         if stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens:

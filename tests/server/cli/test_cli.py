@@ -101,6 +101,9 @@ ENGINE_ARGUMENTS = {
     "--speculative-ngram": "5",
     "--speculative-ngram-min": "3",
     "--speculative-ngram-max": "6",
+    "--speculative-model": "/models/small",
+    "--speculative-model-quantization": "int8",
+    "--speculative-tokens": "7",
     "--threads": "3",
     "--target-step-ms": "100",
 }
@@ -124,7 +127,15 @@ ENGINE_CONFIG = EngineConfig(
         max_num_seqs=9,
         max_waiting=33,
         target_step_seconds=0.1,
-        speculation=SpeculationConfig(num_tokens=5, min_match=3, max_match=6),
+        speculation=SpeculationConfig(
+            num_tokens=5,
+            min_match=3,
+            max_match=6,
+            model="/models/small",
+            quantization="int8",
+            draft_tokens=7,
+            adaptive=False,
+        ),
     ),
     rotary=RotaryConfig(scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}), update="rotate"),
 )
@@ -138,6 +149,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
         arguments += [
             *sum(ENGINE_ARGUMENTS.items(), ()),
             "--no-prefix-caching",
+            "--no-speculative-adaptive",
             "--deterministic",
             "--pin-cores",
             "the-model",
@@ -148,6 +160,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
         for name, value in ENGINE_ARGUMENTS.items():
             monkeypatch.setenv("WINDLASS_" + name[2:].replace("-", "_").upper(), value)
         monkeypatch.setenv("WINDLASS_PREFIX_CACHING", "false")
+        monkeypatch.setenv("WINDLASS_SPECULATIVE_ADAPTIVE", "false")
         monkeypatch.setenv("WINDLASS_DETERMINISTIC", "true")
         monkeypatch.setenv("WINDLASS_PIN_CORES", "true")
         monkeypatch.setenv("WINDLASS_MODEL", "the-model")
@@ -158,7 +171,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
     # An option added later must be added to the table above too.
     assert engine.profiles() == {"long": ENGINE_CONFIG.rotary.scaling}
-    assert len(ENGINE_ARGUMENTS) + 3 == len(dataclasses.fields(EngineOptions))
+    assert len(ENGINE_ARGUMENTS) + 4 == len(dataclasses.fields(EngineOptions))
 
 
 def test_defaults_are_the_configurations_own(launched):
@@ -280,6 +293,9 @@ def test_connection_options(launched, monkeypatch):
         (["--weight-cache", __file__], "is a file: give a folder, or beside"),
         (["--weight-cache", "~nobody-of-that-name/x"], "give a folder, or beside"),
         (["--speculative-ngram", "-1"], "--speculative-ngram must lie between 0 and 64"),
+        (["--speculative-tokens", "17"], "--speculative-tokens must lie between 1 and 16, got 17"),
+        (["--speculative-model-quantization", "int5"], "--speculative-model-quantization must be none, int8 or int4"),
+        (["--speculative-model-quantization", "int8"], "name one with --speculative-model, or leave it out"),
         (["--speculative-ngram-min", "5"], "at most --speculative-ngram-max, got 5 and 4"),
         (["/no/such/model"], "/no/such/model"),
     ],

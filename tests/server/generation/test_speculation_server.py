@@ -102,3 +102,31 @@ def test_the_rotary_report_is_that_of_the_length_a_stop_string_left() -> None:
         assert cut["rotary"]["rope_type"] == "default"
         ends_there = live.complete(max_tokens=4, stop="e")
         assert ends_there["rotary"]["fingerprint"] == "longer"
+
+
+def test_a_draft_model_over_http() -> None:
+    core = make_core(DEMO, deterministic=True, kv_cache_memory=64 << 20)
+    (want,) = run(core, [greedy("x", LOOP, TOKENS, logprobs=1)]).values()
+    options = (
+        "--deterministic",
+        "--speculative-model",
+        "demo",
+        "--no-speculative-adaptive",
+        "--speculative-tokens",
+        "3",
+    )
+    with serve("--kv-cache-memory", "64MiB", *options) as server:
+        answer = complete(server)
+        (choice,) = answer["choices"]
+        assert choice["token_ids"] == want.token_ids
+        stop = "".join(choice["logprobs"]["tokens"][36:40])
+        cut = complete(server, stop=stop)["choices"][0]
+        assert cut["finish_reason"] == "stop" and cut["token_ids"] == want.token_ids[: len(cut["token_ids"])]
+        listed = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        assert listed["draft_model"]["num_tokens"] == 3
+        assert listed["draft_model"]["num_parameters"] == listed["num_parameters"]
+        proposed, accepted = (
+            server.metric(f"windlass_spec_decode_model_num_{name}_total")
+            for name in ("draft_tokens", "accepted_tokens")
+        )
+        assert proposed == accepted > TOKENS / 2

@@ -1,0 +1,199 @@
+"""Lets a draft model propose tokens: greedily, one after the other, for all streams of a step at once.
+
+It has a decoder and pages of its own, under the block tables of the model it drafts for: a block holds the keys and values
+of the same tokens in both, so what the scheduler says of blocks (copies, parked pages, re-rotations) is done to these pages
+too, and prompts pass through both. Streams that do not draft leave it behind for a while; before they draft again it
+computes what it has missed.
+
+Whatever it computes, or has not computed, changes how many proposals are accepted and never which tokens come: a block that
+went into the prefix cache may lack the last few of its keys.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, abc
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from windlass.engine.cache.changes import KeyRerotation
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.execution.batch import BatchBuilder
+from windlass.engine.execution.key_rotator import KeyRotator
+from windlass.engine.execution.replay import DecodeReplay
+from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.model.decoder import Decoder
+from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.rotary.transfer import RotationTransfer
+from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
+
+# Tokens that the draft model may be behind a stream; then it catches up even where nothing is drafted.
+_MOST_BEHIND = 64
+# What is caught up row by row, as a step that can be repeated; more goes as a chunk.
+_ROWS = 2
+_MOST_SPECS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """What a drafter is made of. tables: as many rows as the model's, written by the drafter alone."""
+
+    decoder: Decoder
+    cache: KVStorage
+    tables: RotaryTables
+    rotations: RotationTransfer
+
+
+class Drafter:
+    """sequences: those of the model it drafts for, which their owner keeps up to date. vocab_size: of that model.
+
+    positions_computed: tokens that passed through the draft model.
+    """
+
+    def __init__(self, model: DraftModel, sequences: LiveSequences, vocab_size: int, block_size: int) -> None:
+        decoder = model.decoder
+        self._decoder, self._cache, self._tables, self._rotations = decoder, model.cache, model.tables, model.rotations
+        self._sequences = sequences
+        self._ids = min(vocab_size, decoder.spec.vocab_size)  # those that both know
+        self._batches = BatchBuilder(
+            sequences,
+            model.tables,
+            num_groups=1,
+            block_size=block_size,
+            windows=decoder.spec.attention_windows,
+            anchored=decoder.spec.scores_by_absolute_position,
+            backend=decoder.backend,
+        )
+        self._replay = DecodeReplay(decoder, model.cache)
+        self._rotator = KeyRotator(decoder.spec, model.cache, block_size, decoder.backend)
+        self._specs: OrderedDict[tuple[RotarySpec, ...], tuple[RotarySpec, ...]] = OrderedDict()
+        # By sequence: tokens whose keys are there, and tokens the model had computed, accepted or not, after the last step.
+        self._valid: dict[int, tuple[int, int]] = {}
+        self._parked: dict[int, tuple[int, int]] = {}
+        self.positions_computed = 0
+
+    def follow(self, plan: SchedulerOutput) -> None:
+        """Do to its pages what a plan does to those of the model. `sequences` has followed it already."""
+        for parked in plan.parked:
+            self._cache.park(parked)
+            if parked.seq_id in self._valid:
+                self._parked[parked.seq_id] = self._valid[parked.seq_id]
+        for seq_id in plan.removed:
+            self._valid.pop(seq_id, None)
+        for row in plan.rotary_rows:
+            self._tables.write(row.row, self._specs_of(row.specs))
+        for parked in plan.unparked:
+            self._cache.unpark(parked)
+            if parked.seq_id in self._parked:
+                self._valid[parked.seq_id] = self._parked.pop(parked.seq_id)
+        for seq_id in plan.forgotten:
+            self._cache.forget_parked(seq_id)
+            self._parked.pop(seq_id, None)
+        self._cache.copy_blocks(plan.copies)
+        for rerotations in (plan.set_aside, plan.rerotations):
+            for rerotation in rerotations:
+                self._rotator.apply(self._own(rerotation))
+
+    def restore(self, rows: abc.Iterable[tuple[int, tuple[RotarySpec, ...]]]) -> None:
+        """Start from a snapshot of the scheduler's. rows: of the rotary tables, with the model's specs."""
+        self._valid.clear()
+        for row, specs in rows:
+            self._tables.write(row, self._specs_of(specs))
+
+    def propose(self, plan: SchedulerOutput) -> SchedulerOutput:
+        """The plan with the proposals in it that it asks for, the draft model having computed what it computes besides."""
+        behind, drafting = [], []
+        for item in plan.sequences:
+            valid = self._valid_of(item)
+            end = item.start + item.num_tokens
+            if item.num_drafted:
+                drafting.append((item, min(valid, item.start)))
+                self._valid[item.seq_id] = end - 1, end
+                continue
+            slot = self._sequences.by_id[item.seq_id].slot
+            known = end - len(item.draft)
+            is_stream = item.start >= slot.num_prompt_tokens and known == item.start + 1
+            if is_stream and known - valid <= _MOST_BEHIND:
+                self._valid[item.seq_id] = valid, end
+                continue
+            behind.append(_chunk(item, valid, known))
+            self._valid[item.seq_id] = known, end
+        if behind:
+            self._run(behind)
+        if not drafting:
+            return plan
+        drafts = self._draft(drafting)
+        filled = [
+            item._replace(draft=tuple(drafts[item.seq_id]), num_drafted=0) if item.num_drafted else item
+            for item in plan.sequences
+        ]
+        return replace(plan, sequences=tuple(filled))
+
+    def _valid_of(self, item: ScheduledSequence) -> int:
+        """Leading tokens whose keys are there. What comes from the cache, or is met for the first time, has been computed."""
+        valid, end = self._valid.get(item.seq_id, (item.start, item.start))
+        # Tokens in front of the run that tokens still join were dropped, or came with a passage.
+        layout = self._sequences.by_id[item.seq_id].layout
+        first = layout.runs[-1].first_slot - layout.slot_offset
+        return item.start if item.start > end else max(first, min(valid, item.start))
+
+    def _draft(self, drafting: list[tuple[ScheduledSequence, int]]) -> dict[int, list[int]]:
+        """As many proposals for each sequence as its item asks for. The numbers: tokens whose keys are there."""
+        drafts: dict[int, list[int]] = {item.seq_id: [] for item, _ in drafting}
+        late = [_chunk(item, valid, item.start) for item, valid in drafting if item.start + 1 - valid > _ROWS]
+        if late:
+            self._run(late)
+        rows = []
+        for item, valid in drafting:
+            first = valid if item.start + 1 - valid <= _ROWS else item.start
+            token_ids = self._sequences.by_id[item.seq_id].token_ids
+            rows.append(_chunk(item, first, item.start + 1, tuple(token_ids[first + 1 : item.start + 1])))
+        wanted = [item for item, _ in drafting]
+        for step in range(1, max(item.num_drafted for item in wanted) + 1):
+            for item, token in zip(wanted, self._greedy(rows), strict=True):
+                drafts[item.seq_id].append(token)
+            wanted = [item for item in wanted if item.num_drafted > step]
+            rows = [
+                _chunk(item, item.start + step, item.start + step + 1, (drafts[item.seq_id][-1],)) for item in wanted
+            ]
+        return drafts
+
+    def _greedy(self, items: list[ScheduledSequence]) -> list[int]:
+        """The most likely token after each item's last one."""
+        hidden, logits = self._run(items)
+        last = torch.tensor([item.num_tokens for item in items]).cumsum(0) - 1
+        if logits is None:
+            logits = self._decoder.logits(hidden[last.to(hidden.device)])
+        elif logits.shape[0] > len(items):
+            logits = logits[last]
+        return logits[:, : self._ids].argmax(dim=1).tolist()
+
+    def _run(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor | None]:
+        """Hidden states of every row, and logits of every row where they are known already."""
+        batch = self._batches.build(items)
+        batch.input_ids.clamp_(max=self._decoder.spec.vocab_size - 1)
+        self.positions_computed += batch.input_ids.shape[0]
+        return self._replay.run(batch) or (self._decoder.forward(batch, self._cache), None)
+
+    def _own(self, rerotation: KeyRerotation) -> KeyRerotation:
+        """The same for the draft model's frequencies."""
+        return replace(
+            rerotation,
+            from_specs=self._specs_of(rerotation.from_specs),
+            to_specs=self._specs_of(rerotation.to_specs),
+        )
+
+    def _specs_of(self, specs: tuple[RotarySpec, ...]) -> tuple[RotarySpec, ...]:
+        found = self._specs.get(specs)
+        if found is None:
+            found = self._specs[specs] = self._rotations(specs)
+            while len(self._specs) > _MOST_SPECS:
+                self._specs.popitem(last=False)
+        return found
+
+
+def _chunk(item: ScheduledSequence, start: int, end: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
+    """Tokens start .. end - 1 of the item's sequence, the last of which are `draft`."""
+    return ScheduledSequence(item.seq_id, start, end - start, item.num_known_tokens, draft=draft)

@@ -1,0 +1,95 @@
+"""A draft model beside the model it drafts for: how it is loaded, and what the two must have in common.
+
+Responsible for the configuration under which the draft model is read, and for refusing pairs that cannot work, with one line
+that says what to do. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from windlass.engine.api.config import EngineConfig, RotaryConfig, SpeculationConfig
+from windlass.engine.errors import LoadError
+from windlass.engine.model.spec import ModelSpec
+
+_OPTION = "`scheduling.speculation.model`"
+_TOKENIZER = "tokenizer.json"
+
+
+def draft_config(config: EngineConfig) -> EngineConfig | None:
+    """The configuration that the draft model is loaded under; None where there is none.
+
+    Device, dtypes, threads, random weights and the weight cache are those of the model. Its context and its pages follow the
+    model's, so no memory is planned for them here, and nothing hangs on the bits of what it computes.
+    """
+    speculation = config.scheduling.speculation
+    if speculation.model is None:
+        return None
+    return replace(
+        config,
+        model=speculation.model,
+        max_model_len=config.cache.block_size,
+        compute=replace(config.compute, quantization=speculation.quantization, deterministic=False),
+        cache=replace(config.cache, memory=None),
+        scheduling=replace(config.scheduling, max_num_seqs=1, speculation=SpeculationConfig()),
+        rotary=RotaryConfig(),
+    )
+
+
+def in_its_words(error: LoadError) -> LoadError:
+    """An error met while the draft model was read, saying so and naming the fields that are its own."""
+    return LoadError(
+        f"the draft model: {error}".replace("`compute.quantization", "`scheduling.speculation.quantization")
+    )
+
+
+def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
+    """Raise LoadError where `draft` cannot draft for `spec`."""
+    for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
+        if len(groups) > 1 or groups[0].window is not None:
+            raise LoadError(
+                f"the {of} has layers with a sliding window ({(spec if of == 'model' else draft).architecture}), beside which "
+                f"none can draft so far: leave {_OPTION} out"
+            )
+    theirs, ours = Path(config.scheduling.speculation.model or ""), Path(config.model)
+    if not _same_file(ours / _TOKENIZER, theirs / _TOKENIZER):
+        mine, other = _vocabulary(ours), _vocabulary(theirs)
+        if mine is None or other is None:
+            if spec.vocab_size != draft.vocab_size:
+                raise LoadError(
+                    f"{_OPTION} {theirs} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size}, "
+                    "and not both have a tokenizer.json that tells what they share: give a model with the same tokenizer"
+                )
+            return
+        differing = [i for i in mine.keys() & other.keys() if mine[i] != other[i]]
+        if differing or len(mine.keys() & other.keys()) * 2 < len(mine):
+            first = min(differing, default=None)
+            example = "" if first is None else f" (token {first} is {mine[first]!r} here, {other[first]!r} there)"
+            raise LoadError(
+                f"{_OPTION} {theirs} has another tokenizer than the model{example}: give a model with the same tokenizer"
+            )
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other) or one.read_bytes() == other.read_bytes()
+    except OSError:
+        return False
+
+
+def _vocabulary(directory: Path) -> dict[int, str] | None:
+    """Every token by its id, from tokenizer.json; None where there is none that tells."""
+    try:
+        content: Any = json.loads((directory / _TOKENIZER).read_text(encoding="utf-8"))
+        given = content["model"]["vocab"]
+        if isinstance(given, dict):
+            found = {int(i): str(token) for token, i in given.items()}
+        else:  # Unigram: pairs of token and score
+            found = {i: str(pair[0]) for i, pair in enumerate(given)}
+        found |= {int(added["id"]): str(added["content"]) for added in content.get("added_tokens") or ()}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return found

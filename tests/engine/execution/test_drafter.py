@@ -1,0 +1,283 @@
+"""A draft model changes nothing but the number of steps: the oracle is the same engine without it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.tiny_models import make_model
+
+import windlass
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.request import EngineRequest, RepeatPenalty
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.scaling import RopeScaling
+
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
+Results = dict[tuple[str, int], Finished]
+VOCAB = 128
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {"demo": DEMO}
+
+    def get(model: str) -> Path:
+        if model not in made:
+            made[model] = make_model(model, tmp_path_factory.mktemp(model), max_position_embeddings=64)
+        return made[model]
+
+    return get
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def traffic() -> list[EngineRequest]:
+    """Everything that changes which token comes next or ends a sample, and rotations of requests of their own."""
+    yarn = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4.0})
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    fields: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 3},
+        {"repetition_penalty": 1.2, "logprobs": 0},
+        {"repeats": RepeatPenalty(1.0, 1.3, 2), "presence_penalty": 0.4},
+        {"temperature": 0.7, "seed": 5, "xtc_probability": 0.4, "xtc_threshold": 0.05},
+        {"allowed_token_ids": tuple(range(20, 40))},
+        {"temperature": 0.4, "seed": 7, "n": 3, "logprobs": 1},
+        {"stop_token_ids": tuple(range(40, 60)), "min_tokens": 9},
+        {"ignore_eos": False, "min_tokens": 3},
+        {"prompt_logprobs": 1},
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+        {"n": 2},
+        {"rope_scaling": yarn},
+        {"rope_scaling": dynamic, "rope_update": "rotate", "max_tokens": 60},
+        {"rope_scaling": dynamic, "rope_update": "recompute", "max_tokens": 60},
+    ]
+    return [greedy(f"{i}", prompt(i, 9 + 3 * i), **{"max_tokens": 30, **given}) for i, given in enumerate(fields)]
+
+
+def same(got: Results, want: Results, tolerance: float = 1e-5) -> None:
+    assert got.keys() == want.keys()
+    for key, wanted in want.items():
+        found = got[key]
+        assert found.token_ids == wanted.token_ids, key
+        assert found.finish_reason == wanted.finish_reason
+        entries = [entry for output in found.outputs for entry in output.logprobs or ()]
+        wanted_entries = [entry for output in wanted.outputs for entry in output.logprobs or ()]
+        assert [e.token_id for e in entries] == [e.token_id for e in wanted_entries]
+        for entry, other in zip(entries, wanted_entries, strict=True):
+            assert entry.logprob == pytest.approx(other.logprob, rel=tolerance, abs=tolerance)
+
+
+def with_draft(directory: Path, draft: Path, **options: Any) -> EngineCore:
+    return make_core(directory, **{"speculative_model": str(draft), "speculative_adaptive": False, **options})
+
+
+def both(
+    directory: Path, draft: Path, sent: Callable[[], list[EngineRequest]], drafting: dict[str, Any], **options: Any
+) -> EngineCore:
+    """Compare an engine that drafts with one that does not, and look at the books after every step; returns the former."""
+    want = run(make_core(directory, **options), sent())
+    core = with_draft(directory, draft, **drafting, **options)
+    step = core.step
+
+    def checked() -> Any:
+        outputs = step()
+        core.blocks.assert_consistent(seq.cache for seq in core.scheduler.live_sequences())
+        return outputs
+
+    core.step = checked  # type: ignore[method-assign]
+    same(run(core, sent()), want)
+    return core
+
+
+@pytest.mark.parametrize(
+    ("model", "draft", "drafting", "options"),
+    [
+        ("llama", "llama", {}, {}),
+        ("llama", "llama", {"speculative_adaptive": True}, {}),
+        ("llama", "qwen3", {"speculative_tokens": 3}, {}),  # other weights, norms and shapes
+        ("llama", "llama", {"speculative_model_quantization": "int4"}, {"max_num_batched_tokens": 16}),
+        ("qwen3", "llama", {}, {"prefix_caching": False, "max_num_seqs": 3}),
+        ("llama", "llama", {"speculative_ngram": 3, "speculative_ngram_min": 1}, {"deterministic": True}),
+        ("llama", "llama", {"speculative_tokens": 16}, {"deterministic": True, "kv_cache_dtype": "int8"}),
+        ("llama_bias", "llama", {}, {"deterministic": True, "quantization": "int8"}),
+    ],
+)
+def test_answers_are_those_without_a_draft_model(
+    model: str,
+    draft: str,
+    drafting: dict[str, Any],
+    options: dict[str, Any],
+    directory_of: Callable[[str], Path],
+) -> None:
+    core = both(directory_of(model), directory_of(draft), traffic, drafting, max_model_len=160, **options)
+    stats = core.stats()
+    assert stats.spec_decode_model_num_draft_tokens > 50
+    if model == draft and not drafting.get("speculative_model_quantization"):
+        assert stats.spec_decode_model_num_accepted_tokens > 100
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_the_same_model_is_always_right(length: int, directory_of: Callable[[str], Path]) -> None:
+    core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
+    (got,) = run(core, [greedy("x", prompt(1, length), 41)]).values()
+    stats = core.stats()
+    # One token comes with the prompt, then five with every step.
+    assert len(got.token_ids) == 41 and stats.num_steps == 1 + 8
+    assert stats.spec_decode_model_num_accepted_tokens == stats.spec_decode_model_num_draft_tokens == 32
+    assert core.runner.drafter is not None
+    # Every token but the last two goes through it once: these are missing when the sequence ends.
+    assert core.runner.drafter.positions_computed == length + 41 - 2
+
+
+def test_the_keys_of_a_cached_prefix_are_the_draft_models_too(directory_of: Callable[[str], Path]) -> None:
+    core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
+    text = prompt(3, 60)
+    run(core, [greedy("first", text, 1)])
+    before = core.stats()
+    run(core, [greedy("second", [*text[:50], 9, 8], 21), greedy("third", [*text[:40], 5], 21, n=2)])
+    after = core.stats()
+    assert after.prefix_cache_hits > 0
+    accepted = after.spec_decode_model_num_accepted_tokens - before.spec_decode_model_num_accepted_tokens
+    assert accepted == after.spec_decode_model_num_draft_tokens - before.spec_decode_model_num_draft_tokens > 20
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 3.0}])
+def test_a_requests_rotation_is_the_draft_models_too(rope: dict[str, Any], directory_of: Callable[[str], Path]) -> None:
+    core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
+    run(core, [greedy("x", prompt(1, 70), 41, rope_scaling=RopeScaling.from_dict(rope)), greedy("y", prompt(2, 9), 41)])
+    stats = core.stats()
+    assert stats.spec_decode_model_num_accepted_tokens == stats.spec_decode_model_num_draft_tokens > 40
+
+
+@pytest.mark.parametrize("update", ["rotate", "recompute"])
+def test_re_rotated_keys_are_re_rotated_in_the_draft_model_too(
+    update: str, directory_of: Callable[[str], Path]
+) -> None:
+    core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    run(core, [greedy("x", prompt(1, 50), 90, rope_scaling=dynamic, rope_update=update)])
+    stats = core.stats()
+    assert stats.key_moves > 0 or stats.recomputed_tokens["rope_update"] > 0
+    # A token that it lacked when the frequencies changed is computed under the new ones.
+    assert stats.spec_decode_model_num_accepted_tokens > 0.9 * stats.spec_decode_model_num_draft_tokens > 40
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_shifted_context(temperature: float, directory_of: Callable[[str], Path]) -> None:
+    def sent() -> list[EngineRequest]:
+        rule = ContextRule(overflow="shift", keep_tokens=16)
+        return [
+            greedy(f"{i}", prompt(i, 20 + 9 * i), 150, context=rule, temperature=temperature, seed=i) for i in range(3)
+        ]
+
+    directory = directory_of("llama")
+    core = both(directory, directory, sent, {}, deterministic=True, max_model_len=64, max_total_tokens=400)
+    stats = core.stats()
+    assert stats.context_shifts > 5
+    least = 0.8 if temperature == 0 else 0.0
+    assert stats.spec_decode_model_num_accepted_tokens > least * stats.spec_decode_model_num_draft_tokens
+    assert stats.spec_decode_model_num_draft_tokens > 100
+
+
+def test_preempted_and_parked_streams(directory_of: Callable[[str], Path]) -> None:
+    def sent() -> list[EngineRequest]:
+        rule = ContextRule(overflow="shift", keep_tokens=16)
+        return [
+            greedy(f"{i}", prompt(i, 12), 80, priority=-i, context=rule if i % 2 else ContextRule()) for i in range(6)
+        ]
+
+    directory = directory_of("llama")
+    probe = with_draft(directory, directory, max_model_len=64)
+    memory = probe.info.kv_bytes_per_token * 16 * 12
+    plain = make_core(directory).info.kv_bytes_per_token
+    assert probe.info.kv_bytes_per_token == 2 * plain
+    want = run(make_core(directory, deterministic=True, max_model_len=64, max_total_tokens=200), sent())
+    core = with_draft(
+        directory, directory, deterministic=True, max_model_len=64, max_total_tokens=200, kv_cache_memory=memory
+    )
+    assert core.info.num_kv_blocks == (12,) and core.info.kv_cache_bytes == memory
+    same(run(core, sent()), want)
+    stats = core.stats()
+    assert stats.num_preemptions > 0
+    assert stats.spec_decode_model_num_accepted_tokens > 0.8 * stats.spec_decode_model_num_draft_tokens > 100
+
+
+def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], Path]) -> None:
+    directory = directory_of("llama")
+    want = run(make_core(directory, deterministic=True), [greedy("stays", prompt(1, 20), 60)])
+    core = with_draft(directory, directory, deterministic=True)
+    core.add(greedy("goes", prompt(2, 30), 60))
+    core.add(greedy("ends", prompt(4, 30), 60, n=3))
+    for _ in range(4):
+        core.step()
+    core.add(greedy("late", prompt(3, 5), 60))
+    core.abort("goes")
+    core.end_sample("ends", 1)
+    core.step()
+    core.abort("ends")
+    core.abort("late")
+    same(run(core, [greedy("stays", prompt(1, 20), 60)]), want)
+    assert core.runner.drafter is not None and not core.runner.drafter._valid and len(core.runner.sequences) == 0
+
+
+def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
+    def sent() -> list[EngineRequest]:
+        return [greedy("x", prompt(1, 20), 40), greedy("y", prompt(2, 30), 40, temperature=1.0, seed=3)]
+
+    tokens = {f"t{i}": i for i in range(96)}
+    found = []
+    for size in (96, VOCAB):
+        directory = make_model("llama", tmp_path / str(size), vocab_size=size, max_position_embeddings=64)
+        (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added": size}))
+        found.append(directory)
+    small, large = found
+    both(large, small, sent, {}, deterministic=True)
+    want = run(make_core(small), [greedy("x", [5, 6, 7], 40)])
+    same(run(with_draft(small, large), [greedy("x", [5, 6, 7], 40)]), want)
+
+
+def test_pairs_that_cannot_work_are_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
+    llama = directory_of("llama")
+    for model, draft, said in (
+        ("gemma3", "llama", "the model has layers with a sliding window"),
+        ("llama", "gemma3", "the draft model has layers with a sliding window"),
+    ):
+        with pytest.raises(LoadError, match=said):
+            with_draft(directory_of(model), directory_of(draft))
+    with pytest.raises(LoadError, match=r"the draft model: .*nowhere.config.json does not exist"):
+        with_draft(llama, tmp_path / "nowhere")
+    with pytest.raises(LoadError, match=r"a vocabulary of .* tokens, the model one of 128"):
+        with_draft(llama, make_model("llama", tmp_path / "other", vocab_size=96))
+    with pytest.raises(LoadError, match=r"speculation\.quantization=int3"):
+        with_draft(llama, llama, speculative_model_quantization="int3")
+
+    pair = [tmp_path / "one", tmp_path / "two"]
+    for directory, names in zip(pair, ("abcd", "abdc"), strict=True):
+        shutil.copytree(llama, directory)
+        vocabulary = {name: i for i, name in enumerate(names)}
+        (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    with pytest.raises(LoadError, match=r"another tokenizer .*token 2 is 'c' here, 'd' there"):
+        with_draft(*pair)
+    with_draft(pair[0], pair[0])
+
+
+def test_what_was_loaded_is_told() -> None:
+    core = with_draft(DEMO, DEMO, speculative_model_quantization="int8", speculative_tokens=3)
+    draft = core.info.draft_model
+    assert draft is not None and draft.num_tokens == 3 and draft.path == str(DEMO)
+    assert draft.quantization is not None and draft.quantization.startswith("int8") and core.info.quantization is None
+    assert make_core(DEMO).info.draft_model is None
+    assert core.info.fingerprint == make_core(DEMO).info.fingerprint  # it changes no logits

@@ -1,0 +1,63 @@
+"""The rotation of a draft model: held against the scaling as it is resolved for the draft model itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from windlass.engine.rotary.groups import RotaryGroup
+from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.rotary.transfer import RotationTransfer
+
+KINDS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "ntk", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 8.0, "truncate": False},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    },
+]
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 8.0}
+
+
+def group(dim: int, scaling: dict[str, Any] | None = None, **base: Any) -> RotaryGroup:
+    given: dict[str, Any] = {"rope_theta": 1e5, "head_dim": dim, "rotary_dim": dim, "trained_len": 2048, **base}
+    return RotaryGroup(
+        "full_attention", RotaryBase(**given), RopeScaling.from_dict(scaling or {"rope_type": "default"})
+    )
+
+
+@pytest.mark.parametrize("scaling", [*KINDS, YARN], ids=lambda kind: kind["rope_type"])
+@pytest.mark.parametrize("dims", [(128, 128), (128, 64), (64, 128)])
+def test_heads_of_another_size(scaling: dict[str, Any], dims: tuple[int, int]) -> None:
+    source, target = group(dims[0]), group(dims[1])
+    wanted = RopeScaling.from_dict(scaling)
+    (found,) = RotationTransfer([source], [target])([resolve(wanted, source.base, 6000)])
+    right = resolve(wanted, target.base, 6000)
+    assert found.rotary_scale == right.rotary_scale
+    # Between two known frequencies the ratio is on a line; YaRN rounds the ends of its ramp to pairs, which differ.
+    tolerance = 1e-12 if dims[0] == dims[1] else 0.4 if scaling is YARN else 0.08
+    assert found.inv_freq == pytest.approx(right.inv_freq, rel=tolerance)
+    assert max(abs(a / b - 1) for a, b in zip(right.inv_freq, target.base.unscaled(), strict=True)) > 0.5
+
+
+def test_a_models_own_rotation_is_the_draft_models_own() -> None:
+    source, target = group(64, KINDS[3]), group(32, KINDS[0], rope_theta=1e4)
+    transfer = RotationTransfer([source], [target])
+    assert transfer([resolve(source.scaling, source.base, 2048)]) == (resolve(target.scaling, target.base, 2048),)
+    plain = RopeScaling.from_dict({"rope_type": "default"})
+    (found,) = transfer([resolve(plain, source.base, 2048)])
+    assert found.inv_freq == pytest.approx(target.base.unscaled(), rel=1e-12)
+
+
+def test_frequencies_that_were_learned_stay() -> None:
+    learned = RotaryGroup("full_attention", group(4, inv_freq=(1.0, 0.1)).base, RopeScaling("learned"))
+    plain, scaled = group(4), resolve(RopeScaling.from_dict(KINDS[0]), group(4).base, 2048)
+    assert RotationTransfer([plain], [learned])([scaled]) == (resolve(learned.scaling, learned.base, 2048),)
+    assert RotationTransfer([learned], [plain])([scaled]) == (resolve(plain.scaling, plain.base, 2048),)
