@@ -2,8 +2,8 @@
 
 It has a decoder and pages of its own, under the block tables of the model it drafts for: a block holds the keys and values
 of the same tokens in both, so what the scheduler says of blocks (copies, parked pages, re-rotations) is done to these pages
-too, and prompts pass through both. Streams that do not draft leave it behind for a while; before they draft again it
-computes what it has missed.
+too, and prompts pass through both. Streams that do not draft leave it behind; before they draft again it computes what it
+has missed.
 
 Whatever it computes, or has not computed, changes how many proposals are accepted and never which tokens come: a block that
 went into the prefix cache may lack the last few of its keys.
@@ -29,8 +29,6 @@ from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.rotary.transfer import RotationTransfer
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
 
-# Tokens that the draft model may be behind a stream; then it catches up even where nothing is drafted.
-_MOST_BEHIND = 64
 # What is caught up row by row, as a step that can be repeated; more goes as a chunk.
 _ROWS = 2
 _MOST_SPECS = 256
@@ -114,8 +112,7 @@ class Drafter:
                 continue
             slot = self._sequences.by_id[item.seq_id].slot
             known = end - len(item.draft)
-            is_stream = item.start >= slot.num_prompt_tokens and known == item.start + 1
-            if is_stream and known - valid <= _MOST_BEHIND:
+            if item.start >= slot.num_prompt_tokens and known == item.start + 1:  # a stream that does not draft now
                 self._valid[item.seq_id] = valid, end
                 continue
             behind.append(_chunk(item, valid, known))

@@ -49,8 +49,12 @@ class Pace:
 
 @dataclass(slots=True)
 class Drafting:
-    """What one sequence remembers of its own text and proposals. drafted: the pace of those of a draft model."""
+    """What one sequence remembers of its own text and proposals. drafted: the pace of those of a draft model.
+
+    behind: tokens that the draft model has not computed, since nobody asked it.
+    """
 
     index: NgramIndex
     pace: Pace
     drafted: Pace
+    behind: int = 0

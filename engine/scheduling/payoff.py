@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 _WEIGHT = 0.1  # of the newest step in the averages
 _PLAIN_EVERY = 64  # steps, after which one goes without the draft model, to compare with
-_TRIAL = 4  # steps
-_LONGEST_PAUSE = 256  # steps
+_ENOUGH = 6  # measured steps, before anything is concluded
+_UNSETTLED = 8  # first steps, which are slower: shapes that come for the first time are not repeated yet
+_TRIAL = 7  # steps, the first of which is not measured
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 8, 256  # steps
 
 
 @dataclass(slots=True)
@@ -31,24 +33,27 @@ class _Average:
 
 @dataclass(slots=True)
 class _Streams:
-    """What is known of steps of about as many streams. wait: steps left of a pause; trial: steps left of a trial."""
+    """What is known of steps of about as many streams.
+
+    skip_plain, skip_drafted: steps that are still not measured. wait: steps left of a pause; trial: steps left of a trial.
+    """
 
     plain: _Average
     drafted: _Average
-    since_plain: int = _PLAIN_EVERY
+    skip_plain: int = _UNSETTLED
+    skip_drafted: int = _UNSETTLED
+    since_plain: int = 0
     pause: int = 0
     wait: int = 0
     trial: int = 0
 
     @property
     def loses(self) -> bool:
-        """Whether tokens come slower with the draft model, as far as both are known."""
+        """Whether tokens come slower with the draft model, once enough is known to tell."""
         plain, drafted = self.plain, self.drafted
-        return (
-            drafted.seconds > 0
-            and plain.seconds > 0
-            and drafted.tokens * plain.seconds < plain.tokens * drafted.seconds
-        )
+        if plain.num_steps < _ENOUGH or drafted.num_steps < _ENOUGH:
+            return False
+        return drafted.tokens * plain.seconds < plain.tokens * drafted.seconds
 
 
 class Payoff:
@@ -58,7 +63,6 @@ class Payoff:
     def __init__(self) -> None:
         self._known: dict[int, _Streams] = {}
         self._last: tuple[_Average, int, float] | None = None  # a step whose accepted tokens are still coming
-        self._skip = False
 
     def allows(self, num_streams: int) -> bool:
         """Whether the next step, of so many streams, may draft; call it once per step that could."""
@@ -70,25 +74,30 @@ class Payoff:
             found.trial -= 1
             return True
         self.settle()
+        if found.plain.num_steps < _ENOUGH:
+            return False  # something to compare with
         if found.loses:
-            found.pause = found.wait = min(_LONGEST_PAUSE, max(8, 2 * found.pause))
-            found.trial = _TRIAL
-            self._skip = True  # the first step of a trial computes what the draft model has missed meanwhile
+            found.pause = found.wait = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, 2 * found.pause))
+            # A trial is judged by itself; in its first step the draft model computes what it has missed meanwhile.
+            found.trial, found.drafted, found.skip_drafted = _TRIAL, _Average(), 1
             return False
-        found.pause = 0
+        if found.drafted.num_steps >= _ENOUGH:
+            found.pause = 0
         found.since_plain += 1
-        if found.since_plain >= _PLAIN_EVERY:
+        if found.since_plain > _PLAIN_EVERY:
             found.since_plain = 0
             return False
         return True
 
     def observe(self, num_streams: int, seconds: float, *, drafted: bool) -> None:
         """Learn from a step in which every stream had its next token computed, and nothing else was, how long it took."""
-        if drafted and self._skip:
-            self._skip = False
-            return
         found = self._of(num_streams)
-        self._last = (found.drafted if drafted else found.plain), num_streams, seconds
+        if drafted and found.skip_drafted > 0:
+            found.skip_drafted -= 1
+        elif not drafted and found.skip_plain > 0:
+            found.skip_plain -= 1
+        else:
+            self._last = (found.drafted if drafted else found.plain), num_streams, seconds
 
     def accept(self, num_tokens: int) -> None:
         """Add accepted tokens to the step that was observed last."""

@@ -23,6 +23,9 @@ from windlass.engine.scheduling.sequence import Sequence
 
 _INDEXED_PER_STEP = 2048  # of a long prompt, so that no step waits for an index; no proposals before it is complete
 
+# Tokens that the draft model may be behind a stream and still compute them: more would hold up the others.
+_MOST_BEHIND = 64
+
 
 class Speculation:
     """Adds proposals to planned steps. max_num_batched_tokens: the scheduler's limit."""
@@ -55,15 +58,20 @@ class Speculation:
             if budget <= 0:
                 return
             seq = chunk.seq
-            room = min(budget, self._room(seq)) if self._is_stream(chunk) else 0
-            if room < 1:
+            if not self._is_stream(chunk):
+                if seq.drafting is not None:
+                    seq.drafting.behind = 0  # prompts, and what is computed again, pass through the draft model too
                 continue
             if seq.drafting is None:
                 index = NgramIndex(config.min_match, config.max_match)
                 seq.drafting = Drafting(index, Pace(config.num_tokens), Pace(config.draft_tokens))
+            seq.drafting.behind += 1
+            room = min(budget, self._room(seq))
+            if room < 1:
+                continue
             draft = self._look_up(seq, seq.drafting, room) if config.num_tokens else ()
             count = len(draft)
-            if not draft and config.model is not None:
+            if not draft and config.model is not None and seq.drafting.behind <= _MOST_BEHIND:
                 if drafts is None:
                     drafts = not config.adaptive or self._payoff.allows(len(step.chunks))
                 count = min(room, self._most_drafted(seq.drafting)) if drafts else 0
@@ -72,7 +80,8 @@ class Speculation:
             if count > 0:
                 step.copies += self._blocks.allocate(seq.cache, 1 + count)
                 chunk.num_tokens, chunk.draft = 1 + count, draft[:count]
-                chunk.num_drafted = 0 if draft else count
+                if not draft:
+                    chunk.num_drafted, seq.drafting.behind = count, 0
                 budget -= count
 
     def observe(self, seq: Sequence, item: ScheduledSequence, accepted: int) -> None:
@@ -87,6 +96,8 @@ class Speculation:
             counters.spec_decode_model_num_accepted_tokens += accepted
             self._payoff.accept(accepted)
         if seq.drafting is not None:
+            if not item.num_drafted:
+                seq.drafting.behind += accepted
             (seq.drafting.drafted if item.num_drafted else seq.drafting.pace).observe(proposed, accepted)
 
     def observe_step(self, output: SchedulerOutput, seconds: float) -> None:
