@@ -210,6 +210,23 @@ def model(model_id: str) -> Call[Model]:
     return Call(method="GET", path=f"/v1/models/{quote(model_id, safe='/')}", answer=_parsed(Model))
 
 
+def load_adapter(name: str, path: str) -> Call[str]:
+    body = {"lora_name": name, "lora_path": path}
+    return Call(method="POST", path="/v1/load_lora_adapter", body=body, answer=_status, retried=False)
+
+
+def unload_adapter(name: str) -> Call[str]:
+    body = {"lora_name": name}
+    return Call(method="POST", path="/v1/unload_lora_adapter", body=body, answer=_status, retried=False)
+
+
+def _status(response: httpx.Response) -> str:
+    data = response.json()
+    if not isinstance(data, dict) or not isinstance(data.get("status"), str):
+        raise ValueError("what became of the adapter should be an object with a string `status`")
+    return str(data["status"])
+
+
 def rotary() -> Call[RotarySettings]:
     return Call(method="GET", path="/v1/rotary", answer=_parsed(RotarySettings))
 

@@ -331,6 +331,14 @@ class AsyncClient:
         """See `Client.model`."""
         return await self._run(calls.model(model_id))
 
+    async def load_adapter(self, name: str, path: str) -> str:
+        """See `Client.load_adapter`."""
+        return await self._run(calls.load_adapter(name, path))
+
+    async def unload_adapter(self, name: str) -> str:
+        """See `Client.unload_adapter`."""
+        return await self._run(calls.unload_adapter(name))
+
     async def rotary(self) -> RotarySettings:
         """See `Client.rotary`."""
         return await self._run(calls.rotary())

@@ -54,12 +54,11 @@ class Client:
     """A synchronous client; use it from any number of threads, and close it or use it in a `with` block.
 
     base_url: of the server, with or without /v1 (default: WINDLASS_BASE_URL, else http://127.0.0.1:8000).
-    api_key: default WINDLASS_API_KEY. timeout: seconds to wait for a connection, for a write and for the next bytes
-    (default 600, connecting 5). retry: when to send again. headers: sent with every request.
-    max_connections: open at once; further requests wait for one, as long as the timeout. max_keepalive_connections: of
-    these kept while idle (default: all), for keepalive_expiry seconds; a server closes idle ones after 5.
-    transport: an httpx transport, for tests and for unusual networks. Raises ValueError for a malformed URL or key.
-    """
+    api_key: default WINDLASS_API_KEY. timeout: seconds to wait for a connection, for a write and for the next bytes (default
+    600, connecting 5). retry: when to send again. headers: sent with every request. max_connections: open at once; further
+    requests wait for one, as long as the timeout. max_keepalive_connections: of these kept while idle (default: all), for
+    keepalive_expiry seconds; a server closes idle ones after 5. transport: an httpx transport, for tests and for unusual
+    networks. Raises ValueError for a malformed URL or key."""
 
     def __init__(
         self,
@@ -345,6 +344,14 @@ class Client:
         """One model; raises NotFoundError."""
         return self._run(calls.model(model_id))
 
+    def load_adapter(self, name: str, path: str) -> str:
+        """Have the server load a LoRA adapter out of its folder; "loaded". Raises BadRequestError for what makes none."""
+        return self._run(calls.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> str:
+        """Have the server drop an adapter: "unloaded", or "draining" where requests still run with it after a while."""
+        return self._run(calls.unload_adapter(name))
+
     def rotary(self) -> RotarySettings:
         """The model's rotation, the server's default and profiles, and what requests may set."""
         return self._run(calls.rotary())
@@ -361,11 +368,8 @@ class Client:
         rope_update: str | Mapping[str, Any] | None = None,
         model: str | None = None,
     ) -> RotaryInspection:
-        """The frequencies and factors a request would run under, without generating anything.
-
-        rope_scaling: an object, a profile's name, or None for the server's default. length: of the request in tokens,
-        for the kinds that depend on it (default: the server's context).
-        """
+        """The frequencies and factors a request would run under. rope_scaling: an object, a profile's name, or None for the
+        server's default. length: of the request in tokens, for the kinds that depend on it (default: the server's context)."""
         return self._run(calls.inspect(rope_scaling, length, rope_update, model))
 
     def health(self) -> Health:

@@ -279,7 +279,8 @@ class Model:
     """A served model. max_model_len: tokens its context holds, prompt and answer together.
 
     context: what holds for requests that do not say (`context_overflow`, `keep_tokens`, `attention_window`, `attention_sinks`,
-    `cache_reuse`), and `shift_context`, `max_total_tokens` and `shift_refusal`.
+    `cache_reuse`), and `shift_context`, `max_total_tokens` and `shift_refusal`. parent, adapter: of a LoRA adapter the model that
+    it changes, and its `rank`, `targets` and `num_bytes`.
     """
 
     id: str
@@ -296,6 +297,8 @@ class Model:
     sampling_defaults: dict[str, float] | None = None
     context: dict[str, Any] | None = None
     rotary: dict[str, Any] | None = None
+    parent: str | None = None
+    adapter: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from windlass.kernels.binding import bind, reads_narrow_weights
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
 from windlass.kernels.layouts.forms import FORMS, BlockForm
+from windlass.kernels.layouts.low_rank import LowRank, LowRankPart
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
@@ -29,6 +30,8 @@ __all__ = [
     "Filters",
     "KVPages",
     "LogitsChanges",
+    "LowRank",
+    "LowRankPart",
     "PanelRows",
     "PanelWeight",
     "Penalties",

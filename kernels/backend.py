@@ -28,6 +28,7 @@ from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.forms import BlockForm
+from windlass.kernels.layouts.low_rank import LowRank
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
@@ -160,6 +161,13 @@ class Backend(ABC):
         Sums are float32 on a CPU whatever the storage. A weight in blocks meets x rounded to 8 bits, with a scale for each
         group: the sums of a group are integers and what follows has one order, so a row's bits depend on that row alone,
         deterministic or not. With float32 activations nothing is rounded; the blocks are widened.
+        """
+
+    @abstractmethod
+    def add_low_rank(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None = None) -> None:
+        """Add to `out` [T, N], in place, what `change` makes of x [T, K]; rows: [n] int64, distinct, of both; None: all.
+
+        All is of the compute dtype.
         """
 
     @abstractmethod

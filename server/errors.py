@@ -98,7 +98,9 @@ def from_exception(error: BaseException, *, retry_after: int = 1) -> ApiError | 
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        return bad_request(error.message, error.param, error.code)
+        return ApiError(
+            404 if error.code == "model_not_found" else 400, error.message, param=error.param, code=error.code
+        )
     if isinstance(error, QueueFullError):
         wait = max(1, math.ceil(error.retry_after))
         return ApiError(429, str(error), type="rate_limit_error", code="queue_full", retry_after=wait)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
@@ -165,6 +166,23 @@ class ContextConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters. sources: those loaded at the start. max_loaded: at once, later ones included. max_rank: of each."""
+
+    sources: tuple[AdapterSource, ...] = ()
+    max_loaded: int = 8
+    max_rank: int = 64
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("adapters.max_loaded", self.max_loaded)
+        _check_at_least_one("adapters.max_rank", self.max_rank)
+        if len(self.sources) > self.max_loaded:
+            raise LoadError(
+                f"`adapters.sources` names {len(self.sources)} adapters, `adapters.max_loaded` allows {self.max_loaded}: raise it"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All engine options, each part handed as it is to whoever has that duty. None: chosen once the model is known.
 
@@ -180,6 +198,7 @@ class EngineConfig:
     scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
     rotary: RotaryConfig = field(default_factory=RotaryConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         _check_at_least_one("max_model_len", self.max_model_len)

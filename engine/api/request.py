@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from windlass.engine.api.adapters import AdapterInfo
 from windlass.engine.api.context import ContextReport, ContextRule, PassageReuse
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport
@@ -100,7 +101,7 @@ class EngineRequest:
 
     rope_scaling: None means the server's default. rope_update: when frequencies that depend on length change, None for
     the server's or the kind's default. rope_exact: under `recompute`, dynamic follows every token rather than its grid.
-    reuse: what it may take of other prompts beside an equal beginning, None for nothing.
+    reuse: what it may take of other prompts beside an equal beginning, None for nothing. adapter: the id of a loaded one.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class EngineRequest:
     reuse: PassageReuse | None = None
     priority: int = 0  # lower runs first, as in vLLM
     deadline: float | None = None
+    adapter: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,7 @@ class ModelInfo:
     shift_refusal: str | None = None  # why no sequence of this model may drop tokens
     draft_model: DraftInfo | None = None
     fingerprint: str = ""  # of the weights and of all that changes what is computed from them
+    adapters: tuple[AdapterInfo, ...] = ()  # those loaded at the start
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 
@@ -245,3 +248,5 @@ class EngineStats:
         int, ...
     ] = ()  # steps by the tokens they computed: up to each of STEP_TOKENS, and more; () for none
     step_tokens_sum: int = 0  # those tokens
+    adapters_loaded: int = 0
+    adapter_bytes: int = 0  # of memory

@@ -17,17 +17,20 @@ def root_digest(
     first_position: int,
     cache_salt: str | None,
     seen: tuple[int, int] | None = None,
+    adapter: int | None = None,
 ) -> bytes:
     """Digest from which a chain starts: everything but the tokens that a key or value depends on.
 
     namespace: weights, dtypes and layout version, as the core digests them. fingerprints: of the rotary specs, one per
-    rotary group. seen: the attention window and sinks of a request that brings its own. Parts are written with their
-    lengths, so no two different inputs run together.
+    rotary group. seen: the attention window and sinks of a request that brings its own. adapter: the id of its
+    adapter. Parts are written with their lengths, so no two different inputs run together.
     """
     digest = hashlib.sha256(b"windlass prefix chain 1")
     salt = b"-" if cache_salt is None else b"+" + cache_salt.encode("utf-8", "surrogatepass")
     marks = [fingerprint.encode() for fingerprint in fingerprints]
     rule = () if seen is None else (struct.pack("<qq", *seen),)
+    if adapter is not None:
+        rule = (*rule, b"adapter", struct.pack("<q", adapter))
     for part in (namespace, struct.pack("<qq", first_position, len(marks)), *marks, salt, *rule):
         digest.update(struct.pack("<q", len(part)))
         digest.update(part)

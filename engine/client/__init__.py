@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 
@@ -38,6 +39,17 @@ class EngineClient(Protocol):
 
         Returns at once. Its outputs that are under way already may still come. Unknown samples are ignored.
         """
+        ...
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """Have an adapter read and checked, beside what runs; requests may use it from then on.
+
+        Raises RequestError that says what is wrong with it, and EngineDeadError.
+        """
+        ...
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Take no further requests for an adapter; it goes when none runs. Returns at once; unknown ids are ignored."""
         ...
 
     async def stats(self) -> EngineStats:

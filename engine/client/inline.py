@@ -12,8 +12,10 @@ import threading
 from collections.abc import AsyncGenerator
 from queue import SimpleQueue
 
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.loop import CoreFactory, EngineLoop, ProgressCallback, default_core
 from windlass.engine.core.wire import (
@@ -55,6 +57,7 @@ class InlineClient:
         self._ended = asyncio.Event()  # the thread has sent its last message
         self._loaded = asyncio.Event()
         self._router = RequestRouter(self._inbox.put, self._require_engine)
+        self._adapters = AdapterCalls(self._inbox.put, self._require_engine, config)
         self._stats = StatsAccumulator()
         self._stats_waiters: list[asyncio.Future[None]] = []
 
@@ -96,6 +99,14 @@ class InlineClient:
     def end_sample(self, request_id: str, index: int) -> None:
         """See `EngineClient.end_sample`."""
         self._router.end_sample(request_id, index)
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """See `EngineClient.load_adapter`."""
+        return await self._adapters.load(source)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """See `EngineClient.drop_adapter`."""
+        self._adapters.drop(adapter_id)
 
     async def stats(self) -> EngineStats:
         """Statistics after the step that runs; `*_seconds` samples are those since the previous call."""
@@ -145,7 +156,7 @@ class InlineClient:
     def _receive(self, message: Message) -> None:
         if isinstance(message, StepDone) and message.stats is not None:
             self._stats.add(message.stats)
-        if self._router.deliver(message):
+        if self._router.deliver(message) or self._adapters.deliver(message):
             return
         match message:
             case Stats(stats):
@@ -171,6 +182,7 @@ class InlineClient:
 
     def _let_go(self, reason: str) -> None:
         self._router.fail_all(lambda: EngineDeadError(reason))
+        self._adapters.fail_all(lambda: EngineDeadError(reason))
         for waiter in self._stats_waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -13,8 +13,10 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.loop import ProgressCallback
@@ -87,6 +89,7 @@ class ProcessClient:
         self._writer: asyncio.StreamWriter | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._router = RequestRouter(self._send, self._require_engine)
+        self._adapters = AdapterCalls(self._send, self._require_engine, config)
         self._stats = StatsAccumulator()
         self._stats_waiter: asyncio.Future[None] | None = None
 
@@ -125,6 +128,14 @@ class ProcessClient:
         """See `EngineClient.end_sample`."""
         self._router.end_sample(request_id, index)
 
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """See `EngineClient.load_adapter`."""
+        return await self._adapters.load(source)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """See `EngineClient.drop_adapter`."""
+        self._adapters.drop(adapter_id)
+
     async def stats(self) -> EngineStats:
         """Fresh statistics, or the last known ones while a step takes longer than STATS_TIMEOUT.
 
@@ -145,6 +156,7 @@ class ProcessClient:
         self._closing.set()
         self._send(Close())
         self._router.fail_all(lambda: EngineDeadError("the engine was closed"))
+        self._adapters.fail_all(lambda: EngineDeadError("the engine was closed"))
         if self._supervisor is not None:
             if self._info is None and self._child is not None:
                 self._child.process.kill()  # it may load for minutes, and nobody waits for it any more
@@ -223,7 +235,7 @@ class ProcessClient:
             if self._closing.is_set():
                 return
             self._child = self._new_child()
-            self._child.load(self._config)
+            self._child.load(self._adapters.again(self._config))
             self._restarts += 1
 
     async def _serve(self, child: ChildProcess) -> bool:
@@ -280,7 +292,7 @@ class ProcessClient:
             self._slowest_step = max(self._slowest_step, message.seconds)
             if message.stats is not None:
                 self._stats.add(message.stats)
-        if self._router.deliver(message):
+        if self._router.deliver(message) or self._adapters.deliver(message):
             return
         match message:
             case Stats(stats):
@@ -325,6 +337,7 @@ class ProcessClient:
         self._router.fail_all(
             lambda: EngineDeadError("the engine process ended while this request was running; send it again")
         )
+        self._adapters.fail_all(lambda: EngineDeadError("the engine process ended while it loaded this adapter"))
         self._stats.forget_engine()
         self._resolve_stats()
 

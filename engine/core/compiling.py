@@ -25,6 +25,11 @@ class CompilingRequests:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """Those that wait."""
+        return [request for request, _ in self._waiting.values()]
+
     def takes(self, request: EngineRequest) -> bool:
         """Take a request whose grammar has to be compiled first; False where there is nothing to wait for.
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from windlass import __version__
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
 from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.api.validation import validate_request
@@ -22,11 +24,13 @@ from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.compiling import CompilingRequests
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.drafter import DraftModel
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
+from windlass.engine.model.adapters.adapter import Adapter
 from windlass.engine.model.loading.loader import (
     LoadedModel,
     free_memory,
@@ -72,7 +76,8 @@ class EngineCore:
         self._compiling = CompilingRequests(grammars, config.scheduling.max_waiting)
         sampler = Sampler(spec.vocab_size, decoder.backend, GrammarMasks(grammars))
         drafter = None if draft is None else _draft_model(config, model, draft, plan, rows)
-        self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size, drafter)
+        self.adapters = AdapterShelf(config.adapters, model)
+        self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size, drafter, self.adapters.loaded)
         layouts = [
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
             for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
@@ -97,6 +102,7 @@ class EngineCore:
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
             shift_refusal=self._limits.shift_refusal,
+            adapters=self.adapters.loaded.infos,
         )
 
     def warm_up(self, most_seconds: float = 0.5) -> None:
@@ -119,6 +125,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
+        self.adapters.check(request.adapter)
         if self._deterministic and request.reuse is not None and request.reuse.takes_any:
             raise RequestError(
                 "cache_reuse: this server is deterministic, and what stood before a passage when it was computed would "
@@ -186,12 +193,30 @@ class EngineCore:
             stats,
             rotary_specs_live=self.runner.tables.num_live,
             num_waiting=stats.num_waiting + len(self._compiling),
+            adapters_loaded=len(self.adapters.loaded),
+            adapter_bytes=self.adapters.loaded.num_bytes,
         )
+
+    def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
+        """Read and check an adapter beside the steps; `add_adapter` takes the result. It fails with RequestError."""
+        return self.adapters.read_soon(source)
+
+    def add_adapter(self, adapter: Adapter) -> AdapterInfo:
+        """Let requests use it from now on. Raises RequestError where there are too many."""
+        return self.adapters.add(adapter)
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Take no further requests for it, and drop it as soon as none runs; unknown ids are ignored."""
+        self.adapters.leave(adapter_id)
+        self._forget_the_last()
 
     def _forget_the_last(self) -> None:
         """Without work no step comes that tells the runner who has ended: tell it now, so that it keeps nothing of them."""
         if len(self.runner.sequences) > 0 and not self.scheduler.has_work():
             self.runner.follow(self.scheduler.schedule())
+        if self.adapters.has_leaving:
+            waiting = [request.adapter for request in self._compiling.requests]
+            self.adapters.drop_unused(waiting + [seq.request.adapter for seq in self.scheduler.live_sequences()])
 
 
 def _shift_context(config: EngineConfig, max_model_len: int) -> int:

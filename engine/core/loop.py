@@ -9,20 +9,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.core.threads import prepare_this_process
 from windlass.engine.core.wire import (
     Abort,
     Aborted,
+    AdapterLoaded,
     Add,
     AskStats,
     Close,
+    DropAdapter,
     EndSample,
+    LoadAdapter,
     Message,
     Rejected,
     Stats,
@@ -56,6 +61,18 @@ class Core(Protocol):
         """Finish one sample of a request and free what it holds, without an output; unknown ones are ignored."""
         ...
 
+    def read_adapter(self, source: AdapterSource) -> Future[Any]:
+        """Read an adapter beside the steps; `add_adapter` takes the result."""
+        ...
+
+    def add_adapter(self, adapter: Any) -> AdapterInfo:
+        """Let requests use an adapter that was read; raises RequestError."""
+        ...
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """Let no further request use it; unknown ids are ignored."""
+        ...
+
     def has_work(self) -> bool: ...
 
     def step(self) -> list[RequestOutput]: ...
@@ -67,6 +84,14 @@ class Core(Protocol):
     def stats(self) -> EngineStats:
         """A snapshot that drains the `*_seconds` samples."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _AdapterRead:
+    """The loop's own message to itself: an adapter has been read, or could not be."""
+
+    adapter_id: int
+    found: Future[Any]
 
 
 CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
@@ -85,7 +110,7 @@ def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
 class EngineLoop:
     """Runs `core` until a `Close` message arrives. `emit` must never block: delivery is somebody else's time."""
 
-    def __init__(self, core: Core, inbox: SimpleQueue[Message], emit: Callable[[Message], None]) -> None:
+    def __init__(self, core: Core, inbox: SimpleQueue[Any], emit: Callable[[Message], None]) -> None:
         self._core = core
         self._inbox = inbox
         self._emit = emit
@@ -105,7 +130,7 @@ class EngineLoop:
             if self._core.has_work():
                 self._step()
 
-    def _next(self, block: bool) -> Message | None:
+    def _next(self, block: bool) -> Any:
         try:
             return self._inbox.get(block, None if self._prepared_ahead else IDLE_MOMENT)
         except Empty:
@@ -115,7 +140,7 @@ class EngineLoop:
         self._core.prepare_ahead()
         return self._inbox.get()
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message | _AdapterRead) -> None:
         match message:
             case Add(request):
                 self._add(request)
@@ -124,6 +149,13 @@ class EngineLoop:
                 self._emit(Aborted(request_id))
             case EndSample(request_id, index):
                 self._core.end_sample(request_id, index)
+            case LoadAdapter(source):
+                found = self._core.read_adapter(source)
+                found.add_done_callback(lambda found: self._inbox.put(_AdapterRead(source.adapter_id, found)))
+            case _AdapterRead(adapter_id, found):
+                self._emit(AdapterLoaded(adapter_id, self._add_adapter(found)))
+            case DropAdapter(adapter_id):
+                self._core.drop_adapter(adapter_id)
             case AskStats():
                 self._emit(Stats(self._snapshot()))
             case _:
@@ -138,6 +170,15 @@ class EngineLoop:
             _logger.exception("request %s could not be added", request.request_id)
             self._core.abort(request.request_id)
             self._emit(Rejected(request.request_id, portable_error(error)))
+
+    def _add_adapter(self, found: Future[Any]) -> AdapterInfo | EngineError:
+        try:
+            return self._core.add_adapter(found.result())
+        except EngineError as error:
+            return portable_error(error)
+        except Exception as error:  # what is wrong with a file must not end the streams
+            _logger.exception("an adapter could not be loaded")
+            return portable_error(error)
 
     def _step(self) -> None:
         start = time.monotonic()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windlass.engine import errors
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 
@@ -54,6 +55,20 @@ class AskStats:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Answered by `AdapterLoaded` once it has been read, beside the steps."""
+
+    source: AdapterSource
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Not answered: no request names it afterwards."""
+
+    adapter_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """End the loop. A closed socket means the same."""
 
@@ -89,6 +104,14 @@ class Rejected:
 @dataclass(frozen=True, slots=True)
 class Aborted:
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """What became of an adapter: what it is, or why it cannot be used."""
+
+    adapter_id: int
+    result: AdapterInfo | errors.EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +152,15 @@ Message = (
     | Abort
     | EndSample
     | AskStats
+    | LoadAdapter
+    | DropAdapter
     | Close
     | Progress
     | Ready
     | LoadFailed
     | Rejected
     | Aborted
+    | AdapterLoaded
     | Stats
     | StepDone
     | PromptLogprobs

@@ -8,6 +8,7 @@ It decides nothing.
 from __future__ import annotations
 
 from collections import OrderedDict, abc
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from windlass.engine.execution.ranges import is_ranged, query_ranges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences
+from windlass.engine.model.adapters.adapter import AdapterRows, LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.tables import RotaryTables, TokenRotations
 from windlass.engine.scheduling.plan import ScheduledSequence
@@ -61,7 +63,8 @@ class BatchBuilder:
     """Batches of the sequences in `sequences`, whose blocks hold `block_size` tokens, under the rows of `rotary`.
 
     num_groups: KV groups. windows: the kinds that the layers have, None for none. anchored: see `query_ranges`. lasting:
-    whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory.
+    whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory. adapters: those that
+    sequences name; None: their rows run without.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class BatchBuilder:
         windows: abc.Sequence[int | None],
         anchored: bool,
         backend: Backend,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
+        self._adapters = adapters
         self._windows, self._anchored = windows, anchored
         self._sequences, self._rotary = sequences, rotary
         self._groups, self._block_size, self._device = num_groups, block_size, backend.device
@@ -83,6 +88,11 @@ class BatchBuilder:
 
     def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """The flat batch of the scheduled chunks, in order. One of single tokens may be overwritten by the next."""
+        batch = self._build(items)
+        changed = self._adapter_rows(items)
+        return batch if changed is None else replace(batch, adapters=changed)
+
+    def _build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         row_by_row = _is_row_by_row(items)
         live_sequences = self._sequences.by_id
         ranged = any(is_ranged(live_sequences[item.seq_id]) for item in items)
@@ -97,6 +107,21 @@ class BatchBuilder:
             else:
                 chunks.append((live, start, token_ids))
         return self._make(chunks, ranged=ranged)
+
+    def _adapter_rows(self, items: abc.Sequence[ScheduledSequence]) -> AdapterRows | None:
+        """The rows that have adapters; None where none has."""
+        live, rows, end = self._sequences.by_id, dict[int | None, list[int]](), 0
+        if self._adapters is None or len(self._adapters) == 0:
+            return None
+        for item in items:
+            start, end = end, end + item.num_tokens
+            rows.setdefault(live[item.seq_id].adapter, []).extend(range(start, end))
+        if rows.keys() <= {None}:
+            return None
+        whole = len(rows) == 1
+        return self._adapters.rows(
+            (adapter, None if whole else torch.tensor(own, device=self._device)) for adapter, own in rows.items()
+        )
 
     def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
         """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""

@@ -21,7 +21,7 @@ from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import Recorder, Recording
 
-_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name not in ("lasting", "versions"))
+_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name not in ("lasting", "versions", "adapters"))
 _VERSIONS = tuple(f.name for f in fields(QueryVersions))
 
 # For what a step has alive at once: one layer's activations and the logits, whatever the number of layers. Pages that no
@@ -69,6 +69,8 @@ class DecodeReplay:
         """
         rows = batch.input_ids.shape[0]
         if self._recorder is None or rows > self.max_rows or rows != batch.seq_lens.shape[0]:
+            return None
+        if batch.adapters is not None:  # what they add is not among the calls that can be repeated
             return None
         width = max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
         key = rows, width, *_shape_of(batch.versions)

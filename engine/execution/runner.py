@@ -18,6 +18,7 @@ from windlass.engine.execution.drafter import Drafter, DraftModel
 from windlass.engine.execution.key_rotator import KeyRotator
 from windlass.engine.execution.replay import DecodeReplay
 from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.accept import Draws, draw_tokens
@@ -42,6 +43,7 @@ class Runner:
         sampler: Sampler,
         block_size: int,
         draft: DraftModel | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
         groups = len(decoder.spec.kv_groups)
@@ -54,6 +56,7 @@ class Runner:
             windows=decoder.spec.attention_windows,
             anchored=decoder.spec.scores_by_absolute_position,
             backend=decoder.backend,
+            adapters=adapters,
         )
         self.replay = DecodeReplay(decoder, cache)
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)

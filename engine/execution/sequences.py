@@ -28,7 +28,7 @@ class MissedPlanError(RuntimeError):
 class LiveSequence:
     """slot: its settings, and `token_ids`, the tokens known so far. row: of its tables in the array.
 
-    layout: which slots hold which positions. window, sinks: see `NewSequence`.
+    layout: which slots hold which positions. window, sinks, adapter: see `NewSequence`.
     num_blocks, num_dropped: length of the table of each KV group, and how many leading entries of it are -1.
     """
 
@@ -39,6 +39,7 @@ class LiveSequence:
     layout: SlotLayout
     window: int | None
     sinks: int
+    adapter: int | None
     num_blocks: list[int]
     num_dropped: list[int]
 
@@ -78,7 +79,7 @@ class LiveSequences:
             child = SampleSlot(
                 fork.seq_id, fork.index, slot.sampling, slot.seed, slot.num_prompt_tokens, token_ids, slot.stop_ids
             )
-            row, rule = self._take_row(), (parent.layout, parent.window, parent.sinks)
+            row, rule = self._take_row(), (parent.layout, parent.window, parent.sinks, parent.adapter)
             self.by_id[fork.seq_id] = LiveSequence(child, token_ids, row, -1, *rule, [0] * kept, [0] * kept)
         for item in plan.sequences:
             live = self.by_id[item.seq_id]
@@ -128,7 +129,7 @@ class LiveSequences:
             )
         token_ids, groups = list(new.token_ids), len(self._tables)
         slot = SampleSlot(new.seq_id, new.index, new.sampling, new.seed, new.num_prompt_tokens, token_ids, new.stop_ids)
-        row, rule = self._take_row(), (new.layout, new.window, new.sinks)
+        row, rule = self._take_row(), (new.layout, new.window, new.sinks, new.adapter)
         live = LiveSequence(slot, token_ids, row, new.rotary_id, *rule, [0] * groups, [0] * groups)
         self.by_id[new.seq_id] = live
         self._change(live, new.tables)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from windlass.engine.model.adapters.adapter import AdapterRows
+
 
 @dataclass(slots=True)
 class QueryVersions:
@@ -32,7 +34,7 @@ class ForwardBatch:
     """T tokens of B sequences, G rotary groups, K KV groups. An argument, never a global.
 
     versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
-    rows stands in the same tensors, which nothing else overwrites.
+    rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one.
     """
 
     input_ids: Tensor  # [T] int64
@@ -49,3 +51,4 @@ class ForwardBatch:
     score_scale: Tensor  # [T] float32, on the whole query; 1 before the model has applied its own
     versions: QueryVersions | None = None
     lasting: bool = False
+    adapters: AdapterRows | None = None

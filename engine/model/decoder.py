@@ -102,11 +102,12 @@ class Decoder:
         following = [layer.norms.mixer_norm for layer in self.layers[1:]] + [self.final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             norms = layer.norms
-            y = layer.mixer.forward(normed, inputs, cache.pages(index))
+            changes = None if batch.adapters is None else batch.adapters.of_layer(index, backend)
+            y = layer.mixer.forward(normed, inputs, cache.pages(index), changes)
             if norms.mixer_output_norm is not None:
                 y = backend.rms_norm(y, norms.mixer_output_norm, eps)
             normed = backend.add_rms_norm(x, y, norms.feed_forward_norm, eps)
-            y = layer.feed_forward.forward(normed)
+            y = layer.feed_forward.forward(normed, changes)
             if norms.feed_forward_output_norm is not None:
                 y = backend.rms_norm(y, norms.feed_forward_output_norm, eps)
             normed = backend.add_rms_norm(x, y, next_norm, eps)

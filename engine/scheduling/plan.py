@@ -25,7 +25,8 @@ class NewSequence:
 
     token_ids: prompt and output so far. stop_ids: those that `sampling.min_tokens` keeps masked (eos unless ignored, and
     stop ids). tables: whole; none while it holds no blocks. layout: which slots of them hold which positions. window, sinks:
-    keys that its tokens see, and leading tokens that they see besides; None where the request asks for no window.
+    keys that its tokens see, and leading tokens that they see besides; None where the request asks for no window. adapter: the
+    id of its adapter.
     """
 
     seq_id: int
@@ -40,6 +41,7 @@ class NewSequence:
     layout: SlotLayout = PLAIN
     window: int | None = None
     sinks: int = 0
+    adapter: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

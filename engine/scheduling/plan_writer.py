@@ -197,4 +197,5 @@ def _describe(seq: Sequence, tables: TableChanges) -> NewSequence:
         layout=seq.cache.layout,
         window=rule.attention_window,
         sinks=rule.attention_sinks,
+        adapter=seq.request.adapter,
     )

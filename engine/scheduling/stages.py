@@ -46,11 +46,11 @@ class StageChanges:
         fingerprints = [spec.fingerprint for spec in stage.specs]
         rule = request.context
         seen = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
-        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, seen)
+        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, seen, request.adapter)
         reuse, scope = request.reuse, None
         if reuse is not None and self._blocks.enable_prefix_caching and not stage.single_length:
             # A request finds what others have computed under the same rotation and rule, and in the same scope.
-            scope = b"passages" + root_digest(self._namespace, fingerprints, 0, reuse.scope, seen)
+            scope = b"passages" + root_digest(self._namespace, fingerprints, 0, reuse.scope, seen, request.adapter)
         return HashChain(root, self._blocks.block_size, scope)
 
     def capacity(self, seq: Sequence, wanted: int) -> int:

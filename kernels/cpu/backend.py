@@ -31,6 +31,7 @@ from windlass.kernels.cpu import (
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
+from windlass.kernels.layouts.low_rank import LowRank
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
@@ -120,6 +121,9 @@ class CompiledBackend(Backend):
             if found.data_ptr() != own.data_ptr():
                 own.copy_(found)
         return out
+
+    def add_low_rank(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None = None) -> None:
+        self._torch.add_low_rank(out, x, change, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.rms_norm(x, weight, eps, library=self._library)

@@ -14,6 +14,7 @@ from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
+from windlass.kernels.layouts.low_rank import LowRank
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
@@ -71,6 +72,18 @@ class TorchBackend(Backend):
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
         product = blocks.linear if self.options.activations == "int8" else blocks.linear_widened
         return product(x, weight, bias)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None = None) -> None:
+        low = self.linear(x if rows is None else x[rows], change.down)  # [n, R]
+        for part in change.parts:
+            rank, columns = part.up.shape
+            own = low[:, part.rank_first : part.rank_first + rank].contiguous()
+            view = out[:, part.first : part.first + columns]
+            added = self.linear(own, part.up.t())
+            if rows is None:
+                view += added
+            else:
+                view.index_add_(0, rows, added)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, weight, eps)

@@ -27,12 +27,12 @@ from windlass.server.errors import ApiError, error_response, from_exception, int
 from windlass.server.exchange.request_id import RequestIdMiddleware
 from windlass.server.exchange.state import ServerState
 from windlass.server.options.settings import ServerSettings
-from windlass.server.routes import chat, completions, health, messages, models, responses, rotary, text
+from windlass.server.routes import adapters, chat, completions, health, messages, models, responses, rotary, text
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
-_ROUTES = (completions, chat, responses, messages, text, models, rotary, health)
+_ROUTES = (completions, chat, responses, messages, text, models, adapters, rotary, health)
 
 
 def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:

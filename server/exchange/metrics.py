@@ -31,6 +31,8 @@ _GAUGES = {
     "num_requests_running": ("num_running", "Sequences the engine is working on."),
     "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
     "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
+    "adapters_loaded": ("adapters_loaded", "LoRA adapters loaded."),
+    "adapter_bytes": ("adapter_bytes", "Memory of the loaded LoRA adapters."),
     "rotary_specs_live": ("rotary_specs_live", "Distinct rotary scalings in use."),
 }
 _COUNTERS = {
@@ -56,6 +58,7 @@ _COUNTERS = {
     "reused_tokens": ("reused_tokens", "Tokens of them that were not computed again."),
 }
 
+MOST_ADAPTER_NAMES = 64  # as labels, in the life of a server
 _RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_update")
 
 # Printed from the start: Prometheus cannot see the first increase of a series that begins with it.
@@ -108,6 +111,11 @@ class ServerMetrics:
         self._failed = Counter("windlass_request_errors", "Requests failed, by code.", ["code"], registry=self.registry)
         for code in _SERVER_FAULTS:
             self._failed.labels(code)
+        self._adapters = Counter(
+            "windlass_adapter_requests", "Requests that ran with an adapter.", ["adapter"], registry=self.registry
+        )
+        self._adapters.labels("other")
+        self._adapter_names: set[str] = set()
         first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
         token = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
         e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)
@@ -152,6 +160,13 @@ class ServerMetrics:
         """Count a prompt all of whose outputs ended well; most_tokens: of the longest of them."""
         if self._vllm is not None:
             self._vllm.answered(samples, most_tokens)
+
+    def adapted(self, name: str) -> None:
+        """Count a request that begins to run with the adapter of this name; only so many names are told apart."""
+        if name not in self._adapter_names and len(self._adapter_names) >= MOST_ADAPTER_NAMES:
+            name = "other"
+        self._adapter_names.add(name)
+        self._adapters.labels(name).inc()
 
     def failed(self, code: str) -> None:
         """Count a generation request that ended with an error."""

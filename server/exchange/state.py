@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.client import EngineClient
 from windlass.server.errors import ApiError, unavailable
+from windlass.server.exchange.adapters import ServedAdapter, ServedAdapters
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.settings import ServerSettings
@@ -44,6 +45,7 @@ class ServerState:
         self.tokenizer = tokenizer
         self.settings = settings
         self.metrics = ServerMetrics(engine, names=settings.metrics_names, model_name=settings.served_model_name)
+        self.adapters = ServedAdapters(engine, settings)
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
@@ -77,12 +79,12 @@ class ServerState:
         return info
 
     def check_model(self, name: str | None) -> None:
-        """Raise a 404 unless `name` is the served model (absent means the served model)."""
-        names = self.settings.model_names
+        """Raise a 404 unless `name` is the served model (absent means the served model) or an adapter of it."""
+        names = (*self.settings.model_names, *(adapter.source.name for adapter in self.adapters.listed()))
         if name is not None and name not in names:
             raise ApiError(
                 404,
-                f"the model {name[:256]!r} does not exist here: this server serves {' and '.join(map(repr, names))}",
+                f"the model {name[:256]!r} does not exist here: this server serves {' and '.join(map(repr, names[:8]))}",
                 param="model",
                 code="model_not_found",
             )
@@ -101,6 +103,12 @@ class ServerState:
             )
             self._fingerprint = info, "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
         return self._fingerprint[1]
+
+    def adapted_fingerprint(self, info: ModelInfo, adapter: ServedAdapter | None) -> str:
+        """`system_fingerprint` of requests with this adapter."""
+        plain = self.fingerprint(info)
+        known = None if adapter is None else self.adapters.info_of(adapter)
+        return plain if known is None else "fp_" + hashlib.sha256((plain + known.digest).encode()).hexdigest()[:16]
 
     def register(self, exchange: Stoppable) -> None:
         """Count an exchange as in flight until `unregister`."""

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.config import Activations, EngineConfig, LoadFormat, Quantization, parse_cache_dtype
 from windlass.engine.core.threads import split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.options.adapters import parse_adapters
 from windlass.server.options.engine_names import flat_names, from_flat
 from windlass.server.options.profiles import is_profile_name, parse_profiles
 from windlass.server.options.spelling import choose, option, read_dtype, read_size
@@ -103,6 +105,13 @@ class EngineOptions:
                "do not say: frozen (never), recompute (with the cache), rotate (cached keys are turned). Default: "
                "recompute for longrope, else frozen."),
     ] = None  # fmt: skip
+    lora: Annotated[
+        list[str] | None,
+        option("--lora", panel=_engine, metavar="NAME=DIR", help="A LoRA adapter in PEFT's files, which requests name as "
+               "their model; repeatable or comma separated."),
+    ] = None  # fmt: skip
+    max_loras: Annotated[int, option("--max-loras", panel=_engine, help="Adapters that may be loaded at once.")] = 8
+    max_lora_rank: Annotated[int, option("--max-lora-rank", panel=_engine, help="Largest rank of an adapter.")] = 64
     deterministic: Annotated[
         bool,
         option("--deterministic/--no-deterministic", panel=_engine, help="The same greedy tokens whatever else runs "
@@ -186,6 +195,10 @@ class EngineOptions:
         """Raises LoadError for an unknown policy."""
         return None if self.rope_update is None else choose("--rope-update", self.rope_update, ROPE_UPDATES)
 
+    def adapters(self) -> tuple[AdapterSource, ...]:
+        """Those of --lora; raises LoadError that names the one at fault."""
+        return parse_adapters(self.lora)
+
     def _weight_cache(self) -> str | None:
         if self.weight_cache is None or self.weight_cache == "beside":
             return self.weight_cache
@@ -217,6 +230,7 @@ class EngineOptions:
             if self.kv_cache_memory is None
             else read_size("--kv-cache-memory", self.kv_cache_memory),
             "rope_scaling": self.parse_rope_scaling(),
+            "lora": self.adapters(),
             "rope_update": self.parse_rope_update(),
             "cores": split_cores()[0] if self.pin_cores else None,
             "target_step_seconds": self.target_step_ms / 1000,

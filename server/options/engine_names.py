@@ -16,6 +16,9 @@ from windlass.engine.api.config import EngineConfig
 _RENAMED = {
     "cache.dtype": "kv_cache_dtype",
     "cache.memory": "kv_cache_memory",
+    "adapters.sources": "lora",
+    "adapters.max_loaded": "max_loras",
+    "adapters.max_rank": "max_lora_rank",
     "loading.format": "load_format",
     "rotary.scaling": "rope_scaling",
     "rotary.update": "rope_update",

@@ -175,6 +175,11 @@ class ServerOptions:
         option("--metrics-names", panel=_server, help="Whose names /metrics has: windlass, vllm (those that dashboards made for "
                "vLLM ask for) or both."),
     ] = "windlass"  # fmt: skip
+    lora_folder: Annotated[
+        Path | None,
+        option("--lora-folder", panel=_server, metavar="DIR", help="Let clients load adapters that lie in this folder, and "
+               "unload them, while the server runs. Default: they cannot."),
+    ] = None  # fmt: skip
     access_log: Annotated[
         bool, option("--access-log/--no-access-log", panel=_server, help="Log a line per HTTP request.")
     ] = False
@@ -204,6 +209,9 @@ class ServerOptions:
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise LoadError(f"--request-timeout must be more than 0 seconds, got {self.request_timeout:g}")
         names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)
+        for source in engine.adapters():
+            if source.name in names:
+                raise LoadError(f"--lora {source.name}: the model has this name: choose another")
         return ServerSettings(
             served_model_name=names[0],
             other_model_names=names[1:],
@@ -229,7 +237,15 @@ class ServerOptions:
             rope_exact=self.rope_exact,
             root_path=self._root_path(),
             metrics_names=cast(MetricsNames, self.metrics_names),
+            adapters=engine.adapters(),
+            max_loras=engine.max_loras,
+            lora_folder=self._lora_folder(),
         )
+
+    def _lora_folder(self) -> Path | None:
+        if self.lora_folder is not None and not self.lora_folder.is_dir():
+            raise LoadError(f"--lora-folder {self.lora_folder} is no directory")
+        return None if self.lora_folder is None else self.lora_folder.absolute()
 
     def _root_path(self) -> str:
         path = self.root_path.rstrip("/")

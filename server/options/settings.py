@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Literal
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
@@ -64,6 +66,8 @@ class ServerSettings:
     chat's system prompt. cache_reuse: see `PassageReuse.at_least`.
     sampling: of requests that leave it out. root_path: where a proxy has put the API, such as "/llm".
     metrics_names: whose names /metrics has: our own, those that dashboards made for vLLM ask for, or both.
+    adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
+    later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
     """
 
     served_model_name: str
@@ -106,6 +110,10 @@ class ServerSettings:
     sampling: SamplingDefaults = SamplingDefaults()
     root_path: str = ""
     metrics_names: MetricsNames = "windlass"
+    adapters: tuple[AdapterSource, ...] = ()
+    max_loras: int = 8
+    lora_folder: Path | None = None
+    adapter_drain_seconds: float = 30.0
 
     @property
     def model_names(self) -> tuple[str, ...]:

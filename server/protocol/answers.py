@@ -174,8 +174,16 @@ class SamplingSettings(StrictModel):
     repetition_penalty: float
 
 
+class AdapterFacts(StrictModel):
+    """A LoRA adapter. `rank`: the largest of its matrices; `targets`: the kinds of layers it changes."""
+
+    rank: int
+    targets: list[str]
+    num_bytes: int
+
+
 class Model(StrictModel):
-    """A model as `/v1/models` lists it; what the engine knows is null until it has loaded."""
+    """A model as `/v1/models` lists it, or an adapter of it; what the engine knows is null until it has loaded."""
 
     id: str
     object: Literal["model"]
@@ -192,6 +200,8 @@ class Model(StrictModel):
     sampling_defaults: SamplingSettings
     context: ContextSettings
     rotary: ModelRotary | None
+    parent: str | None
+    adapter: AdapterFacts | None
 
 
 class ModelList(StrictModel):

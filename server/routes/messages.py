@@ -61,7 +61,7 @@ async def create_message(request: Request) -> Response:
             prompts, job = await prepare(chat)
 
             def make_writer(prompts: Sequence[Prompt], tally: Tally) -> MessageWriter:
-                message = {"id": f"msg_{uuid.uuid4().hex}", "model": state.settings.served_model_name}
+                message = {"id": f"msg_{uuid.uuid4().hex}", "model": job.model_name}
                 return MessageWriter(state.tokenizer, tally, job.options, job.parsing, message=message)
 
             await run(exchange, job, prompts, param="messages", make_writer=make_writer)

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import describe_groups
 from windlass.server.protocol.answers import Model, ModelDraft, ModelList
@@ -24,10 +25,12 @@ _CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal")
 
 @router.get("/v1/models", responses=answers(ModelList))
 async def list_models(request: Request) -> Response:
-    """The served model, under each of its names."""
+    """The served model, under each of its names, and its adapters."""
     state = state_of(request)
     described = describe_model(state)
-    return _json({"object": "list", "data": [{**described, "id": name} for name in state.settings.model_names]})
+    found = [{**described, "id": name} for name in state.settings.model_names]
+    found += [{**described, **_adapter(state, adapter)} for adapter in state.adapters.listed()]
+    return _json({"object": "list", "data": found})
 
 
 @router.get("/v1/models/{model:path}", responses=answers(Model, errors=(404,)))
@@ -35,7 +38,20 @@ async def get_model(request: Request, model: str) -> Response:
     """The served model by its id."""
     state = state_of(request)
     state.check_model(model)
-    return _json({**describe_model(state), "id": model})
+    adapter = state.adapters.find(model)
+    return _json({**describe_model(state), "id": model, **({} if adapter is None else _adapter(state, adapter))})
+
+
+def _adapter(state: ServerState, adapter: ServedAdapter) -> dict[str, Any]:
+    """What an adapter says beside its model; what the engine knows is null until it has loaded."""
+    info = state.adapters.info_of(adapter)
+    facts = None if info is None else {"rank": info.rank, "targets": info.targets, "num_bytes": info.num_bytes}
+    return {
+        "id": adapter.source.name,
+        "created": adapter.created,
+        "parent": state.settings.served_model_name,
+        "adapter": facts,
+    }
 
 
 def describe_model(state: ServerState) -> dict[str, Any]:
@@ -46,6 +62,8 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "windlass",
+        "parent": None,
+        "adapter": None,
     }
     for name in (
         "max_model_len",

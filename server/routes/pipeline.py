@@ -20,6 +20,7 @@ from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions
 from windlass.server.answers.size import estimate_bytes
 from windlass.server.answers.writer import Writer
 from windlass.server.errors import answer_exceeds_context, answer_too_large, bad_request
+from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.behind_thinking import behind_thinking
@@ -73,6 +74,12 @@ class GenerationJob:
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
     place: Place = "behind"
+    adapter: ServedAdapter | None = None
+
+    @property
+    def model_name(self) -> str:
+        """What the answer says that it comes from."""
+        return self.state.settings.served_model_name if self.adapter is None else self.adapter.source.name
 
 
 def check(
@@ -151,6 +158,7 @@ def check(
         size=size_of(rule, info),
         parsing=parsing,
         structured=forced or (structured and replace(structured, instead=calls)),
+        adapter=state.adapters.find(body.model),
     )
 
 
@@ -189,6 +197,20 @@ async def run(
     make_writer: Callable[[Sequence[Prompt], Tally], Writer],
 ) -> None:
     """Generate for `prompts` and answer. `param`: the field that prompts came from, for errors about them."""
+    with job.state.adapters.using(job.adapter):
+        if job.adapter is not None:
+            job.state.metrics.adapted(job.adapter.source.name)
+        await _run(exchange, job, prompts, param=param, make_writer=make_writer)
+
+
+async def _run(
+    exchange: Exchange,
+    job: GenerationJob,
+    prompts: Sequence[Prompt],
+    *,
+    param: str,
+    make_writer: Callable[[Sequence[Prompt], Tally], Writer],
+) -> None:
     plan = await _plan(job, list(prompts), param)
     state = job.state
     generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
@@ -269,6 +291,7 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
                 reuse=job.reuse,
                 priority=body.priority or 0,
                 deadline=job.deadline,
+                adapter=None if job.adapter is None else job.adapter.source.adapter_id,
             )
         )
     return GenerationPlan(
@@ -312,6 +335,6 @@ def envelope(prefix: str, kind: str, job: GenerationJob) -> dict[str, Any]:
         "id": f"{prefix}-{job.request_id}",
         "object": kind,
         "created": int(time.time()),
-        "model": job.state.settings.served_model_name,
-        "system_fingerprint": job.state.fingerprint(job.info),
+        "model": job.model_name,
+        "system_fingerprint": job.state.adapted_fingerprint(job.info, job.adapter),
     }

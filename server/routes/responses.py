@@ -122,7 +122,7 @@ def _described(state: ServerState, body: ResponseRequest, chat: CheckedChat) -> 
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
-        "model": state.settings.served_model_name,
+        "model": chat.job.model_name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,

@@ -13,9 +13,11 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
@@ -68,6 +70,19 @@ class ScriptedCore:
             raise QueueFullError("the queue is full", retry_after=7.0)
         self._running[request.request_id] = _Running(request)
         self._queue_samples.append(1.0)
+
+    def read_adapter(self, source: AdapterSource) -> Future[AdapterSource]:
+        found: Future[AdapterSource] = Future()
+        found.set_result(source)
+        return found
+
+    def add_adapter(self, source: AdapterSource) -> AdapterInfo:
+        if source.path.endswith("bad"):
+            raise RequestError("no adapter", "lora_path", "invalid_adapter")
+        return AdapterInfo(source.adapter_id, source.name, source.path, 8, ("q_proj",), 4096, "d")
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        pass
 
     def prepare_ahead(self) -> None:
         self.prepared_ahead += 1

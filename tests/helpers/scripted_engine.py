@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.context import ContextReport
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 from windlass.engine.errors import DeadlineError, EngineDeadError
@@ -87,12 +88,19 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     aborted_at: list[float] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)  # adapters
     running: int = 0
     most_running: int = 0
 
     def reset(self) -> None:
         """Back to the defaults, with empty records."""
         self.__init__()  # type: ignore[misc]
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        return AdapterInfo(source.adapter_id, source.name, source.path, 8, ("q_proj",), 4096, "d")
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        self.dropped.append(adapter_id)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         if self.state != "ready":

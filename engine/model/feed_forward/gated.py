@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.kernels import Backend, Weight
 
@@ -31,8 +32,14 @@ class GatedFeedForward:
         self.weights = GatedWeights(**weights)
         self._backend = backend
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, hidden], normed. Returns [T, hidden]."""
+    def forward(self, x: Tensor, changes: LayerChanges | None = None) -> Tensor:
+        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
-        y = backend.gated_activation(backend.linear(x, w.gate_up, w.gate_up_bias), self.spec.activation)
-        return backend.linear(y, w.down, w.down_bias)
+        gate_up = backend.linear(x, w.gate_up, w.gate_up_bias)
+        if changes is not None:
+            changes.add("gate_up", gate_up, x)
+        y = backend.gated_activation(gate_up, self.spec.activation)
+        out = backend.linear(y, w.down, w.down_bias)
+        if changes is not None:
+            changes.add("down", out, y)
+        return out

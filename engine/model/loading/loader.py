@@ -19,6 +19,7 @@ from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
 from windlass.engine.model.loading.weights import Progress, load_weights
+from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import plan_bytes
 from windlass.engine.rotary.groups import RotaryGroup
 
@@ -34,6 +35,7 @@ _TORCH_DTYPES = {
 class LoadedModel:
     """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages.
 
+    own_spec: with rows in the order of the original weights, whatever files they came from.
     rotary_groups: the model's own, before the server's scaling. quantization: what to call that of the weights, if any.
     """
 
@@ -43,6 +45,7 @@ class LoadedModel:
     notices: tuple[str, ...]
     rotary_groups: tuple[RotaryGroup, ...]
     quantization: str | None = None
+    own_spec: ModelSpec | None = None
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
@@ -83,7 +86,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         ) from None
     cached = _TORCH_DTYPES[prepared.cache_dtype]
     notices = spec.notices + prepared.notices + notices
-    return LoadedModel(decoder, cached, digest, notices, prepared.model.own_groups, prepared.quantization)
+    model = prepared.model
+    return LoadedModel(decoder, cached, digest, notices, model.own_groups, prepared.quantization, model.own_spec)
 
 
 def load_draft(config: EngineConfig, progress: Progress | None = None) -> LoadedModel | None:

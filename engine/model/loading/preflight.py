@@ -38,7 +38,7 @@ class ModelDescription:
 
     spec: under the server's scaling; own_groups: the rotary groups before it. headers: of every tensor in the files, none
     under `loading.format=dummy`. gguf: the index of the files where they are GGUF. quantized: what their weights are made of
-    where they are quantized in the ways of Hugging Face.
+    where they are quantized in the ways of Hugging Face. own_spec: with rows in the order of the original weights.
     """
 
     config: dict[str, Any]
@@ -47,6 +47,7 @@ class ModelDescription:
     headers: dict[str, TensorHeader]
     gguf: GgufIndex | None = None
     quantized: QuantizedCheckpoint | None = None
+    own_spec: ModelSpec | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -136,6 +137,7 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     dummy = config.loading.format == "dummy"
     headers = {} if dummy else read_headers(directory)
     gguf = None if dummy else read_index(directory)
+    own_spec = spec
     if gguf is not None:
         spec = gguf.adapt(spec)
     fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
@@ -148,7 +150,8 @@ def describe_model(config: EngineConfig) -> ModelDescription:
         groups = apply_scaling(own_groups, config.rotary.scaling, param=_SCALING)
     except RequestError as error:
         raise LoadError(error.message) from None
-    return ModelDescription(hf_config, replace(spec, rotary_groups=groups), own_groups, headers, gguf, quantized)
+    adapted = replace(spec, rotary_groups=groups)
+    return ModelDescription(hf_config, adapted, own_groups, headers, gguf, quantized, own_spec)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from windlass.engine.model.loading.gguf_tensors import dequantized, read_gguf_te
 from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.quantized.reading import read_quantized
+from windlass.engine.model.loading.row_order import row_order
 from windlass.engine.model.loading.safetensors_file import read_tensors
 from windlass.engine.model.loading.tensor_stream import Part, Place
 from windlass.engine.model.spec import HEAD_TENSOR
-from windlass.engine.model.weight_spec import StoredTensor
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
 from windlass.kernels.layouts.blocks import store
 
@@ -92,17 +92,6 @@ def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | _Rows]:
     return [_rows(weight, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
-    """Rows that make interleaved pairs (2j, 2j+1) half-split ones (j, j + d/2), head by head: [num_heads * head_dim].
-
-    With x' = x[order], half-split rotation of x' is interleaved rotation of x in that order, bit for bit. Rows past the
-    first rotary_dim of a head stay.
-    """
-    head = torch.arange(head_dim)
-    head[:rotary_dim] = torch.cat((torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2)))
-    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
-
-
 def _targets(decoder: Decoder) -> dict[str, _WeightTarget]:
     """Checkpoint name -> destination, as the specs of the weights say."""
     weights, targets = decoder.weights(), {}
@@ -110,17 +99,8 @@ def _targets(decoder: Decoder) -> dict[str, _WeightTarget]:
         offset = decoder.spec.norm_offset if spec.kind == "norm" else 0.0
         views = _split(weights[spec.name], [tensor.rows for tensor in spec.stored])
         for tensor, view in zip(spec.stored, views, strict=True):
-            targets[tensor.name] = _WeightTarget(view, offset, _order(tensor))
+            targets[tensor.name] = _WeightTarget(view, offset, row_order(tensor))
     return targets
-
-
-def _order(tensor: StoredTensor) -> Tensor | None:
-    """Which row of the checkpoint's tensor becomes each row here; None: in order."""
-    heads = tensor.interleaved
-    if heads is None:
-        return None
-    order = half_split_order(heads.heads, heads.head_dim, heads.rotary_dim)
-    return torch.cat((order, torch.arange(len(order), tensor.rows)))
 
 
 class _Checkpoint:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.kernels import AttentionCall, Backend, KVPages, Weight
@@ -108,14 +109,19 @@ class Attention:
         self._backend, self._eps, self._kind = backend, norm_eps, kind
         self._unit_norm = torch.ones(spec.head_dim, dtype=torch.float32, device=backend.device)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs, pages: KVPages) -> Tensor:
-        """x: [T, hidden], normed. Returns [T, hidden]."""
+    def forward(
+        self, x: Tensor, inputs: AttentionInputs, pages: KVPages, changes: LayerChanges | None = None
+    ) -> Tensor:
+        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         cos, sin, q_scale = inputs.rotations[spec.rotary_group or 0]
         if spec.rotary_group is None:  # it takes none of the cosines
             cos, sin = cos[:, :0], sin[:, :0]
-        qkv = backend.linear(x, w.qkv, w.qkv_bias).view(x.shape[0], heads + 2 * kv_heads, dim)
+        projected = backend.linear(x, w.qkv, w.qkv_bias)
+        if changes is not None:
+            changes.add("qkv", projected, x)
+        qkv = projected.view(x.shape[0], heads + 2 * kv_heads, dim)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)  # [T, H, D] views
         after = spec.qk_norm == "after"
         if after:
@@ -136,4 +142,8 @@ class Attention:
         if inputs.sources is not None and group is not None:
             q = backend.turn_queries(q, inputs.sources, *inputs.turns[group])
         attended = backend.paged_attention(q, pages, inputs.calls[self._kind])  # [T, Hq, D]
-        return backend.linear(attended.view(attended.shape[0], -1), w.out, w.out_bias)
+        attended = attended.view(attended.shape[0], -1)
+        out = backend.linear(attended, w.out, w.out_bias)
+        if changes is not None:
+            changes.add("out", out, attended)
+        return out

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 ASKED: dict[str, str] = {
-    "model": "The served model, by any of its names. Left out: that model.",
+    "lora_name": "What requests call the adapter, as their `model`.",
+    "lora_path": "A directory as PEFT writes it: in the server's folder of adapters, or relative to it.",
+    "model": "The served model, by any of its names, or an adapter of it. Left out: that model.",
     "temperature": "How evenly tokens are drawn; 0 takes the likeliest. Default: the model's `sampling_defaults`.",
     "top_p": "Tokens are drawn from the likeliest that together have this probability.",
     "stream": "Whether the answer comes as events while it is written.",

@@ -12,6 +12,7 @@ _OF_CONNECTIONS = (408, 429, 503)
 _NAMES = {
     400: "BadRequest",
     401: "Unauthorized",
+    403: "Forbidden",
     404: "NotFound",
     408: "RequestTimeout",
     413: "BodyTooLarge",
@@ -25,6 +26,7 @@ _MEANING = {
     400: "The request is at fault: `param` names the field and `code` says how (`invalid_json`, `missing_field`, "
     "`unknown_field`, `unsupported_field`, `invalid_value`, `context_length_exceeded`, …).",
     401: "A valid API key is needed (`invalid_api_key`).",
+    403: "This server is not set up for it (`adapters_fixed`).",
     404: "There is no such model (`model_not_found`), response (`response_not_found`, `previous_response_not_found`) or path "
     "(`not_found`).",
     408: "The body (`body_timeout`) or the headers (`header_timeout`) did not come in time.",
@@ -40,6 +42,7 @@ _TYPES = {429: "rate_limit_error"}
 _MESSAGES_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "invalid_request_error",
     413: "request_too_large",
@@ -56,6 +59,7 @@ _EXAMPLES = {
         None,
         "invalid_api_key",
     ),
+    403: ("this server loads no adapters while it runs: start it with --lora-folder DIR", None, "adapters_fixed"),
     404: ("the model 'other' does not exist here: this server serves 'demo'", "model", "model_not_found"),
     408: ("the body did not come in time", None, "body_timeout"),
     413: ("the body is larger than 33554432 bytes", None, "request_too_large"),

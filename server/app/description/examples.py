@@ -1,4 +1,4 @@
-"""Examples of requests, each of which runs on any server, and of the events of streams.
+"""Examples of requests, each of which runs on any server (those of adapters where one is there), and of the events of streams.
 
 A test sends all of them and holds what comes back to the description.
 """
@@ -84,6 +84,10 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "text": ("A text", {"prompt": "The king said"}),
         "chat": ("A conversation, as the chat template writes it", {"messages": [_USER], "return_token_strs": True}),
     },
+    "/v1/load_lora_adapter": {
+        "plain": ("A directory in the server's folder", {"lora_name": "poet", "lora_path": "poet"})
+    },
+    "/v1/unload_lora_adapter": {"plain": ("A loaded adapter", {"lora_name": "poet"})},
     "/detokenize": {"plain": ("Token ids", {"tokens": [10, 11, 12]})},
 }
 
@@ -91,7 +95,7 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 def examples_of(path: str, model: str) -> dict[str, Any]:
     """The examples of a body, by name; empty where there are none. model: the name that clients send."""
     return {
-        name: {"summary": summary, "value": {"model": model, **body}}
+        name: {"summary": summary, "value": body if "lora_name" in body else {"model": model, **body}}
         for name, (summary, body) in _BODIES.get(path, {}).items()
     }
 

@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from windlass.server.app.description.asked import ASKED
 from windlass.server.app.description.told import TOLD
+from windlass.server.protocol.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
 from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList, Status, Version
 from windlass.server.protocol.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
@@ -48,6 +49,9 @@ _MODELS: tuple[type[BaseModel], ...] = (
     RotaryInspection,
     Model,
     ModelList,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    AdapterAnswer,
     Status,
     Version,
     ErrorAnswer,

@@ -16,6 +16,7 @@ TAGS = {
     "messages": ("Messages", "Anthropic's Messages API."),
     "text": ("Tokens", "Text to token ids and back."),
     "models": ("Models", "What is served."),
+    "adapters": ("Adapters", "LoRA adapters, which come and go while the server runs."),
     "rotary": ("Rotary", "What the model rotates by, and what a scaling would make of it."),
     "health": ("Health", "How the server is."),
 }

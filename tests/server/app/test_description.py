@@ -25,8 +25,10 @@ EXAMPLES = [
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with live_server() as live:
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("adapters")
+    (folder / "poet").mkdir()
+    with live_server(lora_folder=folder) as live:
         yield live
 
 

@@ -17,7 +17,9 @@ from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
 from windlass import __version__
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.config import (
+    AdapterConfig,
     CacheConfig,
     ComputeConfig,
     ContextConfig,
@@ -104,6 +106,9 @@ ENGINE_ARGUMENTS = {
     "--speculative-model": "/models/small",
     "--speculative-model-quantization": "int8",
     "--speculative-tokens": "7",
+    "--lora": "poet=/",
+    "--max-loras": "3",
+    "--max-lora-rank": "16",
     "--threads": "3",
     "--target-step-ms": "100",
 }
@@ -111,6 +116,7 @@ ENGINE_CONFIG = EngineConfig(
     model="/models/x",
     max_model_len=4096,
     context=ContextConfig(shift_context=64, max_total_tokens=9000),
+    adapters=AdapterConfig(sources=(AdapterSource(1, "poet", "/"),), max_loaded=3, max_rank=16),
     compute=ComputeConfig(
         device="cpu",
         dtype="bfloat16",
@@ -378,7 +384,7 @@ def test_bench_engine_passes_everything_on(scripted, monkeypatch, capsys, model)
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {
         "decode_tokens_per_second": 123.456,
-        "settings": {**to_flat(engine_config(model, threads=1)), "batch_size": 4},
+        "settings": {**json.loads(json.dumps(to_flat(engine_config(model, threads=1)))), "batch_size": 4},
     }
     assert captured.err == "reading weights ...\n"
     assert calls == [(engine_config(model, threads=1), 4, 64, 8)]

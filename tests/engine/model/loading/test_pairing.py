@@ -16,7 +16,8 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.engine.model.loading.weights import half_split_order, load_weights
+from windlass.engine.model.loading.row_order import half_split_order
+from windlass.engine.model.loading.weights import load_weights
 from windlass.engine.model.mixers.attention_spec import AttentionNames, AttentionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.groups import RotaryGroup

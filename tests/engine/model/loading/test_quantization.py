@@ -22,7 +22,7 @@ from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import check_quantization
-from windlass.engine.model.loading.weights import half_split_order
+from windlass.engine.model.loading.row_order import half_split_order
 from windlass.kernels import BlockWeight, StackedWeight
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"

@@ -1,0 +1,72 @@
+"""The adapters of one engine: read beside the steps, made usable between two of them, dropped when nothing runs with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
+from windlass.engine.api.config import AdapterConfig
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.model.adapters.adapter import Adapter, LoadedAdapters
+from windlass.engine.model.loading.adapters import read_adapter
+from windlass.engine.model.loading.loader import LoadedModel
+
+_logger = logging.getLogger("windlass.engine")
+
+
+class AdapterShelf:
+    """config: those loaded at once; raises LoadError where one of them cannot be."""
+
+    def __init__(self, config: AdapterConfig, model: LoadedModel) -> None:
+        self.loaded = LoadedAdapters(config.max_loaded)
+        self._config, self._decoder = config, model.decoder
+        self._spec = model.own_spec or model.decoder.spec
+        self._leaving: set[int] = set()
+        self._reader = ThreadPoolExecutor(1, "adapter-reader")
+        for source in config.sources:
+            try:
+                self.loaded.add(self._read(source))
+            except RequestError as error:
+                if not source.required:
+                    _logger.error("adapter %s is gone: %s", source.name, error.message)
+                    continue
+                raise LoadError(f"`adapters.sources={source.name}={source.path}`: {error.message}") from None
+
+    def check(self, adapter_id: int | None) -> None:
+        """Raises RequestError for an adapter that requests cannot use."""
+        if adapter_id is not None and (adapter_id not in self.loaded or adapter_id in self._leaving):
+            raise RequestError("the adapter is not loaded (any more)", "model", "model_not_found")
+
+    def read_soon(self, source: AdapterSource) -> Future[Adapter]:
+        """Read and check it beside the steps; one after the other."""
+        return self._reader.submit(self._read, source)
+
+    def add(self, adapter: Adapter) -> AdapterInfo:
+        """Let requests use it from now on. Raises RequestError where there are too many."""
+        self.loaded.add(adapter)
+        return adapter.info
+
+    def leave(self, adapter_id: int) -> None:
+        """No further request may use it; `drop_unused` drops it."""
+        if adapter_id in self.loaded:
+            self._leaving.add(adapter_id)
+
+    @property
+    def has_leaving(self) -> bool:
+        """Whether some shall leave and are there still."""
+        return bool(self._leaving)
+
+    def drop_unused(self, used: Iterable[int | None]) -> None:
+        """Drop those that shall leave and are not among the `used`."""
+        if self._leaving:
+            gone = self._leaving.difference(used)
+            self._leaving -= gone
+            for adapter_id in gone:
+                self.loaded.drop(adapter_id)
+
+    def _read(self, source: AdapterSource) -> Adapter:
+        self.loaded.check_room()
+        decoder = self._decoder
+        return read_adapter(source, self._spec, decoder.dtype, decoder.device, self._config.max_rank)

@@ -1,0 +1,28 @@
+"""In which order the rows of a checkpoint's tensor become those of a weight here. Knows shapes, no files."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.engine.model.weight_spec import StoredTensor
+
+
+def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Rows that make interleaved pairs (2j, 2j+1) half-split ones (j, j + d/2), head by head: [num_heads * head_dim].
+
+    With x' = x[order], half-split rotation of x' is interleaved rotation of x in that order, bit for bit. Rows past the
+    first rotary_dim of a head stay.
+    """
+    head = torch.arange(head_dim)
+    head[:rotary_dim] = torch.cat((torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2)))
+    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
+
+
+def row_order(tensor: StoredTensor) -> Tensor | None:
+    """Which row of the checkpoint's tensor becomes each row here; None: in order."""
+    heads = tensor.interleaved
+    if heads is None:
+        return None
+    order = half_split_order(heads.heads, heads.head_dim, heads.rotary_dim)
+    return torch.cat((order, torch.arange(len(order), tensor.rows)))

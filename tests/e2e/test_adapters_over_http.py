@@ -1,0 +1,154 @@
+"""Adapters over HTTP: named as models, mixed with plain requests, loaded and dropped while the server runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.adapters import merged, save_adapter
+from helpers.real_server import RealServer, serve
+
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+PROMPT = "Once upon a time there was a little girl who lived in a house near the sea"
+
+
+@dataclass
+class Adapted:
+    server: RealServer
+    folder: Path
+    outside: Path
+
+    def complete(self, model: str | None, prompt: str = PROMPT, **fields: object) -> dict[str, object]:
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, **fields} | ({"model": model} if model else {})
+        answer = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, route: str, **body: object) -> httpx.Response:
+        return httpx.post(f"{self.server.url}/v1/{route}_lora_adapter", json=body, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    root = tmp_path_factory.mktemp("adapters")
+    folder = root / "allowed"
+    for seed, name in enumerate(("first", "second", "third")):
+        save_adapter(folder / name, DEMO, seed=seed, strength=0.4)
+    outside = save_adapter(root / "outside", DEMO)
+    (folder / "link").symlink_to(outside)
+    (folder / "half").mkdir()
+    shutil.copy(outside / "adapter_config.json", folder / "half")
+    (folder / "half" / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
+    arguments = ["--lora", f"first={folder / 'first'}", "--lora-folder", str(folder), "--max-loras", "3"]
+    with serve(*arguments, "--served-model-name", "base", model=DEMO) as server:
+        yield Adapted(server, folder, outside)
+
+
+def text_of(answer: dict) -> str:
+    return answer["choices"][0]["text"]
+
+
+def test_the_answers_are_the_merged_models(adapted: Adapted, tmp_path: Path) -> None:
+    plain, changed = adapted.complete("base"), adapted.complete("first")
+    assert (plain["model"], changed["model"]) == ("base", "first")
+    assert text_of(plain) != text_of(changed)
+    assert plain["system_fingerprint"] != changed["system_fingerprint"]
+    with serve(model=merged(DEMO, adapted.folder / "first", tmp_path / "merged")) as other:
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+        wanted = httpx.post(f"{other.url}/v1/completions", json=body, timeout=60).json()
+    assert text_of(changed) == text_of(wanted)
+
+
+def test_adapters_are_listed_with_their_parent(adapted: Adapted) -> None:
+    listed = {m["id"]: m for m in httpx.get(f"{adapted.server.url}/v1/models").json()["data"]}
+    assert listed["base"].get("parent") is None
+    assert listed["first"]["parent"] == "base"
+    assert listed["first"]["adapter"]["rank"] == 4 and listed["first"]["adapter"]["num_bytes"] > 0
+    assert httpx.get(f"{adapted.server.url}/v1/models/first").json() == listed["first"]
+
+
+def test_one_text_under_two_adapters_shares_nothing(adapted: Adapted) -> None:
+    prompt = "The same long prompt under the model and under an adapter, one after the other. " * 3
+
+    def cached(model: str) -> int:
+        details = adapted.complete(model, prompt)["usage"].get("prompt_tokens_details") or {}
+        return details.get("cached_tokens") or 0
+
+    assert [cached("base"), cached("first")] == [0, 0]
+    assert min(cached("base"), cached("first")) > 0
+
+
+def test_an_adapter_comes_and_goes_while_the_server_runs(adapted: Adapted) -> None:
+    loaded = adapted.post("load", lora_name="late", lora_path="second")
+    assert (loaded.status_code, loaded.json()["status"], loaded.json()["rank"]) == (200, "loaded", 4)
+    prompt = "A prompt that is long enough to fill some blocks of the cache, so that a hit would be seen. " * 3
+    second = adapted.complete("late", prompt)
+    assert adapted.post("unload", lora_name="late").json()["status"] == "unloaded"
+    gone = httpx.post(f"{adapted.server.url}/v1/completions", json={"model": "late", "prompt": "x"})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    assert adapted.post("load", lora_name="late", lora_path=str(adapted.folder / "third")).status_code == 200
+    third = adapted.complete("late", prompt)
+    assert text_of(third) != text_of(second)
+    assert not (third["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+    assert adapted.post("unload", lora_name="late").status_code == 200
+
+
+def test_one_that_streams_is_not_dropped(adapted: Adapted) -> None:
+    assert adapted.post("load", lora_name="busy", lora_path="second").status_code == 200
+    whole = text_of(adapted.complete("busy", max_tokens=150, ignore_eos=True))
+    body = {"model": "busy", "prompt": PROMPT, "max_tokens": 150, "temperature": 0, "ignore_eos": True, "stream": True}
+    pieces: list[str] = []
+    answers: list[httpx.Response] = []
+    with httpx.stream("POST", f"{adapted.server.url}/v1/completions", json=body, timeout=60) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        unloading = threading.Thread(target=lambda: answers.append(adapted.post("unload", lora_name="busy")))
+        unloading.start()
+        for line in lines:
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line[6:])["choices"][0]["text"])
+    unloading.join(30)
+    assert answers[0].status_code == 200
+    assert whole.endswith("".join(pieces)) and len("".join(pieces)) > 0.8 * len(whole)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "param"),
+    [
+        ("load", {"lora_name": "x", "lora_path": "../outside"}, 400, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "/etc"}, 400, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "link"}, 400, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "half"}, 400, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "nowhere"}, 400, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "a\0b"}, 400, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "y" * 4000}, 400, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "."}, 400, "lora_path"),
+        ("load", {"lora_name": "first", "lora_path": "second"}, 400, "lora_name"),
+        ("load", {"lora_name": "base", "lora_path": "second"}, 400, "lora_name"),
+        ("load", {"lora_name": "no spaces", "lora_path": "second"}, 400, "lora_name"),
+        ("load", {"lora_name": "x"}, 400, "lora_path"),
+        ("load", {"lora_name": "x", "lora_path": "second", "extra": 1}, 400, "extra"),
+        ("unload", {"lora_name": "nobody"}, 404, "lora_name"),
+        ("unload", {"lora_name": "base"}, 404, "lora_name"),
+    ],
+)
+def test_what_is_refused(adapted: Adapted, route: str, body: dict, status: int, param: str) -> None:
+    answer = adapted.post(route, **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert str(adapted.outside.parent) not in answer.text.replace(str(body.get("lora_path")), "")
+
+
+def test_no_more_than_allowed(adapted: Adapted) -> None:
+    for name in ("one", "two"):
+        assert adapted.post("load", lora_name=name, lora_path="second").status_code == 200
+    full = adapted.post("load", lora_name="three", lora_path="third")
+    assert (full.status_code, full.json()["error"]["code"]) == (400, "too_many_adapters")
+    for name in ("one", "two"):
+        assert adapted.post("unload", lora_name=name).status_code == 200
+    assert adapted.server.metric("windlass_adapters_loaded") == 1
