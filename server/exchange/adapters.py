@@ -57,6 +57,10 @@ class ServedAdapters:
         """Those that requests may name, as they came."""
         return list(self._by_name.values())
 
+    def running(self) -> list[str]:
+        """The names of those that requests run with, in order."""
+        return sorted({adapter.source.name for adapter in (*self._by_name.values(), *self._leaving) if adapter.users})
+
     def info_of(self, adapter: ServedAdapter) -> AdapterInfo | None:
         """What the engine says of it; None until the engine has loaded."""
         if adapter.info is None and (model := self._engine.info) is not None:

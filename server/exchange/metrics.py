@@ -7,7 +7,7 @@ that dashboards made for vLLM ask for are in `vllm_metrics`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -94,13 +94,25 @@ class _EngineCollector(Collector):
 
 
 class ServerMetrics:
-    """What the routes observe, and the text of `/metrics`. names: whose names it has; model_name: a label of vLLM's."""
+    """What the routes observe, and the text of `/metrics`. names: whose names it has; the others: see `VllmMetrics`."""
 
-    def __init__(self, engine: EngineClient, *, names: MetricsNames = "windlass", model_name: str = "") -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        *,
+        names: MetricsNames = "windlass",
+        model_name: str = "",
+        max_adapters: int = 0,
+        adapters: Callable[[], Sequence[str]] = lambda: (),
+    ) -> None:
         self._engine = engine
         self._names = names
         self.registry = CollectorRegistry()
-        self._vllm = VllmMetrics(engine, model_name) if names != "windlass" else None
+        self._vllm = (
+            VllmMetrics(engine, model_name, max_adapters=max_adapters, adapters=adapters)
+            if names != "windlass"
+            else None
+        )
         self._collector = _EngineCollector(engine)
         self.registry.register(self._collector)
         self._success = Counter(

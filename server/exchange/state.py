@@ -44,8 +44,14 @@ class ServerState:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
-        self.metrics = ServerMetrics(engine, names=settings.metrics_names, model_name=settings.served_model_name)
         self.adapters = ServedAdapters(engine, settings)
+        self.metrics = ServerMetrics(
+            engine,
+            names=settings.metrics_names,
+            model_name=settings.served_model_name,
+            max_adapters=settings.max_loras if settings.adapters or settings.lora_folder else 0,
+            adapters=self.adapters.running,
+        )
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)

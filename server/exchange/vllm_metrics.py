@@ -6,8 +6,9 @@ histograms is observed for these.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -65,10 +66,22 @@ _REASONS = ("stop", "length", "abort", "error")
 
 
 class VllmMetrics(Collector):
-    """`vllm:` metrics of one app. model_name: the label that tells models apart; there is one engine, "0"."""
+    """`vllm:` metrics of one app. model_name: the label that tells models apart; there is one engine, "0".
 
-    def __init__(self, engine: EngineClient, model_name: str) -> None:
+    max_adapters: how many may be loaded at once, 0 where none can be. adapters: the names of those that requests run with.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        model_name: str,
+        *,
+        max_adapters: int = 0,
+        adapters: Callable[[], Sequence[str]] = lambda: (),
+    ) -> None:
         self._engine = engine
+        self._max_adapters = max_adapters
+        self._adapters = adapters
         self._labels = {"model_name": model_name, "engine": "0"}
         self._finished = Counter(dict.fromkeys(_REASONS, 0))
         self.registry = CollectorRegistry()
@@ -126,6 +139,8 @@ class VllmMetrics(Collector):
             success.add_metric([*values, reason], count)
         yield success
         yield from self._cache_config()
+        if self._max_adapters:
+            yield self._lora_requests()
         if self.stats is None:
             return
         for name, (attribute, text) in _GAUGES.items():
@@ -139,6 +154,18 @@ class VllmMetrics(Collector):
         steps = self.stats.step_tokens or (0,) * (len(STEP_TOKENS) + 1)
         text, total = "Tokens computed in a step of the engine.", self.stats.step_tokens_sum
         yield family("vllm:iteration_tokens_total", text, self._labels, STEP_TOKENS, steps, total)
+
+    def _lora_requests(self) -> Metric:
+        # The server does not know which of its requests wait in the engine: all of them count as running.
+        labels = {
+            "max_lora": str(self._max_adapters),
+            "running_lora_adapters": ",".join(self._adapters()),
+            "waiting_lora_adapters": "",
+        }
+        text = "Which LoRA adapters requests run with, in the labels; the value is the time."
+        info = GaugeMetricFamily("vllm:lora_requests_info", text, labels=list(labels))
+        info.add_metric(list(labels.values()), time.time())
+        return info
 
     def _cache_config(self) -> Iterator[Metric]:
         info = self._engine.info

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from helpers.scripted_engine import model_info
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.request import STEP_TOKENS, EngineStats
 from windlass.engine.errors import DeadlineError
 from windlass.engine.scheduling.counters import SchedulerCounters
@@ -165,3 +168,22 @@ def test_steps_are_counted_by_their_tokens() -> None:
     assert stats.num_steps == sum(stats.step_tokens) == 7
     assert stats.step_tokens_sum == 1 + 1 + 2 + 8 + 9 + 16384 + 16385
     assert stats.step_tokens == (2, 2, 1, *[0] * 9, 1, 1)
+
+
+def test_adapters_that_requests_run_with_are_named(tmp_path: Path) -> None:
+    sources = tuple(AdapterSource(number, name, str(tmp_path)) for number, name in ((1, "poet"), (2, "clerk")))
+    with live_server(metrics_names="vllm", adapters=sources, max_loras=3) as live:
+
+        def labels() -> dict[str, str]:
+            (sample,) = (s for s in scrape(live) if s.name == "vllm:lora_requests_info")
+            assert abs(sample.value - time.time()) < 60
+            return sample.labels
+
+        expected = {"max_lora": "3", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        assert labels() == expected
+        poet, clerk = map(live.state.adapters.find, ("poet", "clerk"))
+        with live.state.adapters.using(poet), live.state.adapters.using(clerk), live.state.adapters.using(poet):
+            assert labels() == {**expected, "running_lora_adapters": "clerk,poet"}
+        assert labels() == expected
+    with live_server(metrics_names="vllm") as live:
+        assert not [s for s in scrape(live) if s.name == "vllm:lora_requests_info"]
