@@ -1,0 +1,79 @@
+"""Several adapters in one batch, over weights of every form; and what the cache shares between them: nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.adapters import save_adapter
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+
+from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.errors import RequestError
+
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="module")
+def sources(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[AdapterSource, ...]:
+    root = tmp_path_factory.mktemp("adapters")
+    made = [save_adapter(root / str(i), llama, rank=1 + i % 4, seed=i) for i in range(8)]
+    return tuple(AdapterSource(i, f"a{i}", str(path)) for i, path in enumerate(made, start=1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"}],
+    ids=["float32", "bfloat16", "int8", "int4"],
+)
+def test_eight_in_one_batch_answer_as_each_alone(
+    llama: Path, sources: tuple[AdapterSource, ...], options: dict[str, str]
+) -> None:
+    ids = [None, *range(1, 9)]
+    core = make_core(llama, lora=sources, max_num_seqs=9, deterministic=True, **options)
+    together = run(core, [greedy(f"r{i}", PROMPT, adapter=i) for i in ids])
+    seen = set()
+    for i in ids:
+        mine = [source for source in sources if source.adapter_id == i]
+        alone = run(make_core(llama, lora=tuple(mine), deterministic=True, **options), [greedy("r", PROMPT, adapter=i)])
+        found, wanted = together[f"r{i}", 0], alone["r", 0]
+        assert found.token_ids == wanted.token_ids
+        assert all(torch.equal(a, b) for a, b in zip(found.logits, wanted.logits, strict=True))
+        seen.add(tuple(found.logits[0].tolist()))
+    assert len(seen) == 9  # and each of them is another model
+
+
+def test_blocks_belong_to_one_load_of_one_adapter(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
+    core = make_core(llama, lora=sources[:2])
+
+    def cached(adapter: int | None) -> int:
+        return run(core, [greedy("r", PROMPT, adapter=adapter)])["r", 0].outputs[-1].cached_tokens
+
+    assert [cached(i) for i in (None, 1, 2)] == [0, 0, 0]
+    assert [cached(i) for i in (None, 1, 2)] == [32, 32, 32]
+    core.drop_adapter(1)
+    with pytest.raises(RequestError, match="not loaded"):
+        core.add(greedy("r", PROMPT, adapter=1))
+    again = AdapterSource(9, sources[0].name, sources[0].path)
+    core.add_adapter(core.read_adapter(again).result(30))
+    assert cached(9) == 0
+
+
+def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
+    core = make_core(llama, lora=sources[:1])
+    whole = run(core, [greedy("r", PROMPT, 6, adapter=1)])["r", 0].token_ids
+    core.add(greedy("s", PROMPT, 6, adapter=1))
+    found = list(core.step()[0].token_ids)
+    core.drop_adapter(1)
+    assert core.stats().adapters_loaded == 1
+    while core.has_work():
+        found += [token for output in core.step() for token in output.token_ids]
+    assert found == whole
+    assert core.stats().adapters_loaded == 0
