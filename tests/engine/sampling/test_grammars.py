@@ -198,12 +198,15 @@ def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}, {"presence_penalty": 0.1, "logprobs": 1}])
-def test_speculation_changes_nothing(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "proposing", [{"speculative_ngram": 6}, {"speculative_model": str(DEMO), "speculative_adaptive": False}]
+)
+def test_speculation_changes_nothing(proposing: dict[str, Any], fields: dict[str, Any]) -> None:
     def requests() -> list[EngineRequest]:
         return [ask("loop", LOOP, **fields), ask("object", OBJECT, **fields), ask("two", LOOP, n=2, **fields)]
 
     want = run(make_core(DEMO, deterministic=True), requests())
-    core = make_core(DEMO, deterministic=True, speculative_ngram=6)
+    core = make_core(DEMO, deterministic=True, **proposing)
     got = run(core, requests())
     assert {key: sample.token_ids for key, sample in got.items()} == {k: s.token_ids for k, s in want.items()}
     assert core.stats().spec_decode_num_accepted_tokens > 10
