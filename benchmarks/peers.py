@@ -1,6 +1,6 @@
-"""Windlass beside the peers that are installed, on one random Llama of 1B shape, in turns within one run.
+"""Windlass beside the peers that are installed, in turns within one run, on a random Llama of 1B shape or a small real model.
 
-    python benchmarks/peers.py [--only decode prefill depth startup] [--contestants int8 q8_0] [--rounds 5]
+    python benchmarks/peers.py [--shape 135m] [--only decode prefill depth startup] [--contestants int8 q8_0] [--rounds 5]
 
 Every contestant runs in a process of its own and answers in turns, A B A B. A sample taken while others used the machine
 is thrown away and taken again. What the machine could do right before and right after a sample stands beside it, since
@@ -30,6 +30,8 @@ from harness.places import Places
 from harness.quiet import quiet
 from harness.rates import Rates
 from harness.report import (
+    GOALS,
+    REAL_GOALS,
     SCHEMA,
     add_bound,
     attention_rate,
@@ -40,9 +42,9 @@ from harness.report import (
     spread,
     table,
 )
-from harness.shape import SHAPES
+from harness.shape import REAL, SHAPES
 from harness.worker import WorkerError
-from prepare_peers import prepare_windlass
+from prepare_peers import prepare_real, prepare_windlass
 
 _CORES = os.cpu_count() or 1
 _Value = TypeVar("_Value")
@@ -78,7 +80,10 @@ class Run:
             "results": self.results,
             "left_out": self.left_out,
         }
-        run["ratios"] = ratios(run) if self.options.shape == "1b" else []  # the goals are about that shape
+        if self.places.quality.exists():  # what rounding costs each of them, by peers_quality.py
+            run["quality"] = json.loads(self.places.quality.read_text("utf-8"))["contestants"]
+        goals = {"1b": GOALS, **dict.fromkeys(REAL, REAL_GOALS)}.get(self.options.shape, ())
+        run["ratios"] = ratios(run, goals)
         run["derived"] = self._derived()
         return run
 
@@ -113,7 +118,7 @@ class Run:
             if kind == "startup":
                 self._startups(started)
             else:
-                for measure in measures_of(kind, tuple(self.options.depths)):  # type: ignore[arg-type]
+                for measure in measures_of(kind, tuple(self.options.depths), self.shape.pace):  # type: ignore[arg-type]
                     self._measure(measure, started)
         finally:
             for contestant in started:
@@ -157,6 +162,7 @@ class Run:
                 result = self._add(contestant, measure.name, "tokens/s", samples[contestant.name])
                 result.update(kind=measure.kind, streams=measure.streams, prompt=measure.prompt)
                 result.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
+                result["weight_bytes"] = contestant.weight_bytes()
                 result["rates"] = {rate: beside[contestant.name]}
                 add_bound(result, self.shape)
 
@@ -244,7 +250,7 @@ def parse_arguments(arguments: abc.Sequence[str] | None = None) -> argparse.Name
         "--contestants", nargs="+", default=[], metavar="PART", help="only names that contain one of these"
     )
     parser.add_argument(
-        "--depths", nargs="+", type=int, default=[4096, 8192], help="for the group depth (default 4096 8192)"
+        "--depths", nargs="+", type=int, help="for the group depth (default 4096 8192, of a real model 512 4096)"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=_CORES)
@@ -262,17 +268,24 @@ def parse_arguments(arguments: abc.Sequence[str] | None = None) -> argparse.Name
     parser.add_argument("--out", type=Path, help="report to write or add to (default: WORK/peers.json)")
     parser.add_argument("--picture", type=Path, help="bar chart to draw (default: the report's name with .png)")
     options = parser.parse_args(arguments)
+    options.depths = options.depths or ([512, 4096] if options.shape in REAL else [4096, 8192])
     if min(options.rounds, options.threads, *options.depths) < 1:
         parser.error("--rounds, --threads and --depths must be at least 1")
-    if max(options.depths) + 4096 > SHAPES[options.shape].context:
-        parser.error(f"--depths must stay below {SHAPES[options.shape].context - 4096}")
-    options.out = options.out or options.work / "peers.json"
+    if max(options.depths) + 1024 > SHAPES[options.shape].context:
+        parser.error(f"--depths must stay below {SHAPES[options.shape].context - 1024}")
+    options.out = options.out or options.work / (
+        "peers.json" if options.shape == "1b" else f"peers_{options.shape}.json"
+    )
     return options
 
 
 def main() -> None:
     options = parse_arguments()
-    prepare_windlass(Places(options.work.resolve(), options.shape), options.shape)
+    places = Places(options.work.resolve(), options.shape)
+    if options.shape in REAL:
+        prepare_real(places, None, None)
+    else:
+        prepare_windlass(places, options.shape)
     report: dict[str, Any] = {"schema": SCHEMA, "model": options.shape, "runs": []}
     if options.out.exists():
         report = json.loads(options.out.read_text(encoding="utf-8"))

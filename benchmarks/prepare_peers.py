@@ -1,23 +1,56 @@
 """Makes the benchmark model and converts it for every peer that is installed.
 
     python benchmarks/prepare_peers.py [--work work] [--shape 1b]
+    python benchmarks/prepare_peers.py --shape 135m --model DIRECTORY --metadata ORIGINAL.gguf
 
-Everything lands in the work folder, which git ignores: `bench-1b/model` (safetensors), `bench-1b/gguf` (F16, Q8_0, Q4_0),
-`bench-1b/openvino-int8` and `-int4`. What is there already is kept; what is not installed is named and left out.
+Everything lands in the work folder, which git ignores: `bench-1b/model` (safetensors), `bench-1b/gguf` (F16, Q8_0, Q4_0,
+Q4_K_M), `bench-1b/openvino-int8` and `-int4`. A real model is one that a directory holds, in another order of its features
+(see reordered_model.py): as quick, and no format can be exact on it by construction; 16 bits are then float16, and --metadata
+is a GGUF file of it, whose vocabulary the others get. What is there already is kept; what is not installed is named and left out.
 docs/benchmarks.md says how to install the peers.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from harness import llama_cpp
 from harness.places import Places
-from harness.shape import SHAPES
+from harness.shape import REAL, SHAPES
+
+
+def prepare_real(places: Places, model: Path | None, metadata: Path | None) -> None:
+    """The checkpoint in another order, in float16, and its GGUF file."""
+    if (places.model / "config.json").exists() and places.gguf("f16").exists():
+        print(f"have {places.model}")
+        return
+    if model is None or metadata is None:
+        sys.exit("error: a real model's shape needs --model DIRECTORY and --metadata FILE.gguf, once")
+    import torch
+    from reordered_model import reordered, write_gguf
+    from safetensors.torch import load_file, save_file
+
+    print(f"making {places.model} and {places.gguf('f16')}")
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    weights = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}
+    made = reordered(weights, config)
+    places.gguf("f16").parent.mkdir(parents=True, exist_ok=True)
+    write_gguf(made, config, metadata, places.gguf("f16"), wide=False)
+    places.model.mkdir(parents=True, exist_ok=True)
+    halves = {name: tensor.half() if tensor.dim() > 1 else tensor for name, tensor in made.items()}
+    save_file(halves, places.model / "model.safetensors", metadata={"format": "pt"})
+    for file in model.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, places.model)
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    config["torch_dtype"] = str(torch.float16).removeprefix("torch.")
+    (places.model / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def prepare_windlass(places: Places, shape: str) -> None:
@@ -31,21 +64,26 @@ def prepare_windlass(places: Places, shape: str) -> None:
 
 
 def prepare_llama_cpp(places: Places) -> None:
-    """GGUF files: F16 by the converter, the others from it. `--pure` gives every matrix the same type."""
-    quantize, converter = places.llama_tool("llama-quantize"), places.llama_converter
-    if quantize is None or converter is None or places.export_python is None:
-        print(
-            "llama.cpp: left out: needs its tools built, its source for the converter, and the openvino-export environment"
-        )
+    """GGUF files: F16 by the converter, the others from it. `--pure` gives every matrix of a random model the same type."""
+    converter = places.llama_converter
+    tools = (places.llama_tool("llama-quantize", program) for program in reversed(llama_cpp.DIALECTS))
+    quantize = next((tool for tool in tools if tool is not None), None)
+    if quantize is None:
+        print("llama.cpp and ik_llama.cpp: left out: neither's llama-quantize is built")
+        return
+    if not places.gguf("f16").exists() and (converter is None or places.export_python is None):
+        print("llama.cpp and ik_llama.cpp: left out: need llama.cpp's source for the converter and openvino-export")
         return
     places.gguf("f16").parent.mkdir(parents=True, exist_ok=True)
-    if not places.gguf("f16").exists():
+    if converter is not None and not places.gguf("f16").exists():
         script = [str(places.export_python), str(converter), str(places.model)]
         paths = f"{converter.parent / 'gguf-py'}:{converter.parent}"
         _make([*script, "--outtype", "f16", "--outfile"], places.gguf("f16"), {"PYTHONPATH": paths})
-    for kind in ("q8_0", "q4_0"):
+    for kind in ("q8_0", "q4_0", "q4_k_m"):
         if not places.gguf(kind).exists():
-            _make([str(quantize), "--pure", str(places.gguf("f16"))], places.gguf(kind), last=[kind.upper()])
+            # Where quality counts, the recipe that llama.cpp's users get.
+            pure = [] if places.shape in REAL or kind == "q4_k_m" else ["--pure"]
+            _make([str(quantize), *pure, str(places.gguf("f16"))], places.gguf(kind), last=[kind.upper()])
 
 
 def prepare_openvino(places: Places) -> None:
@@ -80,9 +118,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for models and peers (default: work)")
     parser.add_argument("--shape", choices=SHAPES, default="1b")
+    parser.add_argument("--model", type=Path, help="of a real model's shape: a directory with float weights")
+    parser.add_argument("--metadata", type=Path, help="of a real model's shape: a GGUF file of it")
     options = parser.parse_args()
     places = Places(options.work.resolve(), options.shape)
-    prepare_windlass(places, options.shape)
+    if options.shape in REAL:
+        prepare_real(places, options.model, options.metadata)
+    else:
+        prepare_windlass(places, options.shape)
     prepare_llama_cpp(places)
     prepare_openvino(places)
 

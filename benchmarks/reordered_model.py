@@ -71,8 +71,10 @@ def reordered(weights: dict[str, Tensor], config: dict[str, int], seed: int = 0)
     return {name: tensor.contiguous() for name, tensor in made.items()}
 
 
-def write_gguf(weights: dict[str, Tensor], config: dict[str, int], metadata: Path, target: Path) -> None:
-    """A float32 GGUF of a Llama, for llama.cpp: its rows of queries and keys hold pairs (2j, 2j + 1)."""
+def write_gguf(
+    weights: dict[str, Tensor], config: dict[str, int], metadata: Path, target: Path, *, wide: bool = True
+) -> None:
+    """A GGUF of a Llama, for llama.cpp: its rows of queries and keys hold pairs (2j, 2j + 1). wide: float32, else float16."""
     writer = gguf.GGUFWriter(target, "llama")
     for key, field in gguf.GGUFReader(metadata).fields.items():
         if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
@@ -80,7 +82,7 @@ def write_gguf(weights: dict[str, Tensor], config: dict[str, int], metadata: Pat
         kind = field.types[0]
         several = kind == gguf.GGUFValueType.ARRAY
         writer.add_key_value(key, field.contents(), kind, sub_type=field.types[-1] if several else None)
-    writer.add_uint32("general.file_type", 0)
+    writer.add_uint32("general.file_type", 0 if wide else 1)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in weights.items():
         rows = tensor.numpy()
@@ -89,7 +91,8 @@ def write_gguf(weights: dict[str, Tensor], config: dict[str, int], metadata: Pat
             shape = rows.shape
             rows = rows.reshape(heads[parts[-1]], 2, -1, shape[1]).swapaxes(1, 2).reshape(shape)
         known = _OUTER.get(name) or f"blk.{parts[2]}.{_INNER['.'.join(parts[3:])]}.weight"
-        writer.add_tensor(known, np.ascontiguousarray(rows))
+        halved = rows.ndim > 1 and not wide
+        writer.add_tensor(known, np.ascontiguousarray(rows.astype(np.float16) if halved else rows))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

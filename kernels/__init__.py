@@ -14,6 +14,7 @@ from windlass.kernels.layouts.low_rank import LowRank, LowRankPart
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.step_rows import RowsFiller, StepRows
 
 __all__ = [
     "FORMS",
@@ -37,7 +38,9 @@ __all__ = [
     "Penalties",
     "Recorder",
     "Recording",
+    "RowsFiller",
     "StackedWeight",
+    "StepRows",
     "Storage",
     "Weight",
     "bind",

@@ -32,6 +32,7 @@ from windlass.kernels.layouts.low_rank import LowRank
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.weight_memory import WeightMemory
 
 Activations: TypeAlias = Literal["int8", "float32"]
@@ -203,14 +204,18 @@ class Backend(ABC):
     # Rotation and attention
 
     @abstractmethod
-    def rotary_angles(
-        self, inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of inv_freq[:, rows] * positions, formed and reduced in float64.
 
         inv_freq: [G, R, d/2] float64. rows, positions: [T] int64, positions exact to 2^53. Returns two float32 [G, T, d/2],
-        right to rounding at any position; an element's bits depend on its frequency and position only. out: two contiguous
-        ones in host memory to write into and return, where the backend reads that.
+        right to rounding at any position; an element's bits depend on its frequency and position only.
+        """
+
+    @abstractmethod
+    def rows_filler(self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, block_size: int) -> RowsFiller:
+        """What fills in these rows, again and again, where `reads_host_memory`.
+
+        inv_freq: [G, R, d/2] float64, q_scale: [G, R] float32, whose memory stays while what they hold may change.
         """
 
     @abstractmethod
@@ -257,8 +262,11 @@ class Backend(ABC):
     # Drawing
 
     @abstractmethod
-    def row_maxima(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        """The first index of each row's largest value, and that value; a NaN counts as the largest. logits: [R, V] float32."""
+    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The first index of each row's largest value, int64 [R], and that value, float32 [R]; a NaN counts as the largest.
+
+        logits: [R, V] float32.
+        """
 
     @abstractmethod
     def drawer(self, vocab_size: int) -> Drawer:

@@ -18,6 +18,7 @@ from harness import llama_cpp
 from harness.measures import Measure
 from harness.places import Places
 from harness.serving import time_to_ready
+from harness.shape import REAL
 from harness.worker import Worker, WorkerError
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
@@ -30,6 +31,7 @@ class Contestant(Protocol):
 
     slow: takes so long to start that it takes part only when it is named.
 
+    weight_bytes: of what a decode step reads, None where the program does not say.
     measure returns up to `repeats` samples in tokens per second; more than one where repeating costs extra. It calls
     `prepared` when only the timed part remains, or before its command where it cannot be held there.
     startup returns seconds until ready and peak bytes, or None where the program has no such thing.
@@ -43,6 +45,7 @@ class Contestant(Protocol):
 
     def start(self) -> None: ...
     def version(self) -> str: ...
+    def weight_bytes(self) -> float | None: ...
     def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]: ...
     def startup(self) -> tuple[float, int] | None: ...
     def close(self) -> None: ...
@@ -63,6 +66,9 @@ class _InWorker(ABC):
 
     def version(self) -> str:
         return str(self._started().info["version"])
+
+    def weight_bytes(self) -> float | None:
+        return None
 
     def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]:
         return self._started().measure(measure.to_dict(), prepared)
@@ -102,7 +108,9 @@ class WindlassContestant(_InWorker):
         self.weights = quantization
         self.kv_dtype = kv_dtype
         self.dtype = dtype
-        label = "bf16" if quantization == "none" else quantization
+        label = quantization
+        if quantization == "none":
+            label = "f16" if places.shape in REAL else "bf16"
         self.name = f"Windlass {label}" + (f", {kv_dtype} KV" if kv_dtype != "auto" else "")
         if dtype != "auto":
             self.name += f", computed in {dtype}"
@@ -127,6 +135,9 @@ class WindlassContestant(_InWorker):
     def version(self) -> str:
         info = self.info()
         return f"{info['version']} with torch {info['torch']}"
+
+    def weight_bytes(self) -> float | None:
+        return float(self.info()["weight_bytes"])
 
     def startup(self) -> tuple[float, int] | None:
         options = ["--kv-cache-memory", str(STARTUP_KV_BYTES), "--threads", str(self._threads)]
@@ -162,30 +173,34 @@ class OpenVINOContestant(_InWorker):
 
 
 class LlamaCppContestant:
-    """llama-bench and llama-batched-bench, one command per measure; the file is read again each time, outside the clock.
+    """llama.cpp, or its fork ik_llama.cpp: llama-bench and llama-batched-bench, one command per measure.
 
+    The file is read again each time, outside the clock.
     At depth llama-depth in a worker where it is built, since llama-bench computes what it fills the cache with.
     """
 
-    program = "llama.cpp"
     slow = False
     kv_dtype = "f16; q8_0 at depth"
 
-    def __init__(self, places: Places, weights: str, threads: int) -> None:
-        self.name, self.weights = f"llama.cpp {weights.upper()}", weights
+    def __init__(self, places: Places, weights: str, threads: int, program: str = "llama.cpp") -> None:
+        self.program, self._dialect = program, llama_cpp.DIALECTS[program]
+        self.name, self.weights = f"{program} {weights.upper()}", weights
         self._places, self._threads = places, threads
         self._version = "unknown"
         self._deep: tuple[Measure, Worker] | None = None  # one cache is filled at a time
 
     def start(self) -> None:
         for tool in ("llama-bench", "llama-batched-bench"):
-            if self._places.llama_tool(tool) is None:
-                raise WorkerError(f"not installed: no {tool} in peers/llama.cpp-build/bin of the work folder")
+            if self._places.llama_tool(tool, self.program) is None:
+                raise WorkerError(f"not installed: no {tool} in peers/{self.program}-build/bin of the work folder")
         if not self._places.gguf(self.weights).exists():
             raise WorkerError(f"no model at {self._places.gguf(self.weights)}: run benchmarks/prepare_peers.py")
 
     def version(self) -> str:
         return self._version
+
+    def weight_bytes(self) -> float | None:
+        return float(self._places.gguf(self.weights).stat().st_size)  # but for some megabytes of vocabulary
 
     def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]:
         model = self._places.gguf(self.weights)
@@ -195,12 +210,13 @@ class LlamaCppContestant:
         prepared()
         if measure.streams > 1:
             tool = self._tool("llama-batched-bench")
-            command = llama_cpp.batched_bench_command(tool, model, measure, self._threads)
+            command = llama_cpp.batched_bench_command(tool, model, measure, self._threads, self._dialect)
             # Its log thread sometimes loses everything at exit, the result among it, with status 0.
             outputs = (self._run(command) for _ in range(5))
             return llama_cpp.parse_batched_bench(next(filter(str.strip, outputs), ""))
         times = repeats if measure.kind == "depth" else 1
-        output = self._run(llama_cpp.bench_command(self._tool("llama-bench"), model, measure, self._threads, times))
+        tool = self._tool("llama-bench")
+        output = self._run(llama_cpp.bench_command(tool, model, measure, self._threads, times, self._dialect))
         self._version = llama_cpp.parse_version(output)
         return llama_cpp.parse_bench(output)
 
@@ -214,7 +230,7 @@ class LlamaCppContestant:
 
     def _filled(self, measure: Measure) -> Worker | None:
         """The worker with the cache for `measure`; None where llama-depth is not built."""
-        tool = self._places.llama_tool("llama-depth")
+        tool = self._places.llama_tool("llama-depth", self.program)
         if tool is None:
             return None
         if self._deep is None or self._deep[0] != measure:
@@ -224,7 +240,7 @@ class LlamaCppContestant:
         return self._deep[1]
 
     def _tool(self, name: str) -> Path:
-        tool = self._places.llama_tool(name)
+        tool = self._places.llama_tool(name, self.program)
         if tool is None:
             raise WorkerError(f"not installed: {name}")
         return tool
@@ -275,10 +291,14 @@ def contestants_for(
 ) -> list[Contestant]:
     """Everybody who could take part in a group; whether they can shows when they start."""
     openvino: list[Contestant] = [OpenVINOContestant(places, w, threads, vocab) for w in ("int8", "int4")]
-    llama: list[Contestant] = [LlamaCppContestant(places, w, threads) for w in ("f16", "q8_0", "q4_0")]
+    llama: list[Contestant] = [
+        LlamaCppContestant(places, w, threads, program)
+        for program in llama_cpp.DIALECTS
+        for w in ("f16", "q8_0", "q4_0", "q4_k_m")
+    ]
     if kind == "depth":
         ours: list[Contestant] = [WindlassContestant(places, "int8", threads, kv, kv_gb) for kv in kv_dtypes]
-        return [*ours, openvino[0], llama[1]]
+        return [*ours, openvino[0], *(one for one in llama if one.weights == "q8_0")]
     ours = [WindlassContestant(places, w, threads, "auto", kv_gb) for w in ("none", "int8", "int4")]
     ours.append(WindlassContestant(places, "none", threads, "auto", kv_gb, dtype="bfloat16"))
     vllm: list[Contestant] = [

@@ -28,15 +28,15 @@ class Measure:
         return asdict(self)
 
 
-def measures_of(kind: Kind, depths: tuple[int, ...]) -> list[Measure]:
-    """The measures of one group."""
+def measures_of(kind: Kind, depths: tuple[int, ...], pace: int = 1) -> list[Measure]:
+    """The measures of one group. pace: of the model's shape."""
     if kind == "decode":
         return [
-            Measure("decode, 1 stream", "decode", streams=1, steps=24),
-            Measure("decode, 8 streams", "decode", streams=8, steps=12),
+            Measure("decode, 1 stream", "decode", streams=1, steps=24 * pace),
+            Measure("decode, 8 streams", "decode", streams=8, steps=12 * pace),
         ]
     if kind == "prefill":
         return [Measure(f"prefill {n:,}", "prefill", prompt=n, steps=1) for n in (512, 4096)]
     if kind == "depth":
-        return [Measure(f"decode at {n:,}", "depth", prompt=n, steps=8) for n in depths]
+        return [Measure(f"decode at {n:,}", "depth", prompt=n, steps=8 * pace) for n in depths]
     return [Measure("startup", "startup")]

@@ -22,8 +22,13 @@ class Places:
         """The safetensors checkpoint."""
         return self._models / "model"
 
+    @property
+    def quality(self) -> Path:
+        """What peers_quality.py found."""
+        return self._models / "quality.json"
+
     def gguf(self, kind: str) -> Path:
-        """kind: f16, q8_0 or q4_0."""
+        """kind: f16, q8_0, q4_0 or q4_k_m."""
         return self._models / "gguf" / f"model-{kind}.gguf"
 
     def openvino_model(self, kind: str) -> Path:
@@ -42,9 +47,9 @@ class Places:
     def vllm_python(self) -> Path | None:
         return _existing(self.work / "peers" / "vllm" / "bin" / "python")
 
-    def llama_tool(self, name: str) -> Path | None:
-        """llama-bench, llama-batched-bench, llama-quantize or our llama-depth."""
-        return _existing(self.work / "peers" / "llama.cpp-build" / "bin" / name)
+    def llama_tool(self, name: str, program: str = "llama.cpp") -> Path | None:
+        """llama-bench, llama-batched-bench, llama-quantize, llama-perplexity or our llama-depth. program: whose."""
+        return _existing(self.work / "peers" / f"{program}-build" / "bin" / name)
 
     @property
     def llama_converter(self) -> Path | None:

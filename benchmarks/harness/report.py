@@ -31,6 +31,23 @@ class Goal:
     at_least: float
 
 
+# Pairs of a like quality; what a real model's perplexity says of each stands beside them.
+REAL_GOALS = (
+    Goal("decode, 1 stream", "Windlass int8", "ik_llama.cpp Q8_0", 1.15),
+    Goal("decode, 1 stream", "Windlass int4", "ik_llama.cpp Q4_K_M", 1.15),
+    Goal("decode, 1 stream", "Windlass f16", "ik_llama.cpp F16", 1.1),
+    Goal("decode, 1 stream", "Windlass int8", "bound", 0.92),
+    Goal("decode, 1 stream", "Windlass int4", "bound", 0.92),
+    Goal("decode, 8 streams", "Windlass int8", "ik_llama.cpp Q8_0", 1.5),
+    Goal("decode, 8 streams", "Windlass int4", "ik_llama.cpp Q4_K_M", 1.5),
+    Goal("prefill 512", "Windlass int8", "ik_llama.cpp Q8_0", 1.15),
+    Goal("prefill 512", "Windlass int8", "OpenVINO int8", 1.15),
+    Goal("prefill 512", "Windlass f16", "ik_llama.cpp F16", 1.1),
+    Goal("prefill 4,096", "Windlass int8", "ik_llama.cpp Q8_0", 1.1),
+    Goal("prefill 4,096", "Windlass int8", "OpenVINO int8", 1.1),
+    Goal("decode at 512", "Windlass int8, int8 KV", "ik_llama.cpp Q8_0", 1.15),
+    Goal("decode at 4,096", "Windlass int8, int8 KV", "ik_llama.cpp Q8_0", 1.15),
+)
 GOALS = (
     Goal("decode, 1 stream", "Windlass int8", "OpenVINO int8", 1.1),
     Goal("decode, 1 stream", "Windlass int8", "bound", 0.9),
@@ -67,15 +84,22 @@ def rate_of_kind(kind: str) -> Literal["read_gb_s", "fp32_gflop_s"]:
 
 
 def bound_of(
-    shape: ModelShape, kind: str, streams: int, prompt: int, weights: str, kv_dtype: str, read_gb_s: float
+    shape: ModelShape,
+    kind: str,
+    streams: int,
+    prompt: int,
+    weights: str | float,
+    kv_dtype: str,
+    read_gb_s: float,
 ) -> tuple[float, str] | None:
     """Tokens per second the memory allows a decode step, and why; None for a prompt, whose products are not float32 only.
 
+    weights: a key of WEIGHT_BITS, or bytes.
     A step reads every weight once for all streams, and at depth also every key and value of its stream.
     """
     if kind not in ("decode", "depth"):
         return None
-    read = shape.weight_bytes(weights)
+    read = shape.weight_bytes(weights) if isinstance(weights, str) else weights
     reason = "weights"
     if kind == "depth":
         cached = {"u8": "int8", "auto": "float32"}.get(kv_dtype, "int8" if "q8_0" in kv_dtype else kv_dtype)
@@ -86,7 +110,8 @@ def bound_of(
 
 def add_bound(result: dict[str, Any], shape: ModelShape) -> None:
     """Give a result its `bound` and `share`, if its kind has any: the medians over its samples, each beside its own rate."""
-    numbers = (result["kind"], result["streams"], result["prompt"], result["weights"], result["kv_dtype"])
+    weights = result.get("weight_bytes") or result["weights"]
+    numbers = (result["kind"], result["streams"], result["prompt"], weights, result["kv_dtype"])
     per_gb_s = bound_of(shape, *numbers, 1.0)
     if per_gb_s:
         rates = rates_beside(result, "read_gb_s")
@@ -195,6 +220,12 @@ def newest_results(report: dict[str, Any]) -> list[tuple[dict[str, Any], dict[st
     return [(run, r) for measure, run in newest.items() for r in run["results"] if r["measure"] == measure]
 
 
+def quality_of(quality: abc.Mapping[str, dict[str, float]], contestant: str) -> str:
+    """What its perplexity is above that of the weights as stored; – where nobody measured it. Caches are not told apart."""
+    found = quality.get(contestant) or quality.get(contestant.split(",")[0])
+    return "–" if found is None else f"{100 * found['change']:+.2g} %"
+
+
 def three_digits(value: float) -> str:
     """Three digits, or a whole number with commas."""
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -215,9 +246,10 @@ def table(run: dict[str, Any]) -> str:
             )
         ),
         "",
-        "| measure | contestant | median | min–max | of the bound | rate beside it | others' share of the machine |",
-        "|---|---|---|---|---|---|---|",
+        "| measure | contestant | perplexity | median | min–max | of the bound | rate beside it | others' share |",
+        "|---|---|---|---|---|---|---|---|",
     ]
+    quality = run.get("quality", {})
     for result in run["results"]:
         share = share_of(result)
         bounded = f"{share:.0%} of {three_digits(result['bound'])}" if share else "–"
@@ -227,7 +259,8 @@ def table(run: dict[str, Any]) -> str:
             if name in result.get("rates", {})
         )
         lines.append(
-            f"| {result['measure']} | {result['contestant']} | {three_digits(result['median'])} {result['unit']} | "
+            f"| {result['measure']} | {result['contestant']} | {quality_of(quality, result['contestant'])} | "
+            f"{three_digits(result['median'])} {result['unit']} | "
             f"{three_digits(result['min'])}–{three_digits(result['max'])} | {bounded} | {', '.join(beside) or '–'} | "
             f"{max(result['foreign'] or [0]):.0%} |"
         )
@@ -235,7 +268,9 @@ def table(run: dict[str, Any]) -> str:
         lines += ["", "| measure | ratio | | goal |", "|---|---|---|---|"]
         for ratio in run["ratios"]:
             verdict = "reached" if ratio["reached"] else "missed"
-            pair = f"{ratio['contestant']} over {ratio['over']}"
+            both = [quality_of(quality, ratio[side]) for side in ("contestant", "over")]
+            beside = f" (perplexity {both[0]} against {both[1]})" if quality and ratio["over"] != "bound" else ""
+            pair = f"{ratio['contestant']} over {ratio['over']}{beside}"
             lines.append(f"| {ratio['measure']} | {pair} | {ratio['ratio']:.2f} | {ratio['goal']} {verdict} |")
     if run.get("derived"):
         lines += ["", *(f"{name}: {value:.3g}" for name, value in run["derived"].items())]

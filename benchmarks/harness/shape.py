@@ -14,14 +14,16 @@ WEIGHT_BITS = {
     "q8_0": 8.5,  # a float16 scale per 32 weights
     "int4": 4.5,  # the same
     "q4_0": 4.5,
-}
+}  # what a program holds otherwise it says itself
 # Bytes of one head's key or value of `n` numbers: float32, and int8 with one float32 scale per token and head.
 KV_ELEMENT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama with tied embeddings; `context` is the trained length."""
+    """A Llama with tied embeddings; `context` is the trained length. pace: how many times as many tokens as of a 1B model
+    a sample of decoding takes, so that it lasts as long.
+    """
 
     hidden: int
     layers: int
@@ -30,6 +32,7 @@ class ModelShape:
     ffn: int
     vocab: int
     context: int = 40960
+    pace: int = 1
 
     @property
     def head_dim(self) -> int:
@@ -75,4 +78,7 @@ class ModelShape:
 
 ONE_B = ModelShape(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocab=32000)
 SMALL = ModelShape(hidden=256, layers=4, heads=8, kv_heads=2, ffn=704, vocab=1024)
-SHAPES = {"1b": ONE_B, "small": SMALL}
+SMOLLM2 = ModelShape(hidden=576, layers=30, heads=9, kv_heads=3, ffn=1536, vocab=49152, context=8192, pace=6)
+# With weights that somebody trained: what rounding costs shows there alone.
+REAL = {"135m": SMOLLM2}
+SHAPES = {"1b": ONE_B, "small": SMALL, **REAL}

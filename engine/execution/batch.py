@@ -20,9 +20,9 @@ from windlass.engine.execution.ranges import is_ranged, query_ranges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences
 from windlass.engine.model.adapters.adapter import AdapterRows, LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
-from windlass.engine.rotary.tables import RotaryTables, TokenRotations
+from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
-from windlass.kernels import Backend
+from windlass.kernels import Backend, StepRows
 
 _MAX_SHAPES = 4
 _FIRST_COLUMNS = 64
@@ -33,27 +33,26 @@ _ROW_BY_ROW_LENGTH = 1024
 class _Memory:
     """The arrays behind one batch of B rows and block tables of `width` columns."""
 
-    def __init__(self, groups: int, rows: int, width: int, rotary: RotaryTables) -> None:
-        self.said = np.zeros((4, rows), dtype=np.int64)  # of each row: token, slot, first position, rotary row
-        self.positions, self.lengths, self.block, self.offset = np.zeros((4, rows), dtype=np.int64)
-        self.row = np.arange(rows)
-        self.slots = np.zeros((groups, rows), dtype=np.int64)
-        self.tables = np.full((groups, rows, width), -1, dtype=np.int32)
-        ids, _, _, rotary_ids = (torch.from_numpy(row) for row in self.said)
+    def __init__(
+        self, groups: int, rows: int, width: int, rotary: RotaryTables, block_size: int, backend: Backend
+    ) -> None:
         rotary_groups, _, half = rotary.inv_freq.shape
-        shapes = (rotary_groups, rows, half), (rotary_groups, rows, half), (rotary_groups, rows)
-        self.rotation = TokenRotations(*(torch.from_numpy(np.zeros(shape, dtype=np.float32)) for shape in shapes))
-        positions = torch.from_numpy(self.positions)
+        self.rows = StepRows.zeros(groups, rows, width, rotary_groups, half)
+        self.fill = backend.rows_filler(self.rows, rotary.inv_freq, rotary.q_scale, block_size)
+        ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.said)
+        positions = torch.from_numpy(self.rows.positions)
         self.batch = ForwardBatch(
             input_ids=ids,
             positions=positions,
             rotary_ids=rotary_ids,
-            slots=torch.from_numpy(self.slots),
-            block_tables=torch.from_numpy(self.tables),
+            slots=torch.from_numpy(self.rows.slots),
+            block_tables=torch.from_numpy(self.rows.tables),
             query_start=torch.arange(rows + 1),
-            seq_lens=torch.from_numpy(self.lengths),
+            seq_lens=torch.from_numpy(self.rows.lengths),
             context_positions=positions,
-            **self.rotation._asdict(),
+            cos=self.rows.cos,
+            sin=self.rows.sin,
+            q_scale=self.rows.q_scale,
             score_scale=torch.from_numpy(np.ones(rows, dtype=np.float32)),
             lasting=True,
         )
@@ -83,6 +82,7 @@ class BatchBuilder:
         self._windows, self._anchored = windows, anchored
         self._sequences, self._rotary = sequences, rotary
         self._groups, self._block_size, self._device = num_groups, block_size, backend.device
+        self._backend = backend
         self._memory: OrderedDict[tuple[int, int], _Memory] = OrderedDict()  # by rows and width
         self.lasting = backend.reads_host_memory
 
@@ -148,7 +148,7 @@ class BatchBuilder:
         block, offset = np.divmod(index, self._block_size)
         slots = np.ascontiguousarray(tables[:, row, block] * np.int64(self._block_size) + offset)  # [K, T]
         if slots.min() < 0:
-            raise AssertionError("a scheduled token has no block to go to")
+            raise IndexError("a scheduled token has no block to go to")
         places = index + first[row]
         positions, rotary_ids = self._tensor(places), self._tensor(rotary[row])
         versions = self._versions(chunks, places, closed[row], rotary[row]) if ranged else None
@@ -200,36 +200,26 @@ class BatchBuilder:
 
     def _fill(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """A batch in which every token counts as a sequence of its own, in lasting memory."""
-        said, places, live_sequences = [], [], self._sequences.by_id
+        said, last, live_sequences = [], 0, self._sequences.by_id
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
             position = live.layout.first_position
             known = live.token_ids[start : start + item.num_tokens - len(item.draft)]
             for i, token in enumerate((*known, *item.draft), start=start):
-                said.append((token, i, position, live.rotary_id))
-                places.append(live.row)
-        numbers = np.array(said, dtype=np.int64).T  # [4, T]
-        blocks = -(-(int(numbers[1].max()) + 1) // self._block_size)
+                said.append((token, i, position, live.rotary_id, live.row))
+            last = max(last, start + item.num_tokens - 1)
+        blocks = last // self._block_size + 1
         memory = self._memory_for(len(said), blocks)
-        memory.said[...] = numbers
-        _, index, first, _ = memory.said
-        np.add(index, first, out=memory.positions)
-        np.add(index, 1, out=memory.lengths)
-        memory.tables[:, :, :blocks] = self._sequences.tables(places, blocks)
-        np.divmod(index, self._block_size, out=(memory.block, memory.offset))
-        np.multiply(memory.tables[:, memory.row, memory.block], np.int64(self._block_size), out=memory.slots)
-        if memory.slots.min() < 0:
-            raise AssertionError("a scheduled token has no block to go to")
-        memory.slots += memory.offset
-        batch = memory.batch
-        self._rotary.write_cos_sin(batch.rotary_ids, batch.positions, memory.rotation)
-        return batch
+        memory.rows.said.T[...] = said
+        memory.fill(self._sequences.all_tables(blocks), blocks)
+        return memory.batch
 
     def _memory_for(self, rows: int, blocks: int) -> _Memory:
         width = max(_FIRST_COLUMNS, 1 << (blocks - 1).bit_length())
         found = self._memory.get((rows, width))
         if found is None:
-            found = self._memory[rows, width] = _Memory(self._groups, rows, width, self._rotary)
+            found = _Memory(self._groups, rows, width, self._rotary, self._block_size, self._backend)
+            self._memory[rows, width] = found
             while len(self._memory) > _MAX_SHAPES:
                 self._memory.popitem(last=False)
         else:

@@ -172,7 +172,8 @@ class Drafter:
         batch = self._batches.build(items)
         batch.input_ids.clamp_(max=self._decoder.spec.vocab_size - 1)
         self.positions_computed += batch.input_ids.shape[0]
-        return self._replay.run(batch) or (self._decoder.forward(batch, self._cache), None)
+        made = self._replay.run(batch, maxima=False)
+        return (self._decoder.forward(batch, self._cache), None) if made is None else (made.hidden, made.logits)
 
     def _own(self, rerotation: KeyRerotation) -> KeyRerotation:
         """The same for the draft model's frequencies."""

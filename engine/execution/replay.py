@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,14 @@ _ARENA_BYTES = 64 << 20
 _MAX_PLANS = 32  # rows change as streams come and go; under speculation each comes with 1 to 1 + k
 
 
+class StepTensors(NamedTuple):
+    """Of a step: normed hidden states [T, hidden], logits [T, V], and where asked for their `Backend.row_maxima`."""
+
+    hidden: Tensor
+    logits: Tensor
+    maxima: tuple[Tensor, Tensor] | None
+
+
 @dataclass(slots=True)
 class _Plan:
     """What steps of one shape share. confirmed: two steps have been recorded and agree. obstacle: what keeps them from it.
@@ -42,8 +50,7 @@ class _Plan:
     recording: Recording | None = None
     confirmed: bool = False
     obstacle: str | None = None
-    hidden: Tensor | None = None
-    logits: Tensor | None = None
+    made: StepTensors | None = None
 
 
 class DecodeReplay:
@@ -51,7 +58,7 @@ class DecodeReplay:
 
     def __init__(self, decoder: Decoder, cache: KVStorage) -> None:
         self._decoder, self._cache = decoder, cache
-        # By rows, width of the block tables, and the shapes of the queries' versions.
+        # By rows, width of the block tables, whether maxima are wanted, and the shapes of the queries' versions.
         self._plans: OrderedDict[tuple[int, ...], _Plan | None] = OrderedDict()
         self.obstacle = decoder.backend.recording_refusal
         # Of all plans: steps come one after the other.
@@ -61,8 +68,8 @@ class DecodeReplay:
         self._embeds_in_kernels = spec.temperature is None and isinstance(decoder.embedding, Tensor)
         self.num_repeated = 0
 
-    def run(self, batch: ForwardBatch) -> tuple[Tensor, Tensor] | None:
-        """Normed hidden states [T, hidden] and logits [T, V] of a batch of single tokens, overwritten by the next step.
+    def run(self, batch: ForwardBatch, *, maxima: bool) -> StepTensors | None:
+        """What a batch of single tokens makes, overwritten by the next step. maxima: whether the largest logits are wanted.
 
         None where the caller has to run the step itself: other batches, shapes seen for the first time, and more rows than
         `max_rows`.
@@ -73,7 +80,7 @@ class DecodeReplay:
         if batch.adapters is not None:  # what they add is not among the calls that can be repeated
             return None
         width = max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
-        key = rows, width, *_shape_of(batch.versions)
+        key = rows, width, maxima, *_shape_of(batch.versions)
         if key not in self._plans:
             self._plans[key] = None
             while len(self._plans) > _MAX_PLANS:
@@ -87,29 +94,31 @@ class DecodeReplay:
         if plan is None:
             plan = self._plans[key] = _new_plan(batch, x, width)
         _fill(plan, batch, x)
-        if plan.confirmed and plan.recording is not None and plan.hidden is not None and plan.logits is not None:
+        if plan.confirmed and plan.recording is not None and plan.made is not None:
             if plan.recording.repeat():
                 self.num_repeated += 1
-                return plan.hidden, plan.logits
+                return plan.made
             _fill(plan, batch, x)  # the call that failed raises again below, with a message
-        found = self._record(self._recorder, plan)
+        found = self._record(self._recorder, plan, maxima)
         if plan.obstacle is not None:  # fewer rows may still do: they need less memory, and kernels that suit few
             self.max_rows, self.obstacle = rows - 1, plan.obstacle
             del self._plans[key]
         return found
 
-    def _record(self, recorder: Recorder, plan: _Plan) -> tuple[Tensor, Tensor]:
+    def _record(self, recorder: Recorder, plan: _Plan, maxima: bool) -> StepTensors:
         with recorder.record() as recording:
             x = self._decoder.embed(plan.batch)[0] if plan.x is None else plan.x
             hidden = self._decoder.run_layers(x, plan.batch, self._cache)
             logits = self._decoder.logits(hidden)
-        earlier, plan.recording, plan.hidden, plan.logits = plan.recording, recording, hidden, logits
+            largest = self._decoder.backend.row_maxima(logits) if maxima else None
+        plan.made = StepTensors(hidden, logits, largest)
+        earlier, plan.recording = plan.recording, recording
         plan.obstacle = recording.obstacle
         if earlier is not None and plan.obstacle is None:
             plan.confirmed = earlier.same_values(recording)
             if not plan.confirmed:
                 plan.obstacle = "the calls of two steps differ in more than what their tensors hold"
-        return hidden, logits
+        return plan.made
 
 
 def _new_plan(batch: ForwardBatch, x: Tensor | None, width: int) -> _Plan:
@@ -141,6 +150,8 @@ def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor | None) -> None:
     """Put this step's operands where the recorded calls look for them; a lasting batch stands there already."""
     if plan.x is not None and x is not None:
         plan.x.copy_(x)
+    if batch is plan.batch:
+        return
     for name in _TENSORS:
         source, target = getattr(batch, name), getattr(plan.batch, name)
         if source is not target:

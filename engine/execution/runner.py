@@ -16,13 +16,13 @@ from windlass.engine.errors import EngineError
 from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.drafter import Drafter, DraftModel
 from windlass.engine.execution.key_rotator import KeyRotator
-from windlass.engine.execution.replay import DecodeReplay
+from windlass.engine.execution.replay import DecodeReplay, StepTensors
 from windlass.engine.execution.sequences import LiveSequences
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.accept import Draws, draw_tokens
-from windlass.engine.sampling.sampler import Sampler, token_logprobs
+from windlass.engine.sampling.sampler import Sampler, takes_largest, token_logprobs
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
 
 # Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
@@ -73,8 +73,8 @@ class Runner:
         if self.drafter is not None:
             plan = self.drafter.propose(plan)
         self._prepare(plan)
-        hidden, logits = self._forward(plan)
-        results = {result.seq_id: result for result in self._sample(plan, hidden, logits)}
+        hidden, made = self._forward(plan)
+        results = {result.seq_id: result for result in self._sample(plan, hidden, made)}
         for seq_id, logprobs in self._prompt_logprobs(plan, hidden):
             result = results.get(seq_id, StepResult(seq_id))
             if isinstance(logprobs, EngineError):
@@ -123,12 +123,15 @@ class Runner:
         if self.drafter is not None:
             self.drafter.restore((row.row, row.specs) for row in snapshot.rotary_rows)
 
-    def _forward(self, plan: SchedulerOutput) -> tuple[Tensor, Tensor | None]:
-        """Hidden states of every row, and logits of every row where they are known already."""
+    def _forward(self, plan: SchedulerOutput) -> tuple[Tensor, StepTensors | None]:
+        """Hidden states [T, hidden] of every row, and what else is known of every row already."""
         batch = self.batches.build(plan.sequences)
-        hidden, logits = self.replay.run(batch) or (self.decoder.forward(batch, self.cache), None)  # [T, hidden]
+        live = self.sequences.by_id
+        maxima = all(takes_largest(live[item.seq_id].slot) for item in plan.sequences)
+        made = self.replay.run(batch, maxima=maxima)
+        hidden = self.decoder.forward(batch, self.cache) if made is None else made.hidden
         self.positions_computed += hidden.shape[0]
-        return hidden, logits
+        return hidden, made
 
     def _prepare(self, plan: SchedulerOutput) -> None:
         """Tell the sampler what it will be asked for, so that it can work while the model does."""
@@ -139,8 +142,8 @@ class Runner:
             slots += own + [own[0].after(item.draft[:i]) for i in range(1, len(item.draft) + 1)]
         self.sampler.prepare(slots)
 
-    def _sample(self, plan: SchedulerOutput, hidden: Tensor, logits: Tensor | None) -> list[StepResult]:
-        """logits: of every row, where they are known already."""
+    def _sample(self, plan: SchedulerOutput, hidden: Tensor, made: StepTensors | None) -> list[StepResult]:
+        """made: what is known of every row already."""
         rows: list[int] = []
         wanted: list[Draws] = []
         end, live = 0, self.sequences.by_id
@@ -152,10 +155,12 @@ class Runner:
                 rows += range(end - 1 - len(item.draft), end)
         if not wanted:
             return []
-        chosen = hidden if logits is None else logits
+        if made is not None and len(rows) == len(made.logits):
+            return draw_tokens(self.sampler, made.logits, wanted, made.maxima)
+        chosen = hidden if made is None else made.logits
         if len(rows) < chosen.shape[0]:
             chosen = chosen[torch.tensor(rows, device=chosen.device)]
-        logits = self.decoder.logits(chosen) if logits is None else chosen  # [R, V]
+        logits = self.decoder.logits(chosen) if made is None else chosen  # [R, V]
         return draw_tokens(self.sampler, logits, wanted)
 
     def _prompt_logprobs(

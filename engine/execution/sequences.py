@@ -110,6 +110,15 @@ class LiveSequences:
         live = self.by_id[seq_id]
         return self._tables[group, live.row, : live.num_blocks[group]]
 
+    def all_tables(self, columns: int) -> NDArray[np.int32]:
+        """[K, R, at least `columns`] of all rows; what the next plan may change, and another array once it has grown.
+
+        Entries past a sequence's last block are undefined.
+        """
+        if columns > self._tables.shape[2]:
+            self._reserve(0, columns)
+        return self._tables
+
     def tables(self, rows: list[int], max_blocks: int) -> NDArray[np.int32]:
         """[K, B, max_blocks] of these rows; a view of what the next plan may change, where they lie side by side.
 

@@ -31,7 +31,8 @@ class RotaryTables:
     """Ref-counted rows, one per distinct spec; a row holds the frequencies of every rotary group.
 
     num_rows: at least twice the number of sequences, so that rows cannot run out. Groups with a smaller rotary_dim than
-    the widest are padded with frequency 0 (cosine 1, sine 0: no rotation).
+    the widest are padded with frequency 0 (cosine 1, sine 0: no rotation). inv_freq, q_scale: [G, R, D/2] float64 and [G, R]
+    float32, whose memory stays.
     """
 
     def __init__(self, num_rows: int, bases: Sequence[RotaryBase], backend: Backend) -> None:
@@ -42,7 +43,7 @@ class RotaryTables:
         groups, half = len(bases), max(self._half_dims)
         self._backend, self._device = backend, backend.device
         self.inv_freq = torch.zeros(groups, num_rows, half, dtype=torch.float64, device=self._device)  # [G, R, D/2]
-        self._q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
+        self.q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
         self._row_of: dict[tuple[str, ...], int] = {}
         self._key_of: dict[int, tuple[str, ...]] = {}
         self._content: dict[int, tuple[str, ...]] = {}  # what was written to each row last
@@ -96,7 +97,7 @@ class RotaryTables:
         for group, spec in enumerate(specs):
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
             self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
-            self._q_scale[group, row] = spec.rotary_scale**2
+            self.q_scale[group, row] = spec.rotary_scale**2
         self._content[row] = key
 
     def cos_sin(self, rotary_ids: Tensor, positions: Tensor) -> TokenRotations:
@@ -107,14 +108,7 @@ class RotaryTables:
         on the tokens beside it.
         """
         cos, sin = self._backend.rotary_angles(self.inv_freq, rotary_ids, positions)
-        return TokenRotations(cos, sin, self._q_scale.index_select(1, rotary_ids))
-
-    def write_cos_sin(self, rotary_ids: Tensor, positions: Tensor, out: TokenRotations) -> None:
-        """`cos_sin` into memory that is there already, contiguous as `cos_sin` returns it, where the backend reads
-        host memory."""
-        self._backend.rotary_angles(self.inv_freq, rotary_ids, positions, out=(out.cos, out.sin))
-        rows = rotary_ids.numpy()  # none is out of range, else the angles had raised; "clip" spares a copy
-        self._q_scale.numpy().take(rows, axis=1, out=out.q_scale.numpy(), mode="clip")
+        return TokenRotations(cos, sin, self.q_scale.index_select(1, rotary_ids))
 
 
 def rerotation_angles(

@@ -32,20 +32,23 @@ class Draws(NamedTuple):
     draft: tuple[int, ...] = ()
 
 
-def draw_tokens(sampler: Sampler, logits: Tensor, wanted: Sequence[Draws]) -> list[StepResult]:
+def draw_tokens(
+    sampler: Sampler, logits: Tensor, wanted: Sequence[Draws], maxima: tuple[Tensor, Tensor] | None = None
+) -> list[StepResult]:
     """What each sequence has drawn: a token per sample, or the proposed ones that are accepted and the model's own after them.
 
-    logits: [R, V].
+    logits: [R, V]. maxima: their `Backend.row_maxima`, if known.
     """
     if not any(item.draft for item in wanted):
         slots = [(item.row, slot) for item in wanted for slot in item.slots]
-        return [_result(slot, (one,)) for (_, slot), one in zip(slots, sampler.sample(logits, slots), strict=True)]
+        drawn_once = sampler.sample(logits, slots, maxima)
+        return [_result(slot, (one,)) for (_, slot), one in zip(slots, drawn_once, strict=True)]
     slots = []
     for item in wanted:
         slots += [(item.row, slot) for slot in item.slots]
         if not _one_by_one(item):
             slots += [(item.row + i, item.slots[0].after(item.draft[:i])) for i in range(1, len(item.draft) + 1)]
-    drawn = iter(sampler.sample(logits, slots))
+    drawn = iter(sampler.sample(logits, slots, maxima))
     results, slow = [], []
     for item in wanted:
         found = [next(drawn) for _ in item.slots]

@@ -45,6 +45,14 @@ class Drawn:
     error: EngineError | None = None
 
 
+def takes_largest(slot: SampleSlot) -> bool:
+    """Whether what it draws is the largest logit as it comes from the model."""
+    sampling = slot.sampling
+    if sampling.temperature > 0 or len(slot.token_ids) - slot.num_prompt_tokens < sampling.min_tokens:
+        return False
+    return not changes_logits(sampling)
+
+
 def _failure(message: str | None) -> EngineError:
     """The request's own fault unless the model's numbers are none."""
     if message is None or message == _BAD_LOGITS:
@@ -78,10 +86,16 @@ class Sampler:
         if self._masks is not None:
             self._masks.prepare([slot for slot in slots if slot.sampling.grammar is not None])
 
-    def sample(self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]]) -> list[Drawn]:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Sequence[tuple[int, SampleSlot]],
+        maxima: tuple[Tensor, Tensor] | None = None,
+    ) -> list[Drawn]:
         """Draw one token per slot.
 
-        logits: [R, V] float32, left unchanged. slots: (row of logits, slot); several slots may share a row.
+        logits: [R, V] float32, left unchanged. slots: (row of logits, slot); several slots may share a row. maxima: the
+        logits' `Backend.row_maxima`, if known.
         A row with NaN or +inf, or one with every token forbidden, gives a Drawn with an error and touches no other slot.
         """
         if not slots:
@@ -92,10 +106,8 @@ class Sampler:
             logits = logits.float()
         tokens: list[int | None]
         errors: list[str | None]
-        if all(slot.sampling.temperature <= 0 for _, slot in slots) and not any(
-            self._needs_processing(slot) for _, slot in slots
-        ):
-            best_ids, highest = self._backend.row_maxima(logits)
+        if all(takes_largest(slot) for _, slot in slots):
+            best_ids, highest = (found.tolist() for found in maxima or self._backend.row_maxima(logits))
             tokens = [best_ids[row] if math.isfinite(highest[row]) else None for row, _ in slots]
             errors = [None] * len(slots)
         else:
@@ -107,11 +119,6 @@ class Sampler:
             Drawn(-1, None, _failure(error)) if token is None else Drawn(token, found.get(i))
             for i, (token, error) in enumerate(zip(tokens, errors, strict=True))
         ]
-
-    @staticmethod
-    def _needs_processing(slot: SampleSlot) -> bool:
-        too_short = len(slot.token_ids) - slot.num_prompt_tokens < slot.sampling.min_tokens
-        return too_short or changes_logits(slot.sampling)
 
     def _logprobs(
         self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]], tokens: Sequence[int | None]

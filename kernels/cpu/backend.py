@@ -27,6 +27,7 @@ from windlass.kernels.cpu import (
     recording,
     rotary,
     sampling,
+    step_rows,
 )
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
@@ -36,6 +37,7 @@ from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.torch import batched
 from windlass.kernels.torch import linear as torch_linear
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
@@ -150,10 +152,11 @@ class CompiledBackend(Backend):
     def log1p(self, counts: Tensor) -> Tensor:
         return self._torch.log1p(counts)
 
-    def rotary_angles(
-        self, inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return rotary.rotary_angles(inv_freq, rows, positions, out=out, library=self._library)
+    def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary.rotary_angles(inv_freq, rows, positions, library=self._library)
+
+    def rows_filler(self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, block_size: int) -> RowsFiller:
+        return step_rows.rows_filler(rows, inv_freq, q_scale, block_size, library=self._library)
 
     def rotate_and_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
@@ -217,8 +220,8 @@ class CompiledBackend(Backend):
         parts = [(t, min(t + _RANGE_ROWS, call.num_tokens)) for t in range(0, call.num_tokens, _RANGE_ROWS)]
         return torch.cat([self._decode(q, pages, call.some_tokens(*part).token_by_token()) for part in parts])
 
-    def row_maxima(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        return self._torch.row_maxima(logits)
+    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return step_rows.row_maxima(logits, library=self._library)
 
     def drawer(self, vocab_size: int) -> Drawer:
         # Sums of a larger vocabulary are more than float64 has exactly.

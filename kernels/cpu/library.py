@@ -102,6 +102,20 @@ SIGNATURES: dict[str, list[type]] = {
     ],
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
+    "fill_rows": [
+        *(
+            _POINTER,
+            _LONG,
+            _POINTER,
+            _LONG,
+            _LONG,
+            _LONG,
+            _LONG,
+            _LONG,
+        ),  # what was said, tables, groups, blocks, block size
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # positions, lengths, slots, own tables
+    ],
+    "row_maxima": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER],
     "embed_rows": [_POINTER, _LONG, _INT, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
     "paged_attention_decode": [ctypes.POINTER(AttentionArguments)],
     "paged_attention_prefill": [ctypes.POINTER(AttentionArguments), _LONG],  # fewest queries
@@ -138,6 +152,8 @@ class Library:
     gated_activation: Function
     soft_cap: Function
     embed_rows: Function
+    fill_rows: Function
+    row_maxima: Function
     draw_tokens: Function
     token_logprobs: Function
     repeat_calls: Function

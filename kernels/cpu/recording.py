@@ -41,6 +41,7 @@ _REPEATABLE = (
     "linear_panels",
     "widen_blocks",
     "turn_queries",
+    "row_maxima",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

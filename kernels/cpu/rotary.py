@@ -224,18 +224,12 @@ def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: 
 
 
 def rotary_angles(
-    inv_freq: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    *,
-    out: tuple[Tensor, Tensor] | None = None,
-    library: Library | None = None,
+    inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library: Library | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of inv_freq[:, rows] * positions, formed and reduced in float64.
 
     inv_freq: [G, R, d/2] float64, contiguous. rows, positions: [T] int64, contiguous. Returns two float32 [G, T, d/2].
-    out: two contiguous ones to write into. An element's bits depend on its frequency and position only. Raises ValueError,
-    and IndexError for a row outside the table.
+    An element's bits depend on its frequency and position only. Raises ValueError, and IndexError for a row outside the table.
     """
     check(
         inv_freq.dim() == 3 and inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
@@ -248,13 +242,7 @@ def rotary_angles(
         f"rotary_angles: rows and positions must be int64, contiguous [{tokens}]",
     )
     shape = (groups, tokens, half)
-    if out is None:
-        cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
-    else:
-        cos, sin = out
-        for table in out:
-            if table.shape != shape or table.dtype != torch.float32 or not (table.is_cpu and table.is_contiguous()):
-                raise ValueError(f"rotary_angles: out must be two float32 {shape}, contiguous")
+    cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
     code = (library or load()).rotary_angles(
         inv_freq.data_ptr(),
         groups,

@@ -5,6 +5,7 @@ Responsible for choosing, when they are bound, between the forms that this folde
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -18,6 +19,7 @@ from windlass.kernels.layouts.low_rank import LowRank
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.torch import (
     batched,
     block_bytes,
@@ -28,6 +30,7 @@ from windlass.kernels.torch import (
     logprobs,
     reference,
     rowwise,
+    step_rows,
 )
 from windlass.kernels.torch.drawer import TorchDrawer
 
@@ -107,16 +110,12 @@ class TorchBackend(Backend):
     def log1p(self, counts: Tensor) -> Tensor:
         return counts.float().log1p()
 
-    def rotary_angles(
-        self, inv_freq: Tensor, rows: Tensor, positions: Tensor, *, out: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         plain = rowwise.rotary_angles if self.device.type == "cpu" else reference.rotary_angles
-        found = plain(inv_freq, rows, positions)
-        if out is None:
-            return found
-        for target, source in zip(out, found, strict=True):
-            target.numpy()[...] = source.numpy()
-        return out
+        return plain(inv_freq, rows, positions)
+
+    def rows_filler(self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, block_size: int) -> RowsFiller:
+        return step_rows.rows_filler(rows, q_scale, block_size, functools.partial(self.rotary_angles, inv_freq))
 
     def rotate_and_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
@@ -139,8 +138,9 @@ class TorchBackend(Backend):
             return reference.paged_attention(q, pages, call)
         return batched.paged_attention(q, pages, call)
 
-    def row_maxima(self, logits: Tensor) -> tuple[list[int], list[float]]:
-        return draw.row_maxima(logits)
+    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ids, values = draw.row_maxima(logits)
+        return torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
 
     def drawer(self, vocab_size: int) -> Drawer:
         return TorchDrawer()

@@ -18,3 +18,4 @@
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "sampling.h"
+#include "step_rows.h"

@@ -14,6 +14,7 @@
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "simd.h"
+#include "step_rows.h"
 #include "team.h"
 
 namespace {
@@ -68,6 +69,7 @@ static int make_all(const void *calls, long count) {
             case 9: code = make(call, panels::WINDLASS_NAME(linear_panels)); break;
             case 10: code = make(call, blocks::WINDLASS_NAME(widen_blocks)); break;
             case 11: code = make(call, WINDLASS_NAME(turn_queries)); break;
+            case 12: code = make(call, WINDLASS_NAME(row_maxima)); break;
         }
         if (code) return code;
     }

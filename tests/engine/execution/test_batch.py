@@ -65,5 +65,5 @@ def test_a_token_without_a_block_is_noticed(tmp_path: Path) -> None:
     core.runner.restore(Snapshot(0, sequences=(held,)))
     for lasting in (True, False):
         core.runner.batches.lasting = lasting
-        with pytest.raises(AssertionError, match="no block"):
+        with pytest.raises(IndexError, match="no block"):
             core.runner.batches.build([ScheduledSequence(0, 4, 1, 5)])

@@ -11,6 +11,7 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution.replay import StepTensors
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
@@ -100,10 +101,11 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
     replay, execute = core.runner.replay.run, core.runner.execute
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def run_and_keep(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def run_and_keep(batch: ForwardBatch, *, maxima: bool) -> StepTensors | None:
         memory.fill_(0xFF)  # NaN
-        found = replay(batch)
-        results.extend((x, x.clone()) for x in found or ())
+        found = replay(batch, maxima=maxima)
+        if found is not None:
+            results.extend((x, x.clone()) for x in (found.hidden, found.logits, *(found.maxima or ())))
         return found
 
     def execute_and_look(output: SchedulerOutput) -> list[StepResult]:

@@ -178,7 +178,11 @@ class Pulling:
 
     def __init__(self, model: KnownModel) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PULL, json.dumps(dataclasses.asdict(model))], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", PULL, json.dumps(dataclasses.asdict(model))],
+            stderr=subprocess.PIPE,
+            text=True,
+            # Whoever runs tests in the background may have them ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.lines: list[str] = []
         self.said = threading.Event()

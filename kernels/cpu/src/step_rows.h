@@ -1,0 +1,88 @@
+// What stands around the layers of a decode step: where each row is, and the largest logit of each.
+
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
+// Rows of single tokens. said: [5][rows], of each row its token, its slot's number in its sequence, the position of a
+// sequence's first slot, its rotary row and its row of `tables`. tables: [groups] and rows with strides. Writes positions
+// and lengths [rows], slots [groups][rows], and the first `blocks` columns of own_tables [groups][rows][own_columns].
+// Returns 2 where a row's block is missing.
+EXPORT int WINDLASS_NAME(fill_rows)(const int64_t *said, long rows, const int32_t *tables, long group_stride, long row_stride,
+                                    long groups, long blocks, long block_size, int64_t *positions, int64_t *lengths,
+                                    int64_t *slots, int32_t *own_tables, long own_columns) {
+    const int64_t *index = said + rows, *first = said + 2 * rows, *place = said + 4 * rows;
+    for (long r = 0; r < rows; r++) positions[r] = index[r] + first[r], lengths[r] = index[r] + 1;
+    for (long g = 0; g < groups; g++) {
+        for (long r = 0; r < rows; r++) {
+            const int32_t *table = tables + g * group_stride + place[r] * row_stride;
+            __builtin_memcpy(own_tables + (g * rows + r) * own_columns, table, blocks * sizeof(int32_t));
+            const int32_t block = table[index[r] / block_size];
+            if (block < 0) return 2;
+            slots[g * rows + r] = block * block_size + index[r] % block_size;
+        }
+    }
+    return 0;
+}
+
+constexpr long SEGMENT = 8192;  // logits that a thread takes at a time
+
+struct Largest { float value; int64_t index; };
+
+// The first index of the largest of x[begin, end), a NaN counting as the largest.
+INLINE Largest largest_of(const float *x, long begin, long end) {
+    vf most = splat(-__builtin_inff()), sums = {};
+    long i = begin;
+    for (; i + W <= end; i += W) {
+        const vf v = load(x + i);
+        most = larger(v, most), sums += v * 0.0f;  // NaN from a NaN or an infinity on, else 0
+    }
+    float best = largest(most);
+    bool odd = !(sum(sums) == 0.0f);
+    for (; i < end; i++) {
+        if (x[i] > best) best = x[i];
+        odd |= !(x[i] * 0.0f == 0.0f);
+    }
+    if (odd)
+        for (i = begin; i < end; i++)
+            if (x[i] != x[i]) return {x[i], i};
+    for (i = begin; i + W <= end; i += W) {
+        const vi equal = load(x + i) == splat(best);
+        int32_t any = 0;
+        for (int lane = 0; lane < W; lane++) any |= equal[lane];
+        if (any) break;
+    }
+    while (i < end - 1 && x[i] != best) i++;
+    return {best, i};
+}
+
+// Of each row of logits [rows][vocab] the first index of its largest, and that; a NaN counts as the largest. Returns 1 when
+// out of memory.
+EXPORT int WINDLASS_NAME(row_maxima)(const float *logits, long stride, long rows, long vocab, int64_t *ids, float *values) {
+    const long segments = ceil_div(vocab, SEGMENT), units = rows * segments;
+    Largest *found = (Largest *)malloc(units * sizeof(Largest));
+    if (!found) return 1;
+    for_units(units, threads_for(rows * vocab, units), [&](long unit) {
+        const long begin = unit % segments * SEGMENT;
+        found[unit] = largest_of(logits + unit / segments * stride, begin, min_of(begin + SEGMENT, vocab));
+    });
+    for (long r = 0; r < rows; r++) {
+        Largest best = found[r * segments];
+        for (long s = 1; s < segments && best.value == best.value; s++) {
+            const Largest &other = found[r * segments + s];
+            if (!(other.value <= best.value)) best = other;
+        }
+        ids[r] = best.index, values[r] = best.value;
+    }
+    free(found);
+    return 0;
+}
+
+}  // namespace

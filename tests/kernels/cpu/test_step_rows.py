@@ -1,0 +1,113 @@
+"""What stands around the layers of a decode step, against numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from windlass.kernels import StepRows
+from windlass.kernels.cpu import library, step_rows
+from windlass.kernels.torch import reference
+from windlass.kernels.torch.step_rows import rows_filler as plain_filler
+
+needs_kernels = pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
+
+
+def step(rng: np.random.Generator, groups: int, rows: int, blocks: int, block_size: int) -> tuple[np.ndarray, ...]:
+    """What is said of some rows, and tables in which each finds its block."""
+    said = np.zeros((5, rows), dtype=np.int64)
+    said[0] = rng.integers(0, 1000, rows)
+    said[1] = rng.integers(0, blocks * block_size, rows)
+    said[2] = rng.integers(0, 100_000, rows)
+    said[3] = rng.integers(0, 6, rows)
+    said[4] = rng.permutation(rows + 3)[:rows]
+    tables = rng.integers(0, 500, (groups, rows + 3, blocks + 5)).astype(np.int32)
+    return said, tables
+
+
+@needs_kernels
+@pytest.mark.parametrize(("groups", "rows", "block_size"), [(1, 1, 16), (2, 8, 16), (1, 33, 8)])
+def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: int) -> None:
+    rng = np.random.default_rng(rows)
+    inv_freq = torch.rand(2, 6, 12, dtype=torch.float64)
+    scale = torch.rand(2, 6)
+    blocks = 7
+    ours, theirs = (StepRows.zeros(groups, rows, 64, 2, 12) for _ in range(2))
+    fill = step_rows.rows_filler(ours, inv_freq, scale, block_size)
+
+    def angles(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return reference.rotary_angles(inv_freq, ids, positions)
+
+    expected = plain_filler(theirs, scale, block_size, angles)
+    for _ in range(3):  # the tables are another array each time, as when they have grown
+        said, tables = step(rng, groups, rows, blocks, block_size)
+        scale.uniform_()
+        ours.said[...], theirs.said[...] = said, said
+        fill(tables, blocks)
+        expected(tables, blocks)
+        for name in ("positions", "lengths", "slots", "tables"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+        for name in ("cos", "sin", "q_scale"):
+            assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=0, atol=1e-6), name
+        assert ours.positions.tolist() == [int(i + first) for i, first in zip(said[1], said[2], strict=True)]
+        block = tables[groups - 1, said[4][-1], said[1][-1] // block_size]
+        assert ours.slots[-1, -1] == block * block_size + said[1][-1] % block_size
+
+
+@needs_kernels
+@pytest.mark.parametrize("make", [step_rows.rows_filler, None])
+def test_what_has_no_place_is_refused(make: object) -> None:
+    rows, inv_freq, scale = StepRows.zeros(1, 2, 64, 1, 4), torch.rand(1, 3, 4, dtype=torch.float64), torch.ones(1, 3)
+    if make is None:
+        fill = plain_filler(rows, scale, 16, lambda ids, at: reference.rotary_angles(inv_freq, ids, at))
+    else:
+        fill = step_rows.rows_filler(rows, inv_freq, scale, 16)
+    tables = np.full((1, 4, 64), 9, dtype=np.int32)
+    rows.said[1], rows.said[4] = (15, 31), (2, 3)
+    fill(tables, 2)
+    assert rows.slots.tolist() == [[9 * 16 + 15, 9 * 16 + 15]]
+    tables[0, 3, 1] = -1
+    with pytest.raises(IndexError, match="no block"):
+        fill(tables, 2)
+    tables[0, 3, 1] = 9
+    with pytest.raises(IndexError):
+        fill(tables, 1)  # the second row's block is the second
+    rows.said[3, 0] = 3
+    with pytest.raises((IndexError, RuntimeError), match=r"outside|out of"):
+        fill(tables, 2)
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    if library.unavailable_reason() is not None:
+        pytest.skip("no compiled kernels")
+    rows, scale = StepRows.zeros(1, 2, 64, 1, 4), torch.ones(1, 3)
+    with pytest.raises(ValueError, match="float64"):
+        step_rows.rows_filler(rows, torch.rand(1, 3, 4), scale, 16)
+    with pytest.raises(ValueError, match="do not fit"):
+        step_rows.rows_filler(rows, torch.rand(1, 3, 5, dtype=torch.float64), scale, 16)
+    fill = step_rows.rows_filler(rows, torch.rand(1, 3, 4, dtype=torch.float64), scale, 16)
+    with pytest.raises(ValueError, match="tables"):
+        fill(np.zeros((1, 4, 64), dtype=np.int64), 1)  # type: ignore[arg-type]
+
+
+@needs_kernels
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 300, 8192, 8193, 49152, 50001])
+def test_maxima_are_the_first_of_the_largest(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = torch.from_numpy(rng.standard_normal((6, vocab + 3), dtype=np.float32))[:, :vocab]
+    logits[1] = 2.0  # all equal
+    logits[2] = -math.inf
+    logits[3, vocab // 2 :] = math.inf
+    logits[4, [vocab // 3, vocab - 1]] = 50.0  # two of them
+    logits[5, vocab - 1] = math.nan
+    logits[5, vocab // 2] = math.nan
+    ids, values = step_rows.row_maxima(logits)
+    assert ids.tolist() == np.argmax(logits.numpy(), axis=1).tolist()
+    assert ids[4] == vocab // 3 and ids[1] == ids[2] == 0
+    largest = logits.numpy()[np.arange(6), ids.numpy()]
+    assert np.array_equal(values.numpy(), largest, equal_nan=True)
+    with pytest.raises(ValueError, match="adjacent"):
+        step_rows.row_maxima(torch.zeros(4, 6)[:, ::2])
