@@ -35,6 +35,7 @@ from harness.report import (
     SCHEMA,
     add_bound,
     attention_rate,
+    by_contestant,
     check,
     rate_of_kind,
     rates_beside,
@@ -296,7 +297,7 @@ def main() -> None:
     report["runs"].append(run)
     check(report)
     options.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print("\n" + table(run))
+    print("\n" + table(run) + "\n\n" + by_contestant(run))
     picture = options.picture or options.out.with_suffix(".png")
     try:
         charts.save_bars(report, picture)

@@ -33,6 +33,40 @@ main: n_kv_max = 512, n_batch = 2048, n_ubatch = 512, flash_attn = -1, is_pp_sha
 """
 
 
+# ik_llama.cpp's, whose llama-bench prints one array and whose llama-batched-bench a table.
+IK_BENCH = """\
+[
+  {
+    "build_commit": "8337e4c",
+    "test": "tg8@pp32",
+    "samples_ts": [ 47.3606, 52.8892 ]
+  }
+]
+"""
+IK_BATCHED_BENCH = """\
+main: n_kv_max = 512, n_batch = 2048, n_ubatch = 512, flash_attn = 1, is_pp_shared = 0, n_gpu_layers = -1, n_threads = 2
+
+|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |
+|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|
+|    32 |     12 |    8 |    352 |    0.401 |   638.40 |    0.305 |   314.75 |    0.706 |   498.58 |
+"""
+PERPLEXITY = """\
+[15]22.7508,
+llama_print_timings:       total time =   37413.33 ms / 11521 tokens
+
+Final estimate: PPL over 15 chunks for n_ctx=768 = 22.7508 +/- 0.86777
+"""
+DIVERGENCE = """\
+====== Perplexity statistics ======
+Mean PPL(Q)                   :  22.858121 ±   0.871860
+Mean PPL(base)                :  22.750802 ±   0.867768
+====== KL divergence statistics ======
+Mean    KLD:   0.003654 ±   0.000079
+====== Token probability statistics ======
+Same top p: 95.527 ± 0.272 %
+"""
+
+
 def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module(name)
@@ -91,6 +125,57 @@ def test_what_llama_cpp_prints_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for broken in ("", "error: failed to load model", LLAMA_BENCH.replace("[ 12, 11.25 ]", "[0]")):
         with pytest.raises(ValueError, match="no tokens per second"):
             llama.parse_bench(broken)
+
+
+def test_what_its_fork_prints_is_read_and_asked_for_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama, measures = module("harness.llama_cpp", monkeypatch), module("harness.measures", monkeypatch)
+    assert llama.parse_bench(IK_BENCH) == [47.3606, 52.8892]
+    assert llama.parse_version(IK_BENCH) == "build 8337e4c"
+    assert llama.parse_batched_bench(IK_BATCHED_BENCH) == [314.75]
+    with pytest.raises(ValueError, match="no tokens per second"):
+        llama.parse_batched_bench(IK_BATCHED_BENCH.replace("|    32 |", "|    -- |"))
+    dialect = llama.DIALECTS["ik_llama.cpp"]
+    one, eight = measures.measures_of("decode", (), 6)
+    line = " ".join(llama.bench_command(Path("b"), Path("m"), one, 2, 1, dialect))
+    assert "-o json " in line and "-rtr 1" in line and line.endswith("-p 0 -n 144")
+    (depth,) = measures.measures_of("depth", (512,), 6)
+    line = " ".join(llama.bench_command(Path("b"), Path("m"), depth, 2, 3, dialect))
+    assert "-gp 512,48" in line and "-ctk q8_0" in line and " -d " not in line
+    line = llama.batched_bench_command(Path("b"), Path("m"), eight, 2, dialect)
+    assert line[-1] == "-rtr" and "1" not in line
+
+
+def test_a_perplexity_is_read_alone_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = module("harness.llama_cpp", monkeypatch)
+    assert llama.parse_perplexity(PERPLEXITY) == {"perplexity": 22.7508}
+    found = llama.parse_perplexity(DIVERGENCE)
+    assert found == pytest.approx({"perplexity": 22.858121, "divergence": 0.003654, "same_first": 0.95527})
+    with pytest.raises(ValueError, match="no perplexity"):
+        llama.parse_perplexity("error: unable to load model")
+    command = llama.perplexity_command(Path("p"), Path("m"), Path("t"), 768, Path("base"), compare=True)
+    assert command[-1] == "--kl-divergence" and command[command.index("-c") + 1] == "768"
+
+
+def test_quality_stands_beside_speed(report_module: ModuleType, report: dict[str, Any]) -> None:
+    run = report["runs"][0]
+    run["quality"] = {"Windlass int8": {"perplexity": 22.85, "change": 0.0043}, "OpenVINO int8": {"change": 0.012}}
+    run["ratios"] = report_module.ratios(run)
+    text = report_module.table(run)
+    assert "| decode, 1 stream | Windlass int8 | +0.43 % | 18 tokens/s" in text
+    assert "Windlass int8 over OpenVINO int8 (perplexity +0.43 % against +1.2 %) | 1.12" in text
+    assert report_module.quality_of(run["quality"], "Windlass int8, int8 KV") == "+0.43 %"
+    assert report_module.quality_of(run["quality"], "vLLM bf16") == "–"
+    run["results"][-1]["unit"] = "s"
+    head, _, ours, *_ = report_module.by_contestant(run).splitlines()
+    assert head == "| | perplexity | decode, 1 stream | prefill 512 |"  # seconds are no throughput
+    assert ours == "| Windlass int8 | +0.43 % | 18 (17–19) | 200 (200–200) |"
+
+
+def test_a_real_model_s_shape_is_counted(report_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = module("harness.shape", monkeypatch).SMOLLM2
+    assert shape.weight_bytes("int8") == pytest.approx(134.5e6, rel=0.001)
+    bound, _ = report_module.bound_of(shape, "decode", 1, 32, 143.0e6, "auto", 28.6)
+    assert bound == pytest.approx(200)  # what a program says it holds counts, scales and all
 
 
 def test_a_depth_is_one_command_for_all_repeats_with_a_quantized_cache(monkeypatch: pytest.MonkeyPatch) -> None:

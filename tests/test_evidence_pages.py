@@ -92,3 +92,14 @@ def test_the_page_on_endless_contexts_has_the_tables_of_its_numbers():
     assert stream["date"] in page
     reuse = json.loads((DOCS / "passage_reuse.json").read_text(encoding="utf-8"))["rows"]
     assert {len(rows) for rows in reuse.values()} == {20} and max(row["tokens"] for row in reuse["computed"]) <= 7500
+
+
+def test_the_page_on_speed_has_the_tables_of_its_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from harness.report import by_contestant, check
+
+    page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    report = json.loads((DOCS / "peers_135m.json").read_text(encoding="utf-8"))
+    check(report)
+    for run in report["runs"]:
+        assert by_contestant(run) in page and run["date"].split()[0] in page

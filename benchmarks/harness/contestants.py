@@ -212,7 +212,7 @@ class LlamaCppContestant:
             tool = self._tool("llama-batched-bench")
             command = llama_cpp.batched_bench_command(tool, model, measure, self._threads, self._dialect)
             # Its log thread sometimes loses everything at exit, the result among it, with status 0.
-            outputs = (self._run(command) for _ in range(5))
+            outputs = (self._run(command, errors_too=self.program != "llama.cpp") for _ in range(5))
             return llama_cpp.parse_batched_bench(next(filter(str.strip, outputs), ""))
         times = repeats if measure.kind == "depth" else 1
         tool = self._tool("llama-bench")
@@ -245,9 +245,18 @@ class LlamaCppContestant:
             raise WorkerError(f"not installed: {name}")
         return tool
 
-    def _run(self, command: list[str]) -> str:
-        with _log(self._places, self.name).open("ab") as errors:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=7200)
+    def _run(self, command: list[str], *, errors_too: bool = False) -> str:
+        """What it prints. errors_too: also what it prints as if it were an error, such as results."""
+        log = _log(self._places, self.name)
+        with log.open("ab") as errors:  # some tools leave a file of their own where they run
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT if errors_too else errors,
+                text=True,
+                timeout=7200,
+                cwd=log.parent,
+            )
         if done.returncode:
             raise WorkerError(f"{command[0]} exited with {done.returncode}: see {_log(self._places, self.name)}")
         return done.stdout

@@ -22,6 +22,8 @@ class Dialect:
     always: tuple[str, ...] = ()
 
 
+_SPEED_COLUMN = 7  # S_TG of llama-batched-bench's table
+
 # ik_llama.cpp lays weights out for its quickest products when it is told to.
 DIALECTS = {
     "llama.cpp": Dialect("llama.cpp", "jsonl", ("--no-warmup",)),
@@ -94,8 +96,10 @@ def parse_bench(output: str) -> list[float]:
 
 
 def parse_batched_bench(output: str) -> list[float]:
-    """Tokens per second of all streams together. Raises ValueError where the output holds none."""
-    return _usable([float(row["speed_tg"]) for row in _json_lines(output) if "speed_tg" in row], output)
+    """Tokens per second of all streams together, from lines of JSON or a table. Raises ValueError where there are none."""
+    told = [float(row["speed_tg"]) for row in _json_lines(output) if "speed_tg" in row]
+    rows = (line.strip("| ").split("|") for line in output.splitlines() if re.match(r"\| *\d", line))
+    return _usable(told or [float(columns[_SPEED_COLUMN]) for columns in rows], output)
 
 
 def parse_version(output: str) -> str:

@@ -220,6 +220,21 @@ def newest_results(report: dict[str, Any]) -> list[tuple[dict[str, Any], dict[st
     return [(run, r) for measure, run in newest.items() for r in run["results"] if r["measure"] == measure]
 
 
+def by_contestant(run: dict[str, Any]) -> str:
+    """The run as one table in Markdown: a row each, quality first, then medians with minimum and maximum by measure."""
+    measures = list(dict.fromkeys(result["measure"] for result in run["results"] if result["unit"] == "tokens/s"))
+    found = {(result["contestant"], result["measure"]): result for result in run["results"]}
+    lines = ["| | perplexity | " + " | ".join(measures) + " |", "|---" * (len(measures) + 2) + "|"]
+    for name in dict.fromkeys(result["contestant"] for result in run["results"]):
+        cells = [quality_of(run.get("quality", {}), name)]
+        for measure in measures:
+            result = found.get((name, measure))
+            spread_shown = "" if result is None else f"{three_digits(result['min'])}–{three_digits(result['max'])}"
+            cells.append("–" if result is None else f"{three_digits(result['median'])} ({spread_shown})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def quality_of(quality: abc.Mapping[str, dict[str, float]], contestant: str) -> str:
     """What its perplexity is above that of the weights as stored; – where nobody measured it. Caches are not told apart."""
     found = quality.get(contestant) or quality.get(contestant.split(",")[0])

@@ -6,7 +6,8 @@ too, and prompts pass through both. Streams that do not draft leave it behind; b
 has missed.
 
 Whatever it computes, or has not computed, changes how many proposals are accepted and never which tokens come: a block that
-went into the prefix cache may lack the last few of its keys.
+went into the prefix cache may lack the last few of its keys, and where cached keys are re-rotated a token that was missing
+when the originals were set aside stays missing.
 """
 
 from __future__ import annotations
