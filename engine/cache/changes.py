@@ -86,6 +86,7 @@ class KeyRerotation:
     sources, targets: the block of each logical block from start // block_size on; -1 where a window dropped it. Values go
     along unless `values` is false: then the targets have them already. first_position: of token `start`; the others
     follow one by one. from_specs, to_specs: one per rotary group; where they are equal the keys are copied as they are.
+    seq_id: whose keys they are, where that is known.
     """
 
     group: int
@@ -97,6 +98,22 @@ class KeyRerotation:
     from_specs: tuple[RotarySpec, ...]
     to_specs: tuple[RotarySpec, ...]
     values: bool = True
+    seq_id: int | None = None
+
+    def reversed(self, start: int, end: int, block_size: int) -> KeyRerotation:
+        """Of tokens start .. end - 1 of these, the way back, values too."""
+        column = slice(start // block_size - self.start // block_size, -(-end // block_size) - self.start // block_size)
+        return replace(
+            self,
+            start=start,
+            end=end,
+            sources=self.targets[column],
+            targets=self.sources[column],
+            first_position=self.first_position + start - self.start,
+            from_specs=self.to_specs,
+            to_specs=self.from_specs,
+            values=True,
+        )
 
     def split(self, end: int, block_size: int) -> tuple[KeyRerotation, KeyRerotation]:
         """The same in two, the first up to slot `end`, which lies inside and begins a block."""

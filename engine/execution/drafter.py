@@ -6,8 +6,8 @@ too, and prompts pass through both. Streams that do not draft leave it behind; b
 has missed.
 
 Whatever it computes, or has not computed, changes how many proposals are accepted and never which tokens come: a block that
-went into the prefix cache may lack the last few of its keys, and where cached keys are re-rotated a token that was missing
-when the originals were set aside stays missing.
+went into the prefix cache may lack the last few of its keys. Where a token was missing when cached keys were re-rotated, its
+original is filled in from what is computed later, rotated back.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Drafter:
     def __init__(self, model: DraftModel, sequences: LiveSequences, vocab_size: int, block_size: int) -> None:
         decoder = model.decoder
         self._decoder, self._cache, self._tables, self._rotations = decoder, model.cache, model.tables, model.rotations
-        self._sequences = sequences
+        self._sequences, self._block_size = sequences, block_size
         self._ids = min(vocab_size, decoder.spec.vocab_size)  # those that both know
         self._batches = BatchBuilder(
             sequences,
@@ -71,6 +71,8 @@ class Drafter:
         # By sequence: tokens whose keys are there, and tokens the model had computed, accepted or not, after the last step.
         self._valid: dict[int, tuple[int, int]] = {}
         self._parked: dict[int, tuple[int, int]] = {}
+        # By sequence: its last re-rotations, in the order of slots, until the tokens that they missed are there.
+        self._moved: dict[int, list[KeyRerotation]] = {}
         self.positions_computed = 0
 
     def follow(self, plan: SchedulerOutput) -> None:
@@ -79,8 +81,10 @@ class Drafter:
             self._cache.park(parked)
             if parked.seq_id in self._valid:
                 self._parked[parked.seq_id] = self._valid[parked.seq_id]
+            self._moved.pop(parked.seq_id, None)
         for seq_id in plan.removed:
             self._valid.pop(seq_id, None)
+            self._moved.pop(seq_id, None)
         for row in plan.rotary_rows:
             self._tables.write(row.row, self._specs_of(row.specs))
         for parked in plan.unparked:
@@ -91,24 +95,32 @@ class Drafter:
             self._cache.forget_parked(seq_id)
             self._parked.pop(seq_id, None)
         self._cache.copy_blocks(plan.copies)
-        for rerotations in (plan.set_aside, plan.rerotations):
-            for rerotation in rerotations:
-                self._rotator.apply(self._own(rerotation))
+        for rerotation in plan.set_aside:
+            self._rotator.apply(self._own(rerotation))
+        for rerotation in plan.rerotations:
+            own = self._own(rerotation)
+            self._rotator.apply(own)
+            moved = self._moved.setdefault(own.seq_id, []) if own.seq_id is not None else []
+            if moved and own.start <= moved[-1].start:  # the next re-rotation of the same keys
+                moved.clear()
+            moved.append(own)
 
     def restore(self, rows: abc.Iterable[tuple[int, tuple[RotarySpec, ...]]]) -> None:
         """Start from a snapshot of the scheduler's. rows: of the rotary tables, with the model's specs."""
         self._valid.clear()
+        self._moved.clear()
         for row, specs in rows:
             self._tables.write(row, self._specs_of(specs))
 
     def propose(self, plan: SchedulerOutput) -> SchedulerOutput:
         """The plan with the proposals in it that it asks for, the draft model having computed what it computes besides."""
-        behind, drafting = [], []
+        behind, drafting, caught_up = [], [], []
         for item in plan.sequences:
             valid = self._valid_of(item)
             end = item.start + item.num_tokens
             if item.num_drafted:
                 drafting.append((item, min(valid, item.start)))
+                caught_up.append((item, valid))
                 self._valid[item.seq_id] = end - 1, end
                 continue
             slot = self._sequences.by_id[item.seq_id].slot
@@ -117,12 +129,15 @@ class Drafter:
                 self._valid[item.seq_id] = valid, end
                 continue
             behind.append(_chunk(item, valid, known))
+            caught_up.append((item, valid))
             self._valid[item.seq_id] = known, end
         if behind:
             self._run(behind)
+        drafts = self._draft(drafting) if drafting else {}
+        for item, valid in caught_up:
+            self._fill_originals(item, valid)
         if not drafting:
             return plan
-        drafts = self._draft(drafting)
         filled = [
             item._replace(draft=tuple(drafts[item.seq_id]), num_drafted=0) if item.num_drafted else item
             for item in plan.sequences
@@ -136,6 +151,16 @@ class Drafter:
         layout = self._sequences.by_id[item.seq_id].layout
         first = layout.runs[-1].first_slot - layout.slot_offset
         return item.start if item.start > end else max(first, min(valid, item.start))
+
+    def _fill_originals(self, item: ScheduledSequence, first: int) -> None:
+        """Give tokens first .. item.start - 1, computed just now, the originals that they lacked when keys were re-rotated."""
+        moved = self._moved.pop(item.seq_id, [])
+        if not self._sequences.by_id[item.seq_id].layout.is_plain:
+            return  # slots have moved since
+        for rerotation in moved:
+            start, end = max(first, rerotation.start), min(item.start, rerotation.end)
+            if start < end:
+                self._rotator.apply(rerotation.reversed(start, end, self._block_size))
 
     def _draft(self, drafting: list[tuple[ScheduledSequence, int]]) -> dict[int, list[int]]:
         """As many proposals for each sequence as its item asks for. The numbers: tokens whose keys are there."""

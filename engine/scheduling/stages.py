@@ -7,6 +7,8 @@ blocks comes to the same keys again by computing from its first token, re-rotati
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.handle import CacheHandle
@@ -66,7 +68,7 @@ class StageChanges:
             return
         set_aside, rerotations = rerotate(self._blocks, seq.cache, stage.specs)
         step.set_aside += set_aside
-        seq.rerotations = rerotations
+        seq.rerotations = [replace(piece, seq_id=seq.seq_id) for piece in rerotations]
         seq.stage = stage
         self._swap_row(seq)
         self._counters.key_moves += seq.cache.num_slots

@@ -168,11 +168,9 @@ def test_re_rotated_keys_are_re_rotated_in_the_draft_model_too(
 ) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
     assert core.runner.drafter is not None
-    for layer in range(
-        core.info.num_layers
-    ):  # as memory that the system hands out; small pieces may have been somebody's
+    for layer in range(core.info.num_layers):  # what is attended without having been computed spoils everything
         pages = core.runner.drafter._cache.pages(layer)
-        pages.key.zero_(), pages.value.zero_()
+        pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     run(core, [greedy("x", prompt(1, 50), 90, rope_scaling=dynamic, rope_update=update)])
     stats = core.stats()
