@@ -10,7 +10,7 @@ from windlass.kernels.binding import bind, reads_narrow_weights
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
 from windlass.kernels.layouts.forms import FORMS, BlockForm
-from windlass.kernels.layouts.low_rank import LowRank, LowRankPart
+from windlass.kernels.layouts.low_rank import LowRank, LowRankPart, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
@@ -33,11 +33,13 @@ __all__ = [
     "LogitsChanges",
     "LowRank",
     "LowRankPart",
+    "LowRankTable",
     "PanelRows",
     "PanelWeight",
     "Penalties",
     "Recorder",
     "Recording",
+    "RowSlots",
     "RowsFiller",
     "StackedWeight",
     "StepRows",

@@ -28,7 +28,7 @@ from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.forms import BlockForm
-from windlass.kernels.layouts.low_rank import LowRank
+from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
@@ -164,11 +164,16 @@ class Backend(ABC):
         deterministic or not. With float32 activations nothing is rounded; the blocks are widened.
         """
 
-    @abstractmethod
-    def add_low_rank(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None = None) -> None:
-        """Add to `out` [T, N], in place, what `change` makes of x [T, K]; rows: [n] int64, distinct, of both; None: all.
+    def low_rank_table(self, slots: int, columns: int, inner: int) -> LowRankTable:
+        """A table for low-rank changes of a matrix [columns, inner], all slots without one."""
+        return LowRankTable(slots)
 
-        All is of the compute dtype.
+    @abstractmethod
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+        """Add to each row of `out` [T, N], in place, what the row's change makes of its row of x [T, K].
+
+        out and x are of the compute dtype, changes of that or a narrower one; `low_rank_table` of this backend made the table.
+        Rows without a change stay as they are. Raises IndexError for a slot that is none.
         """
 
     @abstractmethod

@@ -25,6 +25,12 @@ def make_checkpoint(directory: Path, shape: ModelShape, seed: int = 0) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     save_file(dict(_weights(shape, generator)), directory / "model.safetensors", metadata={"format": "pt"})
+    make_config(directory, shape)
+
+
+def make_config(directory: Path, shape: ModelShape) -> None:
+    """Only config.json and the tokenizer, for weights that are drawn while they are loaded."""
+    directory.mkdir(parents=True, exist_ok=True)
     _write_tokenizer(directory, shape)
     _write_json(directory / "config.json", _config(shape))
 

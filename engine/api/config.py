@@ -17,6 +17,7 @@ LoadFormat = Literal["safetensors", "dummy"]
 
 MAX_SPECULATIVE_TOKENS = 64
 MAX_DRAFT_TOKENS = 16
+MAX_ADAPTERS = 1024  # at once: each has a place in the table of every matrix, used or not
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16"}
@@ -175,6 +176,8 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         _check_at_least_one("adapters.max_loaded", self.max_loaded)
+        if self.max_loaded > MAX_ADAPTERS:
+            raise LoadError(f"`adapters.max_loaded` must be at most {MAX_ADAPTERS}, got {self.max_loaded}")
         _check_at_least_one("adapters.max_rank", self.max_rank)
         if len(self.sources) > self.max_loaded:
             raise LoadError(

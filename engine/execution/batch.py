@@ -18,7 +18,7 @@ from torch import Tensor
 
 from windlass.engine.execution.ranges import is_ranged, query_ranges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences
-from windlass.engine.model.adapters.adapter import AdapterRows, LoadedAdapters
+from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
@@ -56,6 +56,7 @@ class _Memory:
             score_scale=torch.from_numpy(np.ones(rows, dtype=np.float32)),
             lasting=True,
         )
+        self.adapter_slots = torch.full((rows,), -1)
 
 
 class BatchBuilder:
@@ -89,7 +90,14 @@ class BatchBuilder:
     def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """The flat batch of the scheduled chunks, in order. One of single tokens may be overwritten by the next."""
         batch = self._build(items)
-        changed = self._adapter_rows(items)
+        if self._adapters is None or len(self._adapters) == 0:
+            return batch
+        live = self._sequences.by_id
+        changed = self._adapters.rows(
+            [live[item.seq_id].adapter for item in items],
+            [item.num_tokens for item in items],
+            out=self._memory_of(batch).adapter_slots if batch.lasting else None,
+        )
         return batch if changed is None else replace(batch, adapters=changed)
 
     def _build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
@@ -107,21 +115,6 @@ class BatchBuilder:
             else:
                 chunks.append((live, start, token_ids))
         return self._make(chunks, ranged=ranged)
-
-    def _adapter_rows(self, items: abc.Sequence[ScheduledSequence]) -> AdapterRows | None:
-        """The rows that have adapters; None where none has."""
-        live, rows, end = self._sequences.by_id, dict[int | None, list[int]](), 0
-        if self._adapters is None or len(self._adapters) == 0:
-            return None
-        for item in items:
-            start, end = end, end + item.num_tokens
-            rows.setdefault(live[item.seq_id].adapter, []).extend(range(start, end))
-        if rows.keys() <= {None}:
-            return None
-        whole = len(rows) == 1
-        return self._adapters.rows(
-            (adapter, None if whole else torch.tensor(own, device=self._device)) for adapter, own in rows.items()
-        )
 
     def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
         """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""
@@ -213,6 +206,10 @@ class BatchBuilder:
         memory.rows.said.T[...] = said
         memory.fill(self._sequences.all_tables(blocks), blocks)
         return memory.batch
+
+    def _memory_of(self, batch: ForwardBatch) -> _Memory:
+        """The memory that a lasting batch stands in."""
+        return self._memory[batch.input_ids.shape[0], batch.block_tables.shape[2]]
 
     def _memory_for(self, rows: int, blocks: int) -> _Memory:
         width = max(_FIRST_COLUMNS, 1 << (blocks - 1).bit_length())

@@ -58,7 +58,8 @@ class DecodeReplay:
 
     def __init__(self, decoder: Decoder, cache: KVStorage) -> None:
         self._decoder, self._cache = decoder, cache
-        # By rows, width of the block tables, whether maxima are wanted, and the shapes of the queries' versions.
+        # By rows, width of the block tables, whether maxima are wanted, whether any row has an adapter, and the shapes of the
+        # queries' versions. So a step without adapters makes no call for them, and any mix of them is one plan.
         self._plans: OrderedDict[tuple[int, ...], _Plan | None] = OrderedDict()
         self.obstacle = decoder.backend.recording_refusal
         # Of all plans: steps come one after the other.
@@ -77,10 +78,8 @@ class DecodeReplay:
         rows = batch.input_ids.shape[0]
         if self._recorder is None or rows > self.max_rows or rows != batch.seq_lens.shape[0]:
             return None
-        if batch.adapters is not None:  # what they add is not among the calls that can be repeated
-            return None
         width = max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
-        key = rows, width, maxima, *_shape_of(batch.versions)
+        key = rows, width, maxima, batch.adapters is not None, *_shape_of(batch.versions)
         if key not in self._plans:
             self._plans[key] = None
             while len(self._plans) > _MAX_PLANS:
@@ -128,7 +127,8 @@ def _new_plan(batch: ForwardBatch, x: Tensor | None, width: int) -> _Plan:
     copies = {name: getattr(batch, name).clone() for name in _TENSORS}
     groups, rows, _ = batch.block_tables.shape
     copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
-    return _Plan(ForwardBatch(**copies, versions=_copied(batch.versions)), own_x)
+    adapters = None if batch.adapters is None else batch.adapters.with_slots(batch.adapters.slots.clone())
+    return _Plan(ForwardBatch(**copies, versions=_copied(batch.versions), adapters=adapters), own_x)
 
 
 def _shape_of(versions: QueryVersions | None) -> tuple[int, ...]:
@@ -156,6 +156,9 @@ def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor | None) -> None:
         source, target = getattr(batch, name), getattr(plan.batch, name)
         if source is not target:
             (target[:, :, : source.shape[2]] if name == "block_tables" else target).copy_(source)
+    adapters, own = batch.adapters, plan.batch.adapters
+    if adapters is not None and own is not None and adapters.slots is not own.slots:
+        own.slots.copy_(adapters.slots)
     if batch.versions is not None and plan.batch.versions is not None:
         for name in _VERSIONS:
             source, target = getattr(batch.versions, name), getattr(plan.batch.versions, name)

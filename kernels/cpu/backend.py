@@ -22,6 +22,7 @@ from windlass.kernels.cpu import (
     blocks,
     library,
     linear,
+    low_rank,
     ops,
     panels,
     recording,
@@ -32,7 +33,7 @@ from windlass.kernels.cpu import (
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
-from windlass.kernels.layouts.low_rank import LowRank
+from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
@@ -124,8 +125,13 @@ class CompiledBackend(Backend):
                 own.copy_(found)
         return out
 
-    def add_low_rank(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None = None) -> None:
-        self._torch.add_low_rank(out, x, change, rows)
+    def low_rank_table(self, slots: int, columns: int, inner: int) -> LowRankTable:
+        return low_rank.CompiledLowRankTable(slots, columns, inner)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+        if not isinstance(table, low_rank.CompiledLowRankTable):
+            raise TypeError("the table is another backend's")
+        low_rank.add_low_rank(out, x, table, rows.slots, library=self._library)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.rms_norm(x, weight, eps, library=self._library)

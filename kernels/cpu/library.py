@@ -100,6 +100,10 @@ SIGNATURES: dict[str, list[type]] = {
         ),  # logits, rows and targets, how many of the top
         *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # out, scratch
     ],
+    "add_low_rank": [
+        *(_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER),  # x, out, their type, slots
+        *(_LONG, _LONG, _POINTER, _LONG),  # rows, inner, table
+    ],
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "fill_rows": [
@@ -156,6 +160,7 @@ class Library:
     row_maxima: Function
     draw_tokens: Function
     token_logprobs: Function
+    add_low_rank: Function
     repeat_calls: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function

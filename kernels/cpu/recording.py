@@ -42,6 +42,7 @@ _REPEATABLE = (
     "widen_blocks",
     "turn_queries",
     "row_maxima",
+    "add_low_rank",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

@@ -87,6 +87,26 @@ class DrawFields(ctypes.Structure):
     )
 
 
+class LowRankPartFields(ctypes.Structure):
+    """A part of a low-rank change: the same as `LowRankPart` in src/low_rank.h; `LowRankPart` in layouts explains it."""
+
+    _fields_ = (
+        ("up", _POINTER),
+        ("type", _INT64),
+        ("first", _INT64),
+        ("columns", _INT64),
+        ("rank_first", _INT64),
+        ("rank", _INT64),
+        ("scale", _DOUBLE),
+    )
+
+
+class LowRankFields(ctypes.Structure):
+    """A low-rank change: the same as `LowRankChange` in src/low_rank.h; of rank 0 where there is none."""
+
+    _fields_ = (("down", _POINTER), ("type", _INT64), ("rank", _INT64), ("num_parts", _INT64), ("parts", _POINTER))
+
+
 RECORDED_CALL = struct.Struct("=qqq")  # `Call` in src/repeat.h: kind, function, address of its arguments
 
 # The sizes in bytes of what both sides lay out, by the names that C++ has for them.
@@ -94,6 +114,8 @@ SIZES = {
     "AttentionArguments": ctypes.sizeof(AttentionArguments),
     "Draw": ctypes.sizeof(DrawFields),
     "Call": RECORDED_CALL.size,
+    "LowRankPart": ctypes.sizeof(LowRankPartFields),
+    "LowRankChange": ctypes.sizeof(LowRankFields),
 }
 
 # Packing all fields at once takes a third of the time of setting them one by one.

@@ -1,24 +1,54 @@
-"""A low-rank change of a matrix: what is added to its product, x A^T B^T, without the matrix being touched."""
+"""Low-rank changes of a matrix: what is added to its product, x A^T B^T, without the matrix being touched.
+
+Responsible for how they lie in memory, for the table of those that the rows of a step may have, and for saying which row
+has which.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+PANEL_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankPart:
-    """The change of columns first .. first + N of the product, by numbers rank_first .. rank_first + r of x A^T."""
+    """The change of columns first .. first + columns of the product, by numbers rank_first .. rank_first + r of x A^T.
+
+    up: [columns / 32 rounded up, r, 32], B^T in panels of columns, one after the other; past the last column are zeros.
+    """
 
     first: int
+    columns: int
     rank_first: int
-    up: Tensor  # [r, N]: B^T, scaled, contiguous
+    up: Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, up: Tensor, first: int, rank_first: int, scale: float) -> LowRankPart:
+        """up: B [columns, r]."""
+        columns, rank = up.shape
+        padded = F.pad(up, (0, 0, 0, -columns % PANEL_COLUMNS))
+        panels = padded.view(-1, PANEL_COLUMNS, rank).transpose(1, 2).contiguous()
+        return cls(first, columns, rank_first, panels, scale)
+
+    @property
+    def rank(self) -> int:
+        return self.up.shape[1]
+
+    def plain(self) -> Tensor:
+        """B [columns, r] again, a copy."""
+        return self.up.transpose(1, 2).reshape(-1, self.rank)[: self.columns]
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A fused matrix has a part for each of the matrices that it is made of and that change; ranks may differ."""
+    """A fused matrix has a part for each of the matrices that it is made of and that change; ranks and types may differ."""
 
     down: Tensor  # [R, K]: A of all parts, contiguous
     parts: tuple[LowRankPart, ...]
@@ -26,3 +56,37 @@ class LowRank:
     @property
     def nbytes(self) -> int:
         return self.down.nbytes + sum(part.up.nbytes for part in self.parts)
+
+
+class LowRankTable:
+    """The changes of one matrix that rows of a step may have, by slot. It holds what is put in.
+
+    It stays where it is: a recording that names it finds what stands there when it is repeated.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.changes: list[LowRank | None] = [None] * slots
+
+    def put(self, slot: int, change: LowRank | None) -> None:
+        """From the next step on, rows of this slot have this change; None for none. Never called while a step runs."""
+        self.changes[slot] = change
+
+
+class RowSlots:
+    """Of each row of a step its slot in the tables, -1 for none. slots: [T] int64, on the host; it may be filled in again."""
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots = slots
+        self._segments: tuple[tuple[int, Tensor | None], ...] | None = None
+
+    def segments(self, device: torch.device) -> Sequence[tuple[int, Tensor | None]]:
+        """Each slot that rows have, with those rows, int64 [n] on the device; None for all of them. Asked once per step."""
+        if self._segments is None:
+            rows: dict[int, list[int]] = {}
+            for row, slot in enumerate(self.slots.tolist()):
+                rows.setdefault(slot, []).append(row)
+            whole = len(rows) == 1
+            self._segments = tuple(
+                (slot, None if whole else torch.tensor(own, device=device)) for slot, own in rows.items() if slot >= 0
+            )
+        return self._segments

@@ -15,7 +15,7 @@ from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
-from windlass.kernels.layouts.low_rank import LowRank
+from windlass.kernels.layouts.low_rank import LowRank, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
@@ -76,13 +76,18 @@ class TorchBackend(Backend):
         product = blocks.linear if self.options.activations == "int8" else blocks.linear_widened
         return product(x, weight, bias)
 
-    def add_low_rank(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None = None) -> None:
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+        for slot, own in rows.segments(self.device):
+            change = table.changes[slot]
+            if change is not None:
+                self._add_change(out, x, change, own)
+
+    def _add_change(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None) -> None:
         low = self.linear(x if rows is None else x[rows], change.down)  # [n, R]
         for part in change.parts:
-            rank, columns = part.up.shape
-            own = low[:, part.rank_first : part.rank_first + rank].contiguous()
-            view = out[:, part.first : part.first + columns]
-            added = self.linear(own, part.up.t())
+            own = low[:, part.rank_first : part.rank_first + part.rank].contiguous()
+            view = out[:, part.first : part.first + part.columns]
+            added = self.linear(own, part.plain()) * part.scale
             if rows is None:
                 view += added
             else:

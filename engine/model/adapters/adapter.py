@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from windlass.engine.api.adapters import AdapterInfo
 from windlass.engine.errors import RequestError
-from windlass.kernels import Backend, LowRank
+from windlass.kernels import Backend, LowRank, LowRankTable, RowSlots
+
+LayerTables = Mapping[str, LowRankTable]  # by the names that `LayerSpec.weights` gives the layer's matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,68 +26,100 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LayerChanges:
-    """What one layer's products change by in a step. rows: None for all of them."""
+    """What one layer's products change by in a step."""
 
     backend: Backend
-    changes: tuple[tuple[Mapping[str, LowRank], Tensor | None], ...]
+    tables: LayerTables
+    rows: RowSlots
 
     def add(self, name: str, out: Tensor, x: Tensor) -> None:
         """Add to `out` [T, N], the product of x [T, K] and the weight of this name, what the rows' adapters change."""
-        for weights, rows in self.changes:
-            change = weights.get(name)
-            if change is not None:
-                self.backend.add_low_rank(out, x, change, rows)
+        self.backend.add_low_rank(out, x, self.tables[name], self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a step that have adapters, by adapter. rows: [n] int64, None for all rows."""
+    """The adapters of a step. layers: the tables of every layer, for as long as the engine lives."""
 
-    segments: tuple[tuple[Adapter, Tensor | None], ...]
+    layers: Sequence[LayerTables]
+    rows: RowSlots
+
+    @property
+    def slots(self) -> Tensor:
+        """[T] int64, -1 where a row has none."""
+        return self.rows.slots
+
+    def with_slots(self, slots: Tensor) -> AdapterRows:
+        return AdapterRows(self.layers, RowSlots(slots))
 
     def of_layer(self, index: int, backend: Backend) -> LayerChanges:
-        return LayerChanges(backend, tuple((adapter.layers[index], rows) for adapter, rows in self.segments))
+        return LayerChanges(backend, self.layers[index], self.rows)
 
 
 class LoadedAdapters:
-    """Those that requests may use, by id. most: that may be loaded at once."""
+    """Those that requests may use, by id, each in a slot of the tables. most: that may be loaded at once.
 
-    def __init__(self, most: int) -> None:
+    matrices: of every layer the shapes [rows, columns] of what may change, by name.
+    """
+
+    def __init__(self, most: int, matrices: Iterable[Mapping[str, tuple[int, ...]]], backend: Backend) -> None:
         self.most = most
-        self._by_id: dict[int, Adapter] = {}
+        self._slots: dict[int | None, int] = {None: -1}
+        self._infos: dict[int, AdapterInfo] = {}
+        self._layers = tuple(
+            {name: backend.low_rank_table(most, *shape) for name, shape in layer.items()} for layer in matrices
+        )
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._infos)
 
     def __contains__(self, adapter_id: int) -> bool:
-        return adapter_id in self._by_id
+        return adapter_id in self._infos
 
     @property
     def num_bytes(self) -> int:
-        return sum(adapter.info.num_bytes for adapter in self._by_id.values())
+        return sum(info.num_bytes for info in self._infos.values())
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
-        return tuple(adapter.info for adapter in self._by_id.values())
+        return tuple(self._infos.values())
 
     def add(self, adapter: Adapter) -> None:
-        """Let requests use it. Raises RequestError where there are too many."""
+        """Let requests use it, between two steps. Raises RequestError where there are too many."""
         self.check_room()
-        self._by_id[adapter.info.adapter_id] = adapter
+        slot = min(set(range(self.most)).difference(self._slots.values()))
+        for tables, changes in zip(self._layers, adapter.layers, strict=True):
+            for name, change in changes.items():
+                tables[name].put(slot, change)
+        self._slots[adapter.info.adapter_id] = slot
+        self._infos[adapter.info.adapter_id] = adapter.info
 
     def check_room(self) -> None:
         """Raises RequestError where one more would be too many."""
-        if len(self._by_id) >= self.most:
+        if len(self._infos) >= self.most:
             raise RequestError(
-                f"{len(self._by_id)} adapters are loaded, as many as `adapters.max_loaded` allows: unload one first",
+                f"{len(self._infos)} adapters are loaded, as many as `adapters.max_loaded` allows: unload one first",
                 "lora_name",
                 "too_many_adapters",
             )
 
     def drop(self, adapter_id: int) -> None:
-        """Forget one; unknown ids are ignored."""
-        self._by_id.pop(adapter_id, None)
+        """Forget one, between two steps; unknown ids are ignored."""
+        if self._infos.pop(adapter_id, None) is not None:
+            slot = self._slots.pop(adapter_id)
+            for tables in self._layers:
+                for table in tables.values():
+                    table.put(slot, None)
 
-    def rows(self, ids: Iterable[tuple[int | None, Tensor | None]]) -> AdapterRows:
-        """ids: adapters of a step with their rows; every id is loaded."""
-        return AdapterRows(tuple((self._by_id[i], rows) for i, rows in ids if i is not None))
+    def rows(self, ids: Iterable[int | None], counts: Sequence[int], out: Tensor | None = None) -> AdapterRows | None:
+        """Of a step that has so many rows of each of these adapters, in order, every id loaded or None; None without any.
+
+        out: [T] int64 on the host, to be filled in.
+        """
+        if not self._infos:
+            return None
+        slots = [self._slots[i] for i in ids]
+        if max(slots) < 0:
+            return None
+        found = torch.from_numpy(np.repeat(np.array(slots, dtype=np.int64), counts))
+        return AdapterRows(self._layers, RowSlots(found if out is None else out.copy_(found)))

@@ -168,12 +168,22 @@ def _joined(
         module = prefix + stored.name.removesuffix(".weight")
         if module in found:
             down, up = found[module]
-            scaled = _ordered(up, stored) * described.scale_of(module)
-            parts.append(LowRankPart(first, rank_first, scaled.t().to(device, dtype).contiguous()))
+            own = _narrow(_ordered(up, stored), dtype, device)
+            parts.append(LowRankPart.of(own, first, rank_first, described.scale_of(module)))
             downs.append(down)
             rank_first += len(down)
         first += stored.rows
-    return LowRank(torch.cat(downs).to(device, dtype), tuple(parts)) if downs else None
+    return LowRank(_narrow(torch.cat(downs), dtype, device), tuple(parts)) if downs else None
+
+
+def _narrow(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A float32 matrix in the compute dtype, or on a CPU in a narrower one that holds it exactly: it is read in every step."""
+    if device.type == "cpu" and dtype == torch.float32:
+        for narrow in (torch.bfloat16, torch.float16):
+            found = matrix.to(narrow)
+            if torch.equal(found.float(), matrix):
+                return found
+    return matrix.to(device, dtype).contiguous()
 
 
 def _ordered(up: Tensor, stored: StoredTensor) -> Tensor:

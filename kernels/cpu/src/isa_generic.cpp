@@ -81,6 +81,8 @@ EXPORT long windlass_struct_size(const char *name) {
     SIZE(AttentionArguments);
     SIZE(Draw);
     SIZE(Call);
+    SIZE(LowRankPart);
+    SIZE(LowRankChange);
 #undef SIZE
     return -1;
 }

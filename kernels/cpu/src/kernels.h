@@ -11,6 +11,7 @@
 #include "block_widen.h"
 #include "linear.h"
 #include "logprobs.h"
+#include "low_rank.h"
 #include "panels.h"
 #include "panels_convert.h"
 #include "pointwise.h"

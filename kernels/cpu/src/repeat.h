@@ -8,6 +8,7 @@
 #include "block_linear.h"
 #include "block_widen.h"
 #include "linear.h"
+#include "low_rank.h"
 #include "names.h"
 #include "panels.h"
 #include "pointwise.h"
@@ -70,6 +71,7 @@ static int make_all(const void *calls, long count) {
             case 10: code = make(call, blocks::WINDLASS_NAME(widen_blocks)); break;
             case 11: code = make(call, WINDLASS_NAME(turn_queries)); break;
             case 12: code = make(call, WINDLASS_NAME(row_maxima)); break;
+            case 13: code = make(call, low_rank::WINDLASS_NAME(add_low_rank)); break;
         }
         if (code) return code;
     }

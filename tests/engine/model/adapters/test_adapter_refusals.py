@@ -14,6 +14,7 @@ from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.api.config import AdapterConfig
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
 
@@ -100,3 +101,9 @@ def test_a_start_with_such_a_file_fails_with_its_name(model: Path, tmp_path: Pat
     adapter = save_adapter(tmp_path / "adapter", model, use_dora=True)
     with pytest.raises(LoadError, match=r"adapters\.sources=poet.*DoRA"):
         make_core(model, lora=(AdapterSource(1, "poet", str(adapter)),))
+
+
+def test_how_many_there_may_be_is_bounded() -> None:
+    assert AdapterConfig(max_loaded=1024).max_loaded == 1024
+    with pytest.raises(LoadError, match=r"max_loaded.* at most 1024, got 1025"):
+        AdapterConfig(max_loaded=1025)
