@@ -4,8 +4,9 @@
 // over it CHUNK_KEYS keys at a time, head after head, with a running maximum and sum in base 2. Cuts are merged in order by
 // their log-sum-exp, so a sequence's result depends on its own length only, never on its neighbours or the number of
 // threads. The queries that share a kv head share its loads. Only keys a query sees are ever read, nor any table entry
-// before them. While a chunk is worked on, the next one is asked for with all its heads, in the order in which it lies in
-// memory: one head at a time would be a stride that the hardware does not follow (measured: a third of the bandwidth).
+// before them. While a chunk is worked on, the next one, be it another row's, is asked for with all its heads, in the order in
+// which it lies in memory: one head at a time would be a stride that the hardware does not follow (measured: a third of the
+// bandwidth).
 //
 // A call with ranges (attention_ranges.h) brings its own cuts: those of each range, with the row of q that meets it.
 //
@@ -55,6 +56,9 @@ struct Operands : AttentionArguments {
                 ceil_div(dim, QUAD), value_dim};
     }
 };
+
+// What a thread turns to after a cut: keys [at, end) of row b, whose first chunk is asked for meanwhile. Nothing where at >= end.
+struct Following { long b, at, end; };
 
 // Calls f(Number<n>, i) for queries [first, last), n from i on together: QUERIES where there are as many, else all that are left.
 template <int n> struct Number { static constexpr int value = n; };

@@ -50,6 +50,10 @@ template <class T> struct Ahead {
     }
 };
 
+template <class T> static Ahead<T> first_chunk(const Attention &p, const Following &of, long head, long heads) {
+    return Ahead<T>(p, of.b, head, heads, of.at, min_of(of.at + CHUNK_KEYS<T>, of.end));
+}
+
 // The keys and values of one kv head in a chunk.
 template <class T> struct Chunk {
     const T *keys[CHUNK_KEYS<T>], *values[CHUNK_KEYS<T>];
@@ -280,11 +284,11 @@ static void attend_chunk(const Attention &p, const Scratch &s, long first, long 
 }
 
 // One cut of `rows` rows from row b on, which share a table and see this cut from the same key on, for `heads` kv heads from
-// `head` on: fills acc, top and total of their queries, [head][row][query of the group]. ask_until: keys before it may be
-// asked for ahead. loaded: the queries are there from the cut before.
+// `head` on: fills acc, top and total of their queries, [head][row][query of the group]. loaded: the queries are there from the
+// cut before.
 template <class T>
 static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                       long ask_until, bool loaded) {
+                       const Following &following, bool loaded) {
     const long group = p.group(), begin = p.begin_of(b, cut);
     long shortest = SPLIT, longest = 0;
     for (long r = 0; r < rows; r++) {
@@ -307,8 +311,9 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     Chunk<T> chunk;
     constexpr long keys = CHUNK_KEYS<T>;
     for (long j = 0; j < longest; j += keys) {
-        const long next = begin + j + keys, coming = max_of(0, min_of(keys, ask_until - next));
-        Ahead<T> ahead(p, b, head, heads, next, next + coming);
+        const long next = begin + j + keys, end = begin + longest;
+        Ahead<T> ahead = next < end ? Ahead<T>(p, b, head, heads, next, min_of(next + keys, end))
+                                    : first_chunk<T>(p, following, head, heads);
         chunk.ahead = &ahead;
         for (long h = 0; h < heads; h++) {
             const Scratch s = all.from(h * rows * group);

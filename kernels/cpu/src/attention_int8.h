@@ -96,6 +96,11 @@ struct Ahead {
     }
 };
 
+static Ahead first_chunk(const Attention &p, const Following &of, long head, long heads) {
+    const long end = min_of(of.at / CHUNK * CHUNK + CHUNK, of.end);
+    return Ahead(p, p.codes(), of.b, head, heads, of.at / PANEL_TOKENS * PANEL_TOKENS, of.at < end ? end : 0);
+}
+
 // Of W tokens from j on, x where a row sees them, else `hidden`.
 INLINE vf only_seen(vf x, long j, long first, long last, float hidden) {
     if (j >= first && j + W <= last) return x;
@@ -192,11 +197,11 @@ template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch 
 }
 
 // One cut of `rows` rows from row b on, which share a table, for `heads` kv heads from `head` on: fills acc, top and total of
-// their queries, [head][row][query of the group]. What the rows see of the cut has no gap. Products: Floats or Quads. ask_until:
-// tokens before it may be asked for ahead. loaded: the queries are there from the cut before.
+// their queries, [head][row][query of the group]. What the rows see of the cut has no gap. Products: Floats or Quads. loaded: the
+// queries are there from the cut before.
 template <class Products>
 static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                       long ask_until, bool loaded) {
+                       const Following &following, bool loaded) {
     const long group = p.group(), queries = rows * group;
     const CodePages pages = p.codes();
     for (long h = 0; h < heads; h++) {
@@ -211,7 +216,9 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     for (long r = 1; r < rows; r++) first = min_of(first, p.begin_of(b + r, cut)), last = max_of(last, p.end_of(b + r, cut));
     Chunk chunk;
     for (long start = first / CHUNK * CHUNK; start < last; start += CHUNK) {
-        Ahead ahead(p, pages, b, head, heads, start + CHUNK, min_of(start + 2 * CHUNK, ask_until));
+        const long next = start + CHUNK;
+        Ahead ahead = next < last ? Ahead(p, pages, b, head, heads, next, min_of(next + CHUNK, last))
+                                  : first_chunk(p, following, head, heads);
         for (long h = 0; h < heads; h++) {
             if (h == 0) chunk.find(p, pages, b, head, start, max_of(start, first), min_of(start + CHUNK, last));
             else chunk.go_on(pages);

@@ -21,12 +21,17 @@ namespace {
 constexpr long SERIAL_KEYS = 1 << 12;
 
 template <>
-void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut, long ask_until,
-                        bool loaded) {
+void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
+                        const Following &following, bool loaded) {
 #if defined(WINDLASS_VNNI) || defined(WINDLASS_DOT)
-    if (codes::quads_fit(p)) return codes::attend_cut<codes::Quads>(p, all, b, rows, head, heads, cut, ask_until, loaded);
+    if (codes::quads_fit(p)) return codes::attend_cut<codes::Quads>(p, all, b, rows, head, heads, cut, following, loaded);
 #endif
-    codes::attend_cut<codes::Floats>(p, all, b, rows, head, heads, cut, ask_until, loaded);
+    codes::attend_cut<codes::Floats>(p, all, b, rows, head, heads, cut, following, loaded);
+}
+
+template <class T> static auto first_chunk_of(const Attention &p, const Following &of, long head, long heads) {
+    if constexpr (sizeof(T) == 1) return codes::first_chunk(p, of, head, heads);
+    else return first_chunk<T>(p, of, head, heads);
 }
 
 // Whether row b may share the pass over a cut with rows before it that see it from `begin` to `end`.
@@ -50,11 +55,9 @@ template <class T> static int attend_alone(const Attention &p) {
     const long cuts = first[p.batch], all_threads = most_threads();
     const bool serial = keys * p.kv_heads * p.dim < SERIAL_KEYS;
     // A cut's heads lie side by side in memory: one thread takes them all, where there are enough cuts for all threads.
-    const long pieces = serial ? 1 : min_of(p.kv_heads, ceil_div(all_threads, max_of(1, cuts)));
-    const long heads = ceil_div(p.kv_heads, pieces), units = cuts * ceil_div(p.kv_heads, heads);
+    const long wanted = serial ? 1 : min_of(p.kv_heads, ceil_div(all_threads, max_of(1, cuts)));
+    const long heads = ceil_div(p.kv_heads, wanted), pieces = ceil_div(p.kv_heads, heads), units = cuts * pieces;
     const long threads = serial ? 1 : max_of(1, min_of(units, all_threads));
-    // Runs of units that one thread takes: within them the next cut is asked for ahead.
-    const long run = pieces > 1 ? 1 : max_of(1, units / (2 * threads)), runs = ceil_div(units, run);
     long *owner = (long *)malloc(max_of(1, cuts) * sizeof(long));
     // Parts [cut][head][part_row], then the scratch of each thread.
     const long scratch = Scratch::floats(p, 1, heads);
@@ -63,31 +66,28 @@ template <class T> static int attend_alone(const Attention &p) {
     if (!failed) {
         for (long b = 0; b < p.batch; b++)
             for (long c = first[b]; c < first[b + 1]; c++) owner[c] = b;
-        Units taken(runs);
+        Shares shares(units, threads);
         on_threads(threads, [&](long thread) {
             Scratch s;
             s.place(p, 1, heads, parts + cuts * p.heads * part_row + thread * scratch);
-            taken.take([&](long r) {
-                const long stop = min_of((r + 1) * run, units);
-                for (long unit = r * run; unit < stop; unit++) {
-                    const long at = unit / ceil_div(p.kv_heads, heads), head = unit % ceil_div(p.kv_heads, heads) * heads;
-                    const long b = owner[at], cut = p.first_cut(b) + at - first[b], here = min_of(heads, p.kv_heads - head);
-                    const long begin = p.begin_of(b, cut), end = p.end_of(b, cut);
-                    const bool follows = unit > r * run && at > first[b] && pieces == 1;
-                    // Between two ranges there may be a hole.
-                    const bool goes_on = unit + 1 < stop && at + 1 < first[b + 1] && pieces == 1 && p.begin_of(b, cut + 1) == end;
-                    if (!follows || p.end_of(b, cut - 1) != begin) {
-                        if constexpr (sizeof(T) == 1) {
-                            codes::Ahead(p, p.codes(), b, head, here, begin / PANEL_TOKENS * PANEL_TOKENS, min_of(begin / CHUNK * CHUNK + CHUNK, end)).ask(1 << 20);
-                        } else {
-                            Ahead<T>(p, b, head, here, begin, min_of(begin + CHUNK_KEYS<T>, end)).ask(1 << 20);
-                        }
-                    }
-                    attend_cut<T>(p, s, b, 1, head, here, cut, goes_on ? p.end_of(b, cut + 1) : end,
-                                  follows && p.query_of(b, cut) == p.query_of(b, cut - 1));
-                    for (long i = 0; i < here * group; i++)
-                        keep_part(p, s, i, parts + (at * p.heads + head * group + i) * part_row);
-                }
+            long asked_for = -1;  // the unit whose first chunk is on its way
+            shares.take(thread, [&](long unit) {
+                const long at = unit / pieces, head = unit % pieces * heads, here = min_of(heads, p.kv_heads - head);
+                const auto part_of = [&](long number) {  // row, keys
+                    const long b = owner[number], cut = p.first_cut(b) + number - first[b];
+                    return Following{b, p.begin_of(b, cut), p.end_of(b, cut)};
+                };
+                const Following own = part_of(at);
+                const bool asked = asked_for == unit;
+                if (!asked) first_chunk_of<T>(p, own, head, here).ask(1 << 20);
+                // Where heads are apart, the next unit is no neighbour in memory; where a share ends, it is another thread's.
+                Following next = {0, 0, 0};
+                if (pieces == 1 && !shares.begins_one(unit + 1)) next = part_of(at + 1), asked_for = unit + 1;
+                const long b = own.b, cut = p.first_cut(b) + at - first[b];
+                const bool loaded = asked && at > first[b] && p.query_of(b, cut) == p.query_of(b, cut - 1);
+                attend_cut<T>(p, s, b, 1, head, here, cut, next, loaded);
+                for (long i = 0; i < here * group; i++)
+                    keep_part(p, s, i, parts + (at * p.heads + head * group + i) * part_row);
             });
         });
         for_units(p.batch * p.heads, threads_for(cuts * p.heads * part_row, p.batch * p.heads), [&](long i) {
@@ -140,7 +140,9 @@ template <class T> static int attend_packed(const Attention &p) {
                     long end = p.end_of(b0 + r, cut);
                     for (; r + run < count && may_join<T>(p, b0 + r + run, cut, begin, end); run++)
                         end = max_of(end, p.end_of(b0 + r + run, cut));
-                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, p.length(b0 + r), false);
+                    // What comes next is most often the row's next cut.
+                    const Following next = {b0 + r, end, min_of(end + SPLIT, p.length(b0 + r))};
+                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, next, false);
                     float *part = parts + ((cut - first) * rows + r) * group * part_row;
                     for (long i = 0; i < run * group; i++) keep_part(p, s, i, part + i * part_row);
                 }

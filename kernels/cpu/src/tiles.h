@@ -35,6 +35,8 @@ struct Shares {
         for (long i = 0; i < shares; i++) cursors[i] = {first(i), first(i + 1)};
     }
     INLINE_MEMBER long first(long share) const { return count * share / shares; }
+    // Whether a share begins with this chunk, or all are over.
+    INLINE_MEMBER bool begins_one(long chunk) const { return chunk >= count || first(ceil_div(chunk * shares, count)) == chunk; }
     // Calls f(chunk) for what this thread takes.
     template <class F> INLINE_MEMBER void take(long thread, const F &f) {
         for (long i = 0; i < shares; i++) {
