@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 from windlass.kernels.cpu.structs import LowRankFields, LowRankPartFields
-from windlass.kernels.layouts.low_rank import PANEL_COLUMNS, LowRank, LowRankPart, LowRankTable
+from windlass.kernels.layouts.low_rank import PANEL_COLUMNS, PANEL_ROWS, STRIP, LowRank, LowRankPart, LowRankTable
 
 
 class CompiledLowRankTable(LowRankTable):
@@ -32,16 +32,22 @@ class CompiledLowRankTable(LowRankTable):
             self._check(change)
             parts = (LowRankPartFields * len(change.parts))(*map(_fields_of, change.parts))
             down = change.down
-            sizes = TYPE_CODES[down.dtype], len(down), len(parts)
+            sizes = TYPE_CODES[down.dtype], change.rank, len(parts)
             self._entries[slot] = LowRankFields(down.data_ptr(), *sizes, ctypes.addressof(parts))
             self._parts[slot] = parts
         super().put(slot, change)
 
     def _check(self, change: LowRank) -> None:
         down = change.down
+        wanted = (-(-change.rank // PANEL_ROWS), -(-self.inner // STRIP), PANEL_ROWS, STRIP)
         check(
-            down.dtype in TYPE_CODES and down.is_cpu and down.is_contiguous() and down.shape[1:] == (self.inner,),
-            f"low rank: A is {down.dtype} {tuple(down.shape)}, not contiguous floats [R, {self.inner}]",
+            down.dtype in TYPE_CODES
+            and down.is_cpu
+            and down.is_contiguous()
+            and down.shape == wanted
+            and change.inner == self.inner,
+            f"low rank: A [R, {change.inner}] is {down.dtype} {tuple(down.shape)}, not contiguous floats {wanted} for "
+            f"[R, {self.inner}]",
         )
         for part in change.parts:
             shape = (-(-part.columns // PANEL_COLUMNS), part.rank, PANEL_COLUMNS)
@@ -51,8 +57,8 @@ class CompiledLowRankTable(LowRankTable):
             )
             check(
                 0 <= part.first <= part.first + part.columns <= self.columns
-                and 0 <= part.rank_first <= part.rank_first + part.rank <= len(down),
-                f"low rank: a part lies outside [{self.columns}, {len(down)}]",
+                and 0 <= part.rank_first <= part.rank_first + part.rank <= change.rank,
+                f"low rank: a part lies outside [{self.columns}, {change.rank}]",
             )
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PANEL_COLUMNS = 32
+PANEL_COLUMNS = 32  # of B^T
+PANEL_ROWS, STRIP = 4, 16  # of A
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,27 @@ class LowRankPart:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A fused matrix has a part for each of the matrices that it is made of and that change; ranks and types may differ."""
+    """A fused matrix has a part for each of the matrices that it is made of and that change; ranks and types may differ.
 
-    down: Tensor  # [R, K]: A of all parts, contiguous
+    down: [R / 4, K / 16, 4, 16], both rounded up: A of all parts, four rows at a time, strip by strip; zeros past the ends.
+    """
+
+    rank: int
+    inner: int
+    down: Tensor
     parts: tuple[LowRankPart, ...]
+
+    @classmethod
+    def of(cls, down: Tensor, parts: Sequence[LowRankPart]) -> LowRank:
+        """down: A [R, K]."""
+        rank, inner = down.shape
+        padded = F.pad(down, (0, -inner % STRIP, 0, -rank % PANEL_ROWS))
+        panels = padded.view(-1, PANEL_ROWS, padded.shape[1] // STRIP, STRIP).transpose(1, 2).contiguous()
+        return cls(rank, inner, panels, tuple(parts))
+
+    def plain(self) -> Tensor:
+        """A [R, K] again, a copy."""
+        return self.down.transpose(1, 2).reshape(-1, self.down.shape[1] * STRIP)[: self.rank, : self.inner]
 
     @property
     def nbytes(self) -> int:

@@ -83,7 +83,7 @@ class TorchBackend(Backend):
                 self._add_change(out, x, change, own)
 
     def _add_change(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None) -> None:
-        low = self.linear(x if rows is None else x[rows], change.down)  # [n, R]
+        low = self.linear(x if rows is None else x[rows], change.plain())  # [n, R]
         for part in change.parts:
             own = low[:, part.rank_first : part.rank_first + part.rank].contiguous()
             view = out[:, part.first : part.first + part.columns]

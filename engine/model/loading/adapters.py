@@ -173,7 +173,7 @@ def _joined(
             downs.append(down)
             rank_first += len(down)
         first += stored.rows
-    return LowRank(_narrow(torch.cat(downs), dtype, device), tuple(parts)) if downs else None
+    return LowRank.of(_narrow(torch.cat(downs), dtype, device), parts) if downs else None
 
 
 def _narrow(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 // What LoRA adapters add to a product: out[M, N] += scale * (x[M, K] A^T) B^T, with matrices of each row's own.
 //
-// A and B are a hundredth of the weight beside them, so both must be read once and in long runs: A lies row by row, B^T in
-// panels of some columns, a whole panel after the other. Rows of x that have the same adapter share what is read of it.
+// A and B are a hundredth of the weight beside them, so both must be read once and in long runs: A lies in panels of some rows,
+// B^T in panels of some columns, each read from its start to its end. Rows of x that have the same adapter share what is read of it.
 // Every number is summed in one order whatever M and the threads: a row gives the same bits alone and in a batch.
 
 #pragma once
@@ -22,7 +22,7 @@ struct LowRankPart {  // of columns first .. first + columns of the product, by 
     double scale;
 };
 struct LowRankChange {
-    const void *down;  // [rank][K]
+    const void *down;  // [panels][strips of K][4][16]
     int64_t type, rank, num_parts;
     const LowRankPart *parts;
 };
@@ -31,11 +31,12 @@ namespace low_rank {
 
 constexpr long PANEL = 32;       // columns
 constexpr long PANELS = 8;       // that a thread takes at a time
-constexpr int RANKS = 4;         // rows of A read at once
+constexpr int RANKS = 4;         // rows of A in a panel, which are read at once
+constexpr long STRIP = 16;       // elements of each that lie together
 constexpr int DOWN_ROWS = 2, UP_ROWS = 4;
 constexpr long MOST_TOGETHER = 16;  // rows of x that share what is read
 constexpr long K_PART = 2048;    // elements of K that stay close for all of them
-static_assert(K_PART % W == 0 && PANEL % (2 * W) == 0, "whole vectors");
+static_assert(K_PART % STRIP == 0 && STRIP % W == 0 && PANEL % (2 * W) == 0, "whole vectors");
 
 // Rows order[first .. first + count] of x, all with this change.
 struct Group { const LowRankChange *change; long first, count; };
@@ -47,30 +48,23 @@ struct Rows {
     long K;
 };
 
-// sums += the products of RANKS rows of A and MT rows of x over n elements.
+// sums += the products of MT rows of x with a part of RANKS rows of A, over n elements.
 template <class TW, int MT>
-static NOINLINE void multiply(const TW *const *weights, const float *const *rows, long n, vf *sums) {
+static NOINLINE void multiply(const TW *panel, const float *const *rows, long n, vf *sums) {
     vf acc[MT][RANKS];
-    const TW *w[RANKS];
     const float *x[MT];
-    for (int i = 0; i < RANKS; i++) w[i] = weights[i];
     for (int m = 0; m < MT; m++) {
         x[m] = rows[m];
         for (int i = 0; i < RANKS; i++) acc[m][i] = sums[m * RANKS + i];
     }
-    long k = 0;
-    for (; k + W <= n; k += W) {
-        vf weight[RANKS];
-        for (int i = 0; i < RANKS; i++) weight[i] = load(w[i] + k);
-        for (int m = 0; m < MT; m++) {
-            const vf own = load(x[m] + k);
-            for (int i = 0; i < RANKS; i++) acc[m][i] = add_product(acc[m][i], weight[i], own);
-        }
-    }
-    if (k < n) {
-        for (int m = 0; m < MT; m++) {
-            const vf own = load_some(x[m] + k, n - k);
-            for (int i = 0; i < RANKS; i++) acc[m][i] = add_product(acc[m][i], load_some(w[i] + k, n - k), own);
+    for (long k = 0; k < n; k += STRIP, panel += RANKS * STRIP) {
+        for (long j = 0; j < STRIP; j += W) {
+            vf weight[RANKS];
+            for (int i = 0; i < RANKS; i++) weight[i] = load(panel + i * STRIP + j);
+            for (int m = 0; m < MT; m++) {
+                const vf own = k + j + W <= n ? load(x[m] + k + j) : load_some(x[m] + k + j, n - k - j);
+                for (int i = 0; i < RANKS; i++) acc[m][i] = add_product(acc[m][i], weight[i], own);
+            }
         }
     }
     for (int m = 0; m < MT; m++)
@@ -78,18 +72,16 @@ static NOINLINE void multiply(const TW *const *weights, const float *const *rows
 }
 
 // Numbers r .. r + RANKS of x A^T of a group's rows.
-template <class TW> static void down(const Rows &p, const Group &group, const TW *weights, long r) {
-    const long rank = group.change->rank;
+template <class TW> static void down(const Rows &p, const Group &group, const TW *panels, long r) {
     vf sums[MOST_TOGETHER * RANKS] = {};
-    for (long k = 0; k < p.K; k += K_PART) {
+    const TW *panel = panels + r * round_up(p.K, STRIP);
+    for (long k = 0; k < p.K; k += K_PART, panel += RANKS * K_PART) {
         const long n = min_of(K_PART, p.K - k);
-        const TW *w[RANKS];
-        for (int i = 0; i < RANKS; i++) w[i] = weights + min_of(r + i, rank - 1) * p.K + k;
         for (long m = 0; m < group.count; m += DOWN_ROWS) {
             const float *x[DOWN_ROWS];
             const long together = min_of(DOWN_ROWS, group.count - m);
             for (long i = 0; i < together; i++) x[i] = p.x + p.order[group.first + m + i] * p.x_row + k;
-            (together == DOWN_ROWS ? multiply<TW, DOWN_ROWS> : multiply<TW, 1>)(w, x, n, sums + m * RANKS);
+            (together == DOWN_ROWS ? multiply<TW, DOWN_ROWS> : multiply<TW, 1>)(panel, x, n, sums + m * RANKS);
         }
     }
     for (long m = 0; m < group.count; m++) {
@@ -97,7 +89,7 @@ template <class TW> static void down(const Rows &p, const Group &group, const TW
         const vf *of = sums + m * RANKS;
         sum_four(of[0], of[1], of[2], of[3], four);
         float *low = p.low + (group.first + m) * p.low_row + r;
-        for (long i = 0; i < min_of(RANKS, rank - r); i++) low[i] = four[i];
+        for (long i = 0; i < min_of(RANKS, group.change->rank - r); i++) low[i] = four[i];
     }
 }
 

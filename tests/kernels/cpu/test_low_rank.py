@@ -22,7 +22,7 @@ def change(columns: list[int], inner: int, ranks: list[int], *, down: torch.dtyp
         if rank:
             parts.append(LowRankPart.of(torch.randn(size, rank).to(up), first, rank_first, 0.5 + rank))
         first, rank_first = first + size, rank_first + rank
-    return LowRank(torch.randn(rank_first, inner).to(down), tuple(parts))
+    return LowRank.of(torch.randn(rank_first, inner).to(down), parts)
 
 
 def table_of(changes: list[LowRank | None], columns: int, inner: int) -> CompiledLowRankTable:
@@ -41,7 +41,10 @@ def expected(out: torch.Tensor, x: torch.Tensor, changes: list[LowRank | None], 
     for row, slot in enumerate(slots):
         own = changes[slot] if slot >= 0 else None
         for part in own.parts if own is not None else ():
-            a, b = own.down[part.rank_first : part.rank_first + part.rank].double(), part.plain().double() * part.scale
+            a, b = (
+                own.plain()[part.rank_first : part.rank_first + part.rank].double(),
+                part.plain().double() * part.scale,
+            )
             here = slice(part.first, part.first + part.columns)
             wanted[row, here] += b @ (a @ x[row].double())
             size[row, here] += b.abs() @ (a.norm(dim=1) * x[row].double().norm())
@@ -116,7 +119,10 @@ def test_nothing_is_read_or_written_past_the_ends(form: Library) -> None:
     for columns, inner, rank in ((33, 17, 3), (65, 31, 5), (7, 5, 1)):
         own = change([columns], inner, [rank], down=torch.bfloat16, up=torch.float16)
         own = LowRank(
-            at_the_end_of_memory(own.down), (LowRankPart(0, columns, 0, at_the_end_of_memory(own.parts[0].up), 2.0),)
+            rank,
+            inner,
+            at_the_end_of_memory(own.down),
+            (LowRankPart(0, columns, 0, at_the_end_of_memory(own.parts[0].up), 2.0),),
         )
         x, out = at_the_end_of_memory(torch.randn(2, inner)), at_the_end_of_memory(torch.randn(2, columns))
         wanted = expected(out, x, [own], [0, 0])
