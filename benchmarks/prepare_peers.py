@@ -33,7 +33,8 @@ def prepare_real(places: Places, model: Path | None, metadata: Path | None) -> N
     if model is None or metadata is None:
         sys.exit("error: a real model's shape needs --model DIRECTORY and --metadata FILE.gguf, once")
     import torch
-    from reordered_model import reordered, write_gguf
+    from harness.gguf_file import fields_of, write_gguf
+    from reordered_model import reordered
     from safetensors.torch import load_file, save_file
 
     print(f"making {places.model} and {places.gguf('f16')}")
@@ -41,7 +42,7 @@ def prepare_real(places: Places, model: Path | None, metadata: Path | None) -> N
     weights = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}
     made = reordered(weights, config)
     places.gguf("f16").parent.mkdir(parents=True, exist_ok=True)
-    write_gguf(made, config, metadata, places.gguf("f16"), wide=False)
+    write_gguf(made, config, fields_of(metadata), places.gguf("f16"), wide=False)
     places.model.mkdir(parents=True, exist_ok=True)
     halves = {name: tensor.half() if tensor.dim() > 1 else tensor for name, tensor in made.items()}
     save_file(halves, places.model / "model.safetensors", metadata={"format": "pt"})
@@ -64,21 +65,23 @@ def prepare_windlass(places: Places, shape: str) -> None:
 
 
 def prepare_llama_cpp(places: Places) -> None:
-    """GGUF files: F16 by the converter, the others from it. `--pure` gives every matrix of a random model the same type."""
-    converter = places.llama_converter
+    """GGUF files: F16, then the others from it. `--pure` gives every matrix of a random model the same type."""
     tools = (places.llama_tool("llama-quantize", program) for program in reversed(llama_cpp.DIALECTS))
     quantize = next((tool for tool in tools if tool is not None), None)
     if quantize is None:
         print("llama.cpp and ik_llama.cpp: left out: neither's llama-quantize is built")
         return
-    if not places.gguf("f16").exists() and (converter is None or places.export_python is None):
-        print("llama.cpp and ik_llama.cpp: left out: need llama.cpp's source for the converter and openvino-export")
-        return
-    places.gguf("f16").parent.mkdir(parents=True, exist_ok=True)
-    if converter is not None and not places.gguf("f16").exists():
-        script = [str(places.export_python), str(converter), str(places.model)]
-        paths = f"{converter.parent / 'gguf-py'}:{converter.parent}"
-        _make([*script, "--outtype", "f16", "--outfile"], places.gguf("f16"), {"PYTHONPATH": paths})
+    if not places.gguf("f16").exists():
+        from harness.gguf_file import fields_of_checkpoint, write_gguf
+        from safetensors.torch import load_file
+
+        print(f"making {places.gguf('f16')}")
+        places.gguf("f16").parent.mkdir(parents=True, exist_ok=True)
+        unfinished = places.gguf("f16").with_name("unfinished.gguf")
+        config = json.loads((places.model / "config.json").read_text("utf-8"))
+        weights = load_file(places.model / "model.safetensors")
+        write_gguf(weights, config, fields_of_checkpoint(places.model), unfinished, wide=False)
+        unfinished.rename(places.gguf("f16"))
     for kind in ("q8_0", "q4_0", "q4_k_m"):
         if not places.gguf(kind).exists():
             # Where quality counts, the recipe that llama.cpp's users get.

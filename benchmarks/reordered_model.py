@@ -16,24 +16,10 @@ import json
 import shutil
 from pathlib import Path
 
-import gguf
-import numpy as np
 import torch
+from harness.gguf_file import fields_of, write_gguf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
-_OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-_INNER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 def reordered(weights: dict[str, Tensor], config: dict[str, int], seed: int = 0) -> dict[str, Tensor]:
@@ -71,34 +57,6 @@ def reordered(weights: dict[str, Tensor], config: dict[str, int], seed: int = 0)
     return {name: tensor.contiguous() for name, tensor in made.items()}
 
 
-def write_gguf(
-    weights: dict[str, Tensor], config: dict[str, int], metadata: Path, target: Path, *, wide: bool = True
-) -> None:
-    """A GGUF of a Llama, for llama.cpp: its rows of queries and keys hold pairs (2j, 2j + 1). wide: float32, else float16."""
-    writer = gguf.GGUFWriter(target, "llama")
-    for key, field in gguf.GGUFReader(metadata).fields.items():
-        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
-            continue
-        kind = field.types[0]
-        several = kind == gguf.GGUFValueType.ARRAY
-        writer.add_key_value(key, field.contents(), kind, sub_type=field.types[-1] if several else None)
-    writer.add_uint32("general.file_type", 0 if wide else 1)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, tensor in weights.items():
-        rows = tensor.numpy()
-        parts = name.removesuffix(".weight").split(".")
-        if parts[-1] in heads:
-            shape = rows.shape
-            rows = rows.reshape(heads[parts[-1]], 2, -1, shape[1]).swapaxes(1, 2).reshape(shape)
-        known = _OUTER.get(name) or f"blk.{parts[2]}.{_INNER['.'.join(parts[3:])]}.weight"
-        halved = rows.ndim > 1 and not wide
-        writer.add_tensor(known, np.ascontiguousarray(rows.astype(np.float16) if halved else rows))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="directory with config.json, model.safetensors and a tokenizer")
@@ -116,7 +74,7 @@ def main() -> None:
     if options.gguf is not None:
         if options.metadata is None:
             parser.error("--gguf needs --metadata, the GGUF file that tells vocabulary and shapes")
-        write_gguf(made, config, options.metadata, options.gguf)
+        write_gguf(made, config, fields_of(options.metadata), options.gguf)
 
 
 if __name__ == "__main__":
