@@ -13,6 +13,7 @@ from windlass.clients._answer_type import AnswerType
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run_async
 from windlass.clients._rules import CallRules
+from windlass.clients.async_retrieval import AsyncRetrievalMethods
 from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
@@ -50,7 +51,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class AsyncClient:
+class AsyncClient(AsyncRetrievalMethods):
     """`Client` for asyncio and trio: the same arguments, and methods to await."""
 
     def __init__(

@@ -31,6 +31,7 @@ from windlass.clients.options import (
     TokenizeOptions,
 )
 from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
+from windlass.clients.retrieval import RetrievalMethods
 from windlass.clients.rope import RopeScaling
 from windlass.clients.streams import Stream
 from windlass.clients.types import (
@@ -50,7 +51,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class Client:
+class Client(RetrievalMethods):
     """A synchronous client; use it from any number of threads, and close it or use it in a `with` block.
 
     base_url: of the server, with or without /v1 (default: WINDLASS_BASE_URL, else http://127.0.0.1:8000).
@@ -368,8 +369,7 @@ class Client:
         rope_update: str | Mapping[str, Any] | None = None,
         model: str | None = None,
     ) -> RotaryInspection:
-        """The frequencies and factors a request would run under. rope_scaling: an object, a profile's name, or None for the
-        server's default. length: of the request in tokens, for the kinds that depend on it (default: the server's context)."""
+        """The frequencies and factors a request of `length` tokens (default: the server's context) would run under."""
         return self._run(calls.inspect(rope_scaling, length, rope_update, model))
 
     def health(self) -> Health:

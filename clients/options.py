@@ -204,3 +204,46 @@ class DetokenizeOptions(TypedDict, total=False):
 
     skip_special_tokens: bool | None
     return_offsets: bool | None
+
+
+class PromptOptions(TypedDict, total=False):
+    """Body fields of every endpoint that generates nothing, by their API names. None means "not given"."""
+
+    user: str | None
+    add_special_tokens: bool | None
+    truncate_prompt_tokens: int | None
+    truncation_side: str | None
+    rope_scaling: Mapping[str, Any] | str | None
+    rope_update: str | Mapping[str, Any] | None
+    attention_window: int | None
+    attention_sinks: int | None
+    cache_salt: str | None
+    priority: int | None
+    request_id: str | None
+
+
+class ClassifyOptions(PromptOptions, total=False):
+    """Those of `classify`."""
+
+    use_activation: bool | None
+
+
+class ScoreOptions(PromptOptions, total=False):
+    """Those of `score`."""
+
+    pooling: str | None
+
+
+class RerankOptions(ScoreOptions, total=False):
+    """Those of `rerank`."""
+
+    return_documents: bool | None
+
+
+class EmbeddingOptions(PromptOptions, total=False):
+    """Those of `embeddings` and `pooling`. encoding_format: how numbers travel, base64 unless said otherwise."""
+
+    pooling: str | None
+    dimensions: int | None
+    normalize: bool | None
+    encoding_format: str | None

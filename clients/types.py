@@ -280,7 +280,8 @@ class Model:
 
     context: what holds for requests that do not say (`context_overflow`, `keep_tokens`, `attention_window`, `attention_sinks`,
     `cache_reuse`), and `shift_context`, `max_total_tokens` and `shift_refusal`. parent, adapter: of a LoRA adapter the model that
-    it changes, and its `rank`, `targets` and `num_bytes`.
+    it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate, embed, score, classify.
+    embedding: `dimensions`, `pooling` and `normalize` of its vectors; classes: `labels` and `activation` of one that classifies.
     """
 
     id: str
@@ -297,6 +298,9 @@ class Model:
     sampling_defaults: dict[str, float] | None = None
     context: dict[str, Any] | None = None
     rotary: dict[str, Any] | None = None
+    tasks: tuple[str, ...] | None = None
+    embedding: dict[str, Any] | None = None
+    classes: dict[str, Any] | None = None
     parent: str | None = None
     adapter: dict[str, Any] | None = None
 

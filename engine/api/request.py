@@ -10,6 +10,8 @@ from typing import Literal
 
 from windlass.engine.api.adapters import AdapterInfo
 from windlass.engine.api.context import ContextReport, ContextRule, PassageReuse
+from windlass.engine.api.model_heads import ClassifierInfo, PoolingDefaults
+from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling
@@ -102,6 +104,7 @@ class EngineRequest:
     rope_scaling: None means the server's default. rope_update: when frequencies that depend on length change, None for
     the server's or the kind's default. rope_exact: under `recompute`, dynamic follows every token rather than its grid.
     reuse: what it may take of other prompts beside an equal beginning, None for nothing. adapter: the id of a loaded one.
+    pooling: set where the prompt is to be pooled; then nothing is generated, and `sampling.max_tokens` is 0.
     """
 
     request_id: str
@@ -116,6 +119,7 @@ class EngineRequest:
     priority: int = 0  # lower runs first, as in vLLM
     deadline: float | None = None
     adapter: int | None = None
+    pooling: PoolingRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,7 @@ class RequestOutput:
     finish_reason: set on the last output of this sample. stop_token_id: the eos or stop id that ended it, if one did
     (that id is the last of `token_ids`).
     cached_tokens: prompt tokens that came from the prefix cache.
+    pooled: what came of a pooled prompt, on its only output.
     rotary, context: what the sample ran under and what became of its context, on its last output unless it failed.
     error: set when the request failed; then it is the last output of the request (all samples).
     """
@@ -156,6 +161,7 @@ class RequestOutput:
     rotary: RotaryReport | None = None
     context: ContextReport | None = None
     error: Exception | None = None
+    pooled: PooledRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +210,9 @@ class ModelInfo:
     draft_model: DraftInfo | None = None
     fingerprint: str = ""  # of the weights and of all that changes what is computed from them
     adapters: tuple[AdapterInfo, ...] = ()  # those loaded at the start
+    hidden_size: int = 0  # of the vectors that its states are
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
+    classifier: ClassifierInfo | None = None  # of a model that classifies and generates nothing
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from windlass.engine.api.context import PassageReuse
 from windlass.engine.api.grammar_limits import MAX_CHARACTERS
+from windlass.engine.api.pooling import POOLING_KINDS, PoolingRule
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
 
@@ -23,8 +24,19 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
     if request.rope_update not in (None, "frozen", "recompute", "rotate"):
         raise RequestError("rope_update must be frozen, recompute or rotate", "rope_update")
     _check_sampling(request.sampling, vocab_size)
+    if request.pooling is not None:
+        _check_pooling(request.pooling, request.sampling)
     if request.reuse is not None:
         _check_reuse(request.reuse, len(request.prompt_token_ids))
+
+
+def _check_pooling(rule: PoolingRule, sampling: SamplingParams) -> None:
+    if rule.kind not in POOLING_KINDS:
+        raise RequestError(f"pooling must be one of {', '.join(POOLING_KINDS)}", "pooling")
+    if rule.dimensions is not None and rule.dimensions < 1:
+        raise RequestError(f"dimensions must be at least 1, got {rule.dimensions}", "dimensions")
+    if sampling.max_tokens or sampling.n != 1 or sampling.prompt_logprobs is not None:
+        raise RequestError("a prompt that is pooled generates nothing and has no log-probabilities", "pooling")
 
 
 def _check_reuse(reuse: PassageReuse, num_prompt_tokens: int) -> None:

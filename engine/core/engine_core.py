@@ -125,6 +125,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
+        self._check_task(request)
         self.adapters.check(request.adapter)
         if self._deterministic and request.reuse is not None and request.reuse.takes_any:
             raise RequestError(
@@ -136,6 +137,17 @@ class EngineCore:
         rotation = self.plan_rotation(request)
         if not self._compiling.takes(request):
             self.scheduler.add(request, rotation)
+
+    def _check_task(self, request: EngineRequest) -> None:
+        """Raise RequestError for what this model has no head for."""
+        if request.pooling is None and self.info.classifier is not None:
+            raise RequestError(
+                f"this model is a {self.info.architecture}, which generates nothing: use /classify, /v1/score or /v1/rerank",
+                "model",
+                "no_generation",
+            )
+        if request.pooling is not None and request.pooling.kind == "classify" and self.info.classifier is None:
+            raise RequestError("this model has no classification head", "pooling", "no_classifier")
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
@@ -320,6 +332,9 @@ def _describe(
         weight_bytes=decoder.weight_bytes(),
         load_seconds=seconds,
         fingerprint=_fingerprint(config, model),
+        hidden_size=spec.hidden_size,
+        pooling=model.pooling,
+        classifier=spec.classifier,
         notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
         draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
     )

@@ -218,6 +218,7 @@ def _to_tuple(output: RequestOutput) -> tuple[Any, ...]:
         output.rotary,
         output.context,
         portable_error(output.error) if output.error is not None else None,
+        output.pooled,
     )
 
 

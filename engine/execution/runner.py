@@ -16,6 +16,7 @@ from windlass.engine.errors import EngineError
 from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.drafter import Drafter, DraftModel
 from windlass.engine.execution.key_rotator import KeyRotator
+from windlass.engine.execution.pooler import Pooler
 from windlass.engine.execution.replay import DecodeReplay, StepTensors
 from windlass.engine.execution.sequences import LiveSequences
 from windlass.engine.model.adapters.adapter import LoadedAdapters
@@ -62,6 +63,7 @@ class Runner:
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
         vocab_size = decoder.spec.vocab_size
         self.drafter = None if draft is None else Drafter(draft, self.sequences, vocab_size, block_size)
+        self._pooler = Pooler(decoder)
         self.positions_computed = 0
 
     @torch.inference_mode()
@@ -81,6 +83,8 @@ class Runner:
                 results[seq_id] = replace(result, error=logprobs)
             else:
                 results[seq_id] = replace(result, prompt_logprobs=logprobs)
+        if self.sequences.pooled:
+            results |= self._pooled(plan, hidden)
         return list(results.values())
 
     @torch.inference_mode()
@@ -98,6 +102,7 @@ class Runner:
         self.sequences.apply(plan)
         for seq_id in plan.removed:
             self.sampler.forget(seq_id)
+            self._pooler.forget(seq_id)
         for row in plan.rotary_rows:
             self.tables.write(row.row, row.specs)
         for parked in plan.parked:
@@ -117,6 +122,7 @@ class Runner:
         """Forget every sequence and start from a snapshot; the cache is taken to hold what it names."""
         for seq_id in self.sequences:
             self.sampler.forget(seq_id)
+            self._pooler.forget(seq_id)
         self.sequences.restore(snapshot)
         for row in snapshot.rotary_rows:
             self.tables.write(row.row, row.specs)
@@ -128,7 +134,7 @@ class Runner:
         batch = self.batches.build(plan.sequences)
         live = self.sequences.by_id
         maxima = all(takes_largest(live[item.seq_id].slot) for item in plan.sequences)
-        made = self.replay.run(batch, maxima=maxima)
+        made = None if self.decoder.score is not None else self.replay.run(batch, maxima=maxima)
         hidden = self.decoder.forward(batch, self.cache) if made is None else made.hidden
         self.positions_computed += hidden.shape[0]
         return hidden, made
@@ -162,6 +168,24 @@ class Runner:
             chosen = chosen[torch.tensor(rows, device=chosen.device)]
         logits = self.decoder.logits(chosen) if made is None else chosen  # [R, V]
         return draw_tokens(self.sampler, logits, wanted)
+
+    def _pooled(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, StepResult]:
+        """By sequence id: of every prompt that is pooled and ends in this step, and of those that cannot be."""
+        results: dict[int, StepResult] = {}
+        end = 0
+        for item in plan.sequences:
+            end += item.num_tokens
+            rule = self.sequences.pooled.get(item.seq_id)
+            if rule is not None:
+                rows = hidden[end - item.num_tokens : end]
+                try:
+                    pooled = self._pooler.take(item.seq_id, rule, rows, item.start, item.num_known_tokens)
+                except EngineError as error:
+                    results[item.seq_id] = StepResult(item.seq_id, error=error)
+                    continue
+                if pooled is not None:
+                    results[item.seq_id] = StepResult(item.seq_id, pooled=pooled)
+        return results
 
     def _prompt_logprobs(
         self, plan: SchedulerOutput, hidden: Tensor

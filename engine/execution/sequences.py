@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.cache.changes import TableChanges
 from windlass.engine.cache.runs import SlotLayout
 from windlass.engine.sampling.slot import SampleSlot
@@ -51,6 +52,7 @@ class LiveSequences:
         self._tables = np.full((num_groups, num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)  # [K, R, blocks]
         self._free = list(range(num_rows - 1, -1, -1))
         self.by_id: dict[int, LiveSequence] = {}  # read by many, changed here alone
+        self.pooled: dict[int, PoolingRule] = {}  # those of them that are pooled
         self.step = 0
 
     def __len__(self) -> int:
@@ -141,9 +143,12 @@ class LiveSequences:
         row, rule = self._take_row(), (new.layout, new.window, new.sinks, new.adapter)
         live = LiveSequence(slot, token_ids, row, new.rotary_id, *rule, [0] * groups, [0] * groups)
         self.by_id[new.seq_id] = live
+        if new.pooling is not None:
+            self.pooled[new.seq_id] = new.pooling
         self._change(live, new.tables)
 
     def _remove(self, seq_id: int) -> None:
+        self.pooled.pop(seq_id, None)
         live = self.by_id.pop(seq_id, None)  # one that ended since a snapshot was taken is unknown here
         if live is not None:
             self._free.append(live.row)

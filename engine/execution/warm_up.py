@@ -33,6 +33,8 @@ def warm_up(
 ) -> None:
     """Run steps on the first blocks of every KV group, which have to be free.
 
+    A model that generates nothing draws nothing here either.
+
     specs: the rotation, one per rotary group. num_groups: KV groups. room: tokens that a sequence can hold; nothing is
     done where that is too few. most_seconds: no step begins later, as the start shall not wait for a slow model.
     """
@@ -42,6 +44,7 @@ def warm_up(
         return
     blocks = tuple(range(-(-(prompt + _DECODE_STEPS) // block_size)))
     row = runner.tables.acquire(specs)
+    samples = () if runner.decoder.spec.classifier is not None else (_SEQUENCE,)
     try:
         for step in range(1 + _DECODE_STEPS):
             if time.monotonic() - started > most_seconds:
@@ -60,7 +63,7 @@ def warm_up(
                 rotary_id=row,
             )
             start = known - 1 if step else 0
-            chunk = ScheduledSequence(_SEQUENCE, start, known - start, known, samples=(_SEQUENCE,))
+            chunk = ScheduledSequence(_SEQUENCE, start, known - start, known, samples=samples)
             plan = SchedulerOutput(
                 step=step + 1,
                 removed=(_SEQUENCE,) if step else (),

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from torch import Tensor
+from torch.nn import functional
 
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.errors import RequestError
 from windlass.engine.model.allocation import allocate, of_layer
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
@@ -61,6 +63,7 @@ class Decoder:
         weights = allocate(backend, spec.weights(), self.plan)
         self.embedding: Tensor | BlockWeight = weights["embedding"]
         self.head: Weight = weights.get("head", self.embedding)
+        self.score: Tensor | None = weights.get("score")  # [classes, hidden], float32
         self.final_norm: Tensor = weights["final_norm"]
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
@@ -120,6 +123,15 @@ class Decoder:
             logits = self.backend.soft_cap(logits, self.spec.logit_soft_cap)
         return logits
 
+    def scores(self, hidden: Tensor) -> Tensor:
+        """What the classification head gives, float32 [R, classes], of normed hidden states [R, hidden].
+
+        Raises RequestError where the model has no such head.
+        """
+        if self.score is None:
+            raise RequestError("this model has no classification head", "pooling", "no_classifier")
+        return functional.linear(hidden.float(), self.score)
+
     def num_parameters(self) -> int:
         return sum(t.numel() for t in self.tensors())
 
@@ -133,7 +145,9 @@ class Decoder:
     def weights(self) -> dict[str, Weight]:
         """Every distinct weight by the name that `ModelSpec.weights` gives it, in that order."""
         found: dict[str, Weight] = {"embedding": self.embedding, "final_norm": self.final_norm}
-        if not self.spec.tied_embeddings:
+        if self.score is not None:
+            found["score"] = self.score
+        elif not self.spec.tied_embeddings:
             found["head"] = self.head
         for index, layer in enumerate(self.layers):
             found |= {f"layers.{index}.{name}": weight for name, weight in layer.weights().items()}

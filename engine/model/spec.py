@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windlass.engine.api.model_heads import ClassifierInfo
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
@@ -55,6 +56,7 @@ class LayerSpec:
 class ModelSpec:
     """norm_offset: norms multiply by (offset + weight), 1 for Gemma. trained_len: the model's own context length M.
 
+    classifier: the classes that the head has in place of a vocabulary; such a model generates nothing.
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
     """
 
@@ -72,6 +74,7 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     temperature: tuple[float, int] | None = None
+    classifier: ClassifierInfo | None = None
     notices: tuple[str, ...] = ()
 
     @property
@@ -97,6 +100,10 @@ class ModelSpec:
         hidden, vocab = self.hidden_size, self.vocab_size
         table = (StoredTensor("model.embed_tokens.weight", vocab),)
         final_norm = norm("final_norm", "model.norm", hidden)
+        if self.classifier is not None:
+            classes = len(self.classifier.labels)
+            score = WeightSpec("score", "score", (classes, hidden), (StoredTensor("score.weight", classes),))
+            return WeightSpec("embedding", "table", (vocab, hidden), table), score, final_norm
         if self.tied_embeddings:
             return WeightSpec("embedding", "table and head", (vocab, hidden), table), final_norm
         head = WeightSpec("head", "head", (vocab, hidden), (StoredTensor(HEAD_TENSOR, vocab),))

@@ -56,7 +56,7 @@ class StoredPart:
     storage: str
 
 
-# By the name of the weight, of those that have rows and columns; norms are float32, biases of the compute dtype.
+# By the name of the weight, of those that have rows and columns; norms and scores are float32, biases of the compute dtype.
 StoragePlan: TypeAlias = Mapping[str, tuple[StoredPart, ...]]
 
 
@@ -82,7 +82,7 @@ def plan_storage(
     kept = kept or {}
     plan = {}
     for weight in spec.weights():
-        if len(weight.shape) < 2:
+        if len(weight.shape) < 2 or weight.kind == "score":
             continue
         parts: list[StoredPart] = []
         for tensor in weight.stored:

@@ -87,7 +87,7 @@ class Admission:
                 self._blocked = (seq.seq_id, step, self._blocks.available())
                 return None
             hit, full = 0, False
-            if seq.prompt_logprobs is None:
+            if not seq.needs_every_row:
                 hit, full = self._blocks.match(seq.cache, seq.token_ids, seq.num_shareable_tokens)
             if self._find_prefix_source(seq, hit, running):
                 continue
@@ -136,7 +136,7 @@ class Admission:
         Waiting costs nothing then, as the other one is served first anyway, and requests that arrive together with the
         same long prompt compute it once.
         """
-        if not self._blocks.enable_prefix_caching or seq.prompt_logprobs is not None or seq.cache.private:
+        if not self._blocks.enable_prefix_caching or seq.needs_every_row or seq.cache.private:
             return False
         size = self._blocks.block_size
         usable = min(seq.num_tokens - 1, seq.num_shareable_tokens) // size

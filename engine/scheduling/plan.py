@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
 from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, ParkedPages, TableChanges
 from windlass.engine.cache.runs import PLAIN, SlotLayout
@@ -26,7 +27,7 @@ class NewSequence:
     token_ids: prompt and output so far. stop_ids: those that `sampling.min_tokens` keeps masked (eos unless ignored, and
     stop ids). tables: whole; none while it holds no blocks. layout: which slots of them hold which positions. window, sinks:
     keys that its tokens see, and leading tokens that they see besides; None where the request asks for no window. adapter: the
-    id of its adapter.
+    id of its adapter. pooling: set where its prompt is pooled and nothing is drawn.
     """
 
     seq_id: int
@@ -42,6 +43,7 @@ class NewSequence:
     window: int | None = None
     sinks: int = 0
     adapter: int | None = None
+    pooling: PoolingRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ class StepResult:
     these and the one drawn after them).
     logprobs: parallel to token_ids when asked for. prompt_logprobs: for the prompt tokens at indices
     `start + 1 .. start + num_tokens` of the scheduled chunk that lie inside the prompt, in order.
-    error: sampling failed for this sequence (its logits are not finite); its request fails, no other does.
+    error: sampling or pooling failed for this sequence (what it goes by is not finite); its request fails, no other does.
+    pooled: with the last chunk of a prompt that is pooled.
     """
 
     seq_id: int
@@ -158,3 +161,4 @@ class StepResult:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: EngineError | None = None
+    pooled: PooledRows | None = None

@@ -198,4 +198,5 @@ def _describe(seq: Sequence, tables: TableChanges) -> NewSequence:
         window=rule.attention_window,
         sinks=rule.attention_sinks,
         adapter=seq.request.adapter,
+        pooling=seq.request.pooling,
     )

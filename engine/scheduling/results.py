@@ -59,7 +59,7 @@ class ResultIntake:
             if item.prompt_logprobs is not None:
                 seq.add_prompt_logprobs(item.start, _result(by_id, seq).prompt_logprobs or ())
             if seq.request.sampling.max_tokens == 0 and seq.num_uncomputed_tokens == 0:
-                outputs += self._finish_scoring(seq, now)
+                outputs += self._finish_scoring(seq, by_id, now)
             elif seq.children:
                 outputs += self._fork(seq, seq.children, by_id, now)
             elif item.samples:
@@ -140,8 +140,9 @@ class ResultIntake:
             context=None if reason is None else report,
         )
 
-    def _finish_scoring(self, seq: Sequence, now: float) -> list[RequestOutput]:
+    def _finish_scoring(self, seq: Sequence, results: dict[int, StepResult], now: float) -> list[RequestOutput]:
         """End a request that asked for no tokens, its prompt being computed; every sample is equally empty."""
+        pooled = None if seq.request.pooling is None else _result(results, seq).pooled
         self._note_first_token(seq, now)
         report = seq.held.report_of(seq.cache)
         self._finish(seq, now)
@@ -152,6 +153,7 @@ class ResultIntake:
             cached_tokens=seq.cached_tokens or 0,
             rotary=seq.rotation.report(seq.stage, seq.cache.num_rerotations),
             context=report,
+            pooled=pooled,
         )
         rest = (replace(first, index=index, prompt_logprobs=None) for index in range(1, seq.request.sampling.n))
         return [output for output in (first, *rest) if output.index not in seq.ended_samples]

@@ -292,7 +292,7 @@ class Scheduler:
                 self._places.unpark(seq)
                 seq.full_hit_end = 0
                 continue
-            looked_up = self.blocks.enable_prefix_caching and seq.prompt_logprobs is None
+            looked_up = self.blocks.enable_prefix_caching and not seq.needs_every_row
             self.counters.count_hit(seq, full, looked_up=looked_up)
             self._reuse.take_up(seq)
 

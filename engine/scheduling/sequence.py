@@ -147,6 +147,12 @@ class Sequence:
         """Whether log-probabilities of some prompt token are still to come."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether all of the prompt has to pass through the model, so that none of it may come from the prefix cache."""
+        pooling = self.request.pooling
+        return self.prompt_logprobs is not None or (pooling is not None and pooling.reads_every_token)
+
     def add_prompt_logprobs(self, start: int, entries: abc.Sequence[TokenLogprobs]) -> None:
         """Take the entries of the prompt tokens from index start + 1 on, skipping those known before a preemption."""
         known = self.prompt_logprobs

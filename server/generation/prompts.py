@@ -32,20 +32,29 @@ _NAMES: dict[Any, str] = {str: "string", list: "list of token ids"}
 
 
 def check_token_prompts(
-    prompts: list[list[int]], vocab_size: int, longest: int, *, truncate: int | None, keep_first: bool = False
+    prompts: list[list[int]],
+    vocab_size: int,
+    longest: int,
+    *,
+    truncate: int | None,
+    keep_first: bool = False,
+    param: str = "prompt",
+    numbered: bool = False,
 ) -> list[list[int]]:
     """The prompts, cut to their last `truncate` ids, or to the first. longest: tokens that one may have.
+
+    param: the field that they came from. numbered: errors name a prompt's place in it, too.
 
     Raises ApiError for one that is too long or holds no valid ids. Lengths come first, as they cost nothing:
     32 MiB of digits are refused without being looked at.
     """
     if truncate is None:
-        for ids in prompts:
+        for index, ids in enumerate(prompts):
             if len(ids) > longest:
-                raise context_length_exceeded(longest, len(ids), param="prompt")
+                raise context_length_exceeded(longest, len(ids), param=f"{param}[{index}]" if numbered else param)
     checked = []
-    for ids in prompts:
-        check_token_ids(ids, vocab_size, "prompt")
+    for index, ids in enumerate(prompts):
+        check_token_ids(ids, vocab_size, f"{param}[{index}]" if numbered else param)
         checked.append(ids if truncate is None else ids[:truncate] if keep_first else ids[-truncate:])
     return checked
 

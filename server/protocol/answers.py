@@ -182,6 +182,27 @@ class AdapterFacts(StrictModel):
     num_bytes: int
 
 
+class EmbeddingFacts(StrictModel):
+    """How `/v1/embeddings` makes vectors of the model's states where a request does not say."""
+
+    dimensions: Annotated[int, Field(description="Values of a vector.")]
+    pooling: Annotated[
+        Literal["last", "mean", "first"] | None, Field(description="Null: requests have to say, see `refusal`.")
+    ]
+    normalize: bool
+    declared: Annotated[bool, Field(description="Whether the model's files say so.")]
+    refusal: Annotated[str | None, Field(description="What these files ask for that is not offered.")]
+
+
+class ClassFacts(StrictModel):
+    """The classes of a model that classifies."""
+
+    labels: list[str]
+    activation: Annotated[
+        Literal["softmax", "sigmoid", "none"], Field(description="What makes probabilities of what the head gives.")
+    ]
+
+
 class Model(StrictModel):
     """A model as `/v1/models` lists it, or an adapter of it; what the engine knows is null until it has loaded."""
 
@@ -200,6 +221,11 @@ class Model(StrictModel):
     sampling_defaults: SamplingSettings
     context: ContextSettings
     rotary: ModelRotary | None
+    tasks: Annotated[
+        list[Literal["generate", "embed", "score", "classify"]] | None, Field(description="What it can be asked for.")
+    ]
+    embedding: EmbeddingFacts | None
+    classes: ClassFacts | None
     parent: str | None
     adapter: AdapterFacts | None
 

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.engine.api.request import ModelInfo
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import describe_groups
@@ -84,7 +85,27 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS
     }
     described["rotary"] = None if info is None else describe_groups(info.rotary_groups)
+    described |= _beyond_generating(info)
     return described
+
+
+def _beyond_generating(info: ModelInfo | None) -> dict[str, Any]:
+    """What it can be asked for, how vectors are made, and its classes."""
+    if info is None:
+        return {"tasks": None, "embedding": None, "classes": None}
+    pooling, classifier = info.pooling, info.classifier
+    tasks = ["generate", "embed", "score"] if classifier is None else ["embed", "classify"]
+    if classifier is not None and len(classifier.labels) == 1:
+        tasks.append("score")
+    embedding = {
+        "dimensions": info.hidden_size,
+        "pooling": None if pooling.refusal is not None else pooling.kind,
+        "normalize": pooling.normalize,
+        "declared": pooling.declared,
+        "refusal": pooling.refusal,
+    }
+    classes = None if classifier is None else {"labels": classifier.labels, "activation": classifier.activation}
+    return {"tasks": tasks, "embedding": embedding, "classes": classes}
 
 
 def _json(payload: dict[str, Any]) -> Response:

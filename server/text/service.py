@@ -115,13 +115,16 @@ class TextService:
         keep_first: bool = False,
         param: str,
         caller: str,
+        numbered: bool = False,
     ) -> list[Prompt]:
         """Tokenize `texts`; raises ApiError for one that cannot fit, before tokenizing it.
 
         truncate: keep the last so many tokens, or the first. The text may then be longer than the context, but not by any amount.
+        numbered: errors about one of the texts name its place in `param`, too.
         """
-        for text in texts:
-            await self._refuse_long(len(text), max_model_len, truncated=truncate is not None, param=param)
+        names = [f"{param}[{index}]" if numbered else param for index in range(len(texts))]
+        for text, name in zip(texts, names, strict=True):
+            await self._refuse_long(len(text), max_model_len, truncated=truncate is not None, param=name)
         prompts: list[Prompt] = []
         for batch in _batches(texts):
             with _told(param, "tokenizing this text", self._text_limits):
@@ -136,7 +139,7 @@ class TextService:
             for text, ids in zip(batch, packed, strict=True):
                 count = count_ids(ids)
                 if truncate is None and count > max_model_len:
-                    raise context_length_exceeded(max_model_len, count, param=param)
+                    raise context_length_exceeded(max_model_len, count, param=names[len(prompts)])
                 cut = truncate is not None and count > truncate
                 kept = cut_ids(ids, truncate, first=keep_first) if cut and truncate else ids
                 many = count_ids(kept) > LARGE_JOB

@@ -23,16 +23,20 @@ from windlass.clients import (
     AuthenticationError,
     BadRequestError,
     ChatOptions,
+    ClassifyOptions,
     Client,
     CompletionOptions,
     CountOptions,
     DetokenizeOptions,
+    EmbeddingOptions,
     MessageOptions,
     Metrics,
     NotFoundError,
+    RerankOptions,
     ResponseError,
     ResponseOptions,
     RopeScaling,
+    ScoreOptions,
     TokenizeOptions,
 )
 from windlass.engine.rotary.groups import RotaryGroup
@@ -41,7 +45,9 @@ from windlass.engine.rotary.scaling import RotaryBase
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
+from windlass.server.protocol.ranking import ClassifyRequest, RerankRequest, ScoreRequest
 from windlass.server.protocol.responses.request import ResponseRequest
+from windlass.server.protocol.retrieval import EmbeddingRequest, PoolingRequest
 from windlass.server.protocol.rotary import RotaryInspectRequest
 from windlass.server.protocol.text import DetokenizeRequest, TokenizeRequest
 
@@ -66,12 +72,13 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("ready", ()), ("version", ()), ("metrics", ()), ("openapi", ()), ("responses", ("x",)), ("response", ("resp",)),
     ("response_items", ("resp",)), ("delete_response", ("resp",)), ("messages", (MESSAGES, 2)), ("count_tokens", (MESSAGES,)),
     ("load_adapter", ("poet", "poet")), ("unload_adapter", ("poet",)),
+    ("embeddings", ("x",)), ("pooling", ("x",)), ("score", ("x", ["y"])), ("rerank", ("x", ["y"])), ("classify", ("x",)),
 ]  # fmt: skip
 
 
 def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> None:
     assert {name for name, _ in CALLS} == {
-        name for name in vars(Client) if not name.startswith("_") and name not in ("base_url", "close")
+        name for name in dir(Client) if not name.startswith("_") and name not in ("base_url", "close")
     }
     called = set()
 
@@ -86,6 +93,9 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
                     getattr(client, name)(*arguments)
             elif "adapter" in name:  # which this server is not set up for
                 with pytest.raises(AuthenticationError, match="--lora-folder"):
+                    getattr(client, name)(*arguments)
+            elif name == "classify":  # which this model has no head for
+                with pytest.raises(BadRequestError, match="no classification head"):
                     getattr(client, name)(*arguments)
             else:
                 getattr(client, name)(*arguments)
@@ -111,6 +121,11 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
         (CountTokensRequest, CountOptions, {"messages", "model"}),
         (TokenizeRequest, TokenizeOptions, {"prompt", "messages", "model"}),
         (DetokenizeRequest, DetokenizeOptions, {"tokens", "model"}),
+        (EmbeddingRequest, EmbeddingOptions, {"input", "model", "timeout"}),
+        (PoolingRequest, EmbeddingOptions, {"input", "model", "timeout"}),
+        (ScoreRequest, ScoreOptions, {"text_1", "text_2", "model", "timeout"}),
+        (RerankRequest, RerankOptions, {"query", "documents", "top_n", "model", "timeout"}),
+        (ClassifyRequest, ClassifyOptions, {"input", "model", "timeout"}),
     ],
 )
 def test_options_are_the_fields_the_server_takes(body: Any, options: Any, arguments: set[str]) -> None:

@@ -7,12 +7,14 @@ plain function of the token: of each pair (2k, 2k + 1) the even one is the likel
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.context import ContextReport
+from windlass.engine.api.pooling import PooledRows
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 from windlass.engine.errors import DeadlineError, EngineDeadError
 from windlass.engine.rotary.groups import RotaryGroup
@@ -30,6 +32,16 @@ def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
     others += [((even + 2 + i) % 400, -3.0 - i) for i in range(max(0, top - 2))]
     rank = 1 + token_id % 2
     return TokenLogprobs(token_id, LIKELY if rank == 1 else UNLIKELY, rank, tuple(others[:top]))
+
+
+def pooled_rows(request: EngineRequest, classes: int | None = None) -> PooledRows:
+    """A row is its token (that of all: the last one) and then 1, 2, …; for `classify` minus the number of tokens, and so on."""
+    rule, ids = request.pooling, request.prompt_token_ids
+    assert rule is not None
+    width = (classes or 0) if rule.kind == "classify" else min(rule.dimensions or 8, 8)
+    first = [-len(ids)] if rule.kind == "classify" else ids if rule.kind == "all" else ids[-1:]
+    values = [value for token in first for value in (token, *range(1, width))]
+    return PooledRows(struct.pack(f"<{len(values)}f", *values), width)
 
 
 def model_info(**fields: object) -> ModelInfo:
@@ -58,6 +70,7 @@ def model_info(**fields: object) -> ModelInfo:
         "model_rotary_groups": ROTARY,
         "weight_bytes": 4000,
         "load_seconds": 0.1,
+        "hidden_size": 8,
     }
     chosen = {**defaults, **fields}
     return ModelInfo(**{"shift_context": chosen["max_model_len"], **chosen})  # type: ignore[arg-type]
@@ -124,6 +137,11 @@ class ScriptedEngine:
 
     async def _outputs(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         sampling = request.sampling
+        if request.pooling is not None:
+            await asyncio.sleep(self.delay)
+            classes = None if self.info is None or self.info.classifier is None else len(self.info.classifier.labels)
+            yield RequestOutput(request.request_id, finish_reason="length", pooled=pooled_rows(request, classes))
+            return
         prompt_logprobs = None
         if sampling.prompt_logprobs is not None:
             rest = [logprobs_of(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]]

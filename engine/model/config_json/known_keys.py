@@ -38,14 +38,14 @@ _READ = frozenset(
     "attention_bias mlp_bias use_bias sliding_window sliding_window_pattern _sliding_window_pattern layer_types "
     "use_sliding_window max_window_layers no_rope_layers no_rope_layer_interval layer_rope_theta query_pre_attn_scalar "
     "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config "
-    "compression_config".split()
+    "compression_config id2label num_labels problem_type".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(
     "_name_or_path transformers_version torch_dtype dtype use_cache initializer_range attention_dropout pretraining_tp "
     "bos_token_id pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id hidden_dropout cache_implementation "
     "output_attentions output_hidden_states return_dict torchscript use_bfloat16 pruned_heads chunk_size_feed_forward "
-    "id2label label2id problem_type tie_encoder_decoder is_decoder cross_attention_hidden_size tokenizer_class prefix "
+    "label2id tie_encoder_decoder is_decoder cross_attention_hidden_size tokenizer_class prefix "
     "task_specific_params finetuning_task _attn_implementation_autoset auto_map attn_implementation resid_pdrop embd_pdrop "
     "eod_token_id".split()
 )

@@ -31,7 +31,8 @@ MLP_BIAS = Flag("mlp_bias")
 class Family:
     """One architecture as it differs from the plain decoder: Llama's norms and names, a silu-gated feed-forward, no biases.
 
-    architecture, model_type: as config.json has them. A bias is there always, never, or where config.json says so.
+    architecture, model_type: as config.json has them. text_part: what the names of its classifiers say beside that.
+    A bias is there always, never, or where config.json says so.
     activation: of the feed-forward where config.json names none under `activation_key`. norm_offset: norms multiply by
     (offset + weight). scaled_embeddings: by the root of hidden_size. query_pre_attn_scalar: the default of the number
     whose inverse root scales q·k; None: the head's dimension. soft_caps: those of config.json hold. interleaved:
@@ -55,3 +56,9 @@ class Family:
     attention_names: AttentionNames = field(default_factory=AttentionNames)
     feed_forward_names: GatedNames = field(default_factory=GatedNames)
     norms: LayerNorms = field(default_factory=LayerNorms)
+    text_part: str = ""
+
+    @property
+    def classifier(self) -> str:
+        """The architecture of its models that have a classification head."""
+        return f"{self.architecture.removesuffix('ForCausalLM')}{self.text_part}ForSequenceClassification"

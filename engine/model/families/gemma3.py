@@ -27,6 +27,7 @@ def _every(interval: int, count: int) -> list[str]:
 GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
+    text_part="Text",
     rules=ConfigRules(
         layer_pattern=_every_nth_global,
         max_position_embeddings=131_072,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.classes import read_classifier
 from windlass.engine.model.config_json.known_keys import refuse_other_mathematics, unread_keys
 from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
 from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized
@@ -30,7 +31,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
     """The spec of the model that config.json describes; raises LoadError with one line that says what is not supported."""
-    family = _family_of_architecture(config)
+    family, classifies = _family_of_architecture(config)
     if config.get("model_type", family.model_type) != family.model_type:
         raise LoadError(
             f"config.json names architecture {family.architecture} and model_type {config['model_type']!r}, which do not "
@@ -44,7 +45,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     layers, kv_groups = _layers(config, family, layout)
     hidden = read_size(config, "hidden_size")
     return ModelSpec(
-        architecture=family.architecture,
+        architecture=family.classifier if classifies else family.architecture,
         vocab_size=read_size(config, "vocab_size"),
         hidden_size=hidden,
         layers=layers,
@@ -58,6 +59,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         logit_soft_cap=read_number(config, "final_logit_softcapping") if family.soft_caps else None,
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
+        classifier=read_classifier(config) if classifies else None,
         notices=unread_keys(config),
     )
 
@@ -72,7 +74,8 @@ def read_layout(config: Config) -> RotaryLayout:
     return read_rotary_layout(config, _family_of_model_type(config).rules)
 
 
-def _family_of_architecture(config: Config) -> Family:
+def _family_of_architecture(config: Config) -> tuple[Family, bool]:
+    """The family, and whether the model classifies and generates nothing."""
     named = config.get("architectures")
     found = named[0] if isinstance(named, list) and named else named
     if found is None:
@@ -81,7 +84,7 @@ def _family_of_architecture(config: Config) -> Family:
             '"architectures": ["LlamaForCausalLM"]'
         )
     architecture = str(found)
-    family = next((family for family in FAMILIES if family.architecture == architecture), None)
+    family = next((family for family in FAMILIES if architecture in (family.architecture, family.classifier)), None)
     if family is None:
         kind = describe_architecture(architecture, config)
         what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
@@ -89,7 +92,7 @@ def _family_of_architecture(config: Config) -> Family:
             f"architecture {architecture!r} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
             f"{', '.join(sorted(family.architecture for family in FAMILIES))}"
         )
-    return family
+    return family, architecture == family.classifier
 
 
 def _family_of_model_type(config: Config) -> Family:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from windlass import kernels
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.model_heads import PoolingDefaults
 from windlass.engine.cache.memory import available_memory, gib
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.draft_model import draft_config, in_its_words
+from windlass.engine.model.loading.pooling_files import read_pooling
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
@@ -36,6 +38,7 @@ class LoadedModel:
     """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages.
 
     own_spec: with rows in the order of the original weights, whatever files they came from.
+    pooling: how its files have its states pooled.
     rotary_groups: the model's own, before the server's scaling. quantization: what to call that of the weights, if any.
     """
 
@@ -46,6 +49,7 @@ class LoadedModel:
     rotary_groups: tuple[RotaryGroup, ...]
     quantization: str | None = None
     own_spec: ModelSpec | None = None
+    pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
@@ -87,7 +91,16 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     cached = _TORCH_DTYPES[prepared.cache_dtype]
     notices = spec.notices + prepared.notices + notices
     model = prepared.model
-    return LoadedModel(decoder, cached, digest, notices, model.own_groups, prepared.quantization, model.own_spec)
+    return LoadedModel(
+        decoder,
+        cached,
+        digest,
+        notices,
+        model.own_groups,
+        prepared.quantization,
+        model.own_spec,
+        read_pooling(directory),
+    )
 
 
 def load_draft(config: EngineConfig, progress: Progress | None = None) -> LoadedModel | None:

@@ -46,6 +46,27 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"messages": [_USER], "max_tokens": 8, "temperature": 0, "logprobs": True, "top_logprobs": 2},
         ),
     },
+    "/v1/embeddings": {
+        "plain": ("A vector for each text", {"input": ["The king said", "The sea is wide"]}),
+        "packed": (
+            "Short ones, in base64",
+            {"input": "The king said", "pooling": "mean", "dimensions": 8, "encoding_format": "base64"},
+        ),
+    },
+    "/pooling": {
+        "states": ("The state of each token", {"input": "The king said", "pooling": "all", "dimensions": 4}),
+    },
+    "/v1/score": {
+        "one": ("Two texts", {"text_1": "The king said", "text_2": "The king spoke"}),
+        "several": ("One text beside others", {"text_1": "The sea", "text_2": ["The sea is wide", "The king said"]}),
+    },
+    "/v1/rerank": {
+        "best": (
+            "The best of a few documents",
+            {"query": "Where is the sea?", "documents": ["The king said", "The sea is wide"], "top_n": 1},
+        ),
+    },
+    "/classify": {"plain": ("Two texts, of a model that classifies", {"input": ["so good", "so bad"]})},
     "/v1/responses": {
         "plain": ("A text", {"input": "Where does the river begin?", "max_output_tokens": 16}),
         "items": (

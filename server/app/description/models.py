@@ -15,9 +15,18 @@ from windlass.server.protocol.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.protocol.messages.answers import MessageAnswer, MessageError, MessageEvent, TokenCount
 from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
+from windlass.server.protocol.ranking import (
+    ClassifyRequest,
+    ClassList,
+    Reranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
 from windlass.server.protocol.responses.events import ResponseEvent
 from windlass.server.protocol.responses.request import ResponseRequest
+from windlass.server.protocol.retrieval import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
 from windlass.server.protocol.rotary import RotaryInspection, RotaryInspectRequest, RotarySettings
 from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from windlass.server.routes.common import REF
@@ -40,6 +49,16 @@ _MODELS: tuple[type[BaseModel], ...] = (
     MessageError,
     CountTokensRequest,
     TokenCount,
+    EmbeddingRequest,
+    EmbeddingList,
+    PoolingRequest,
+    RowsList,
+    ScoreRequest,
+    ScoreList,
+    RerankRequest,
+    Reranking,
+    ClassifyRequest,
+    ClassList,
     TokenizeRequest,
     TokenizeAnswer,
     DetokenizeRequest,

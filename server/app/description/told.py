@@ -5,6 +5,13 @@ from __future__ import annotations
 TOLD: dict[str, str] = {
     "id": "An id of its own.",
     "Model.id": "A name of the model.",
+    "Model.embedding": "How vectors are made of its states.",
+    "Model.classes": "Of a model that classifies: its classes.",
+    "EmbeddingFacts.normalize": "Whether vectors are brought to length 1.",
+    "ClassFacts.labels": "Their names, in the order of the probabilities.",
+    "ClassifiedText.num_classes": "How many classes there are.",
+    "RankedDocument.document": "The document, unless `return_documents` is false.",
+    "Reranking.results": "The documents, best first.",
     "Model.parent": "Of a LoRA adapter: the model that it changes.",
     "Model.adapter": "Of a LoRA adapter: what it is.",
     "AdapterFacts.rank": "The largest rank of its matrices.",

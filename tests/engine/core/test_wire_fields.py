@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 
 from windlass.engine.api.context import ContextReport
+from windlass.engine.api.pooling import PooledRows
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.wire import FrameReader, PromptLogprobs, StepDone, decode, encode
@@ -28,6 +29,7 @@ def test_no_field_of_an_output_is_lost_or_shifted() -> None:
         "rotary": report,
         "context": ContextReport(2048, 16, 160, 10, 96, 2),
         "error": RequestError("no", "field", "code"),
+        "pooled": PooledRows(b"\0\0\x80?", 1),
     }
     assert set(values) == {field.name for field in dataclasses.fields(RequestOutput)}
     output = RequestOutput(**values)  # type: ignore[arg-type]

@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import httpx
 import pytest
 from helpers.described import Description, description, reference
 from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine, model_info
 from jsonschema import Draft202012Validator
+
+from windlass.engine.api.model_heads import ClassifierInfo
 
 OPERATIONS = [(method, path) for method, path, _ in description().operations()]
 EXAMPLES = [
@@ -30,6 +34,11 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     (folder / "poet").mkdir()
     with live_server(lora_folder=folder) as live:
         yield live
+
+
+def classifying() -> AbstractContextManager[Live]:
+    classifier = ClassifierInfo(("bad", "good"), "softmax")
+    return live_server(ScriptedEngine(info=model_info(classifier=classifier)))
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +132,8 @@ def test_every_example_runs(live: Live, document: dict[str, Any], path: str, nam
     assert media["examples"][name]["summary"]
     known = Description(document)
     known.validate(body, media["schema"])
-    response = live.http.post(path, json=body)
+    with classifying() if path == "/classify" else nullcontext(live) as live:
+        response = live.http.post(path, json=body)
     assert response.status_code == 200, response.text
     if body.get("stream"):
         assert len(known.check_stream(path, response.text)) > 3

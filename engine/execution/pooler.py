@@ -1,0 +1,82 @@
+"""Makes of a prompt's hidden states what its pooling rule asks for, chunk by chunk.
+
+Responsible for what is kept of a prompt between its chunks: a sum, or rows. A prompt that is computed from its first token
+again starts anew here too.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from windlass.engine.api.pooling import PooledRows, PoolingRule
+from windlass.engine.errors import EngineError
+from windlass.engine.model.decoder import Decoder
+
+_LOST = "what was pooled of this prompt so far is lost: send it again"
+_NOT_FINITE = "the model's hidden states of this prompt are not finite: it cannot be pooled"
+
+
+class Pooler:
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._kept: dict[int, list[Tensor]] = {}  # by sequence
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has ended or starts anew; unknown ones are ignored."""
+        self._kept.pop(seq_id, None)
+
+    def take(self, seq_id: int, rule: PoolingRule, rows: Tensor, start: int, length: int) -> PooledRows | None:
+        """Take the normed states [n, hidden] of tokens start .. start + n - 1 of a prompt of `length` tokens.
+
+        Returns the result with the last of them. Raises EngineError where the chunks before are unknown, or what comes of
+        them is not finite.
+        """
+        last = start + rows.shape[0] == length
+        if rule.reads_every_token:
+            kept = self._kept.setdefault(seq_id, []) if start == 0 else self._kept.get(seq_id)
+            if kept is None:
+                raise EngineError(_LOST)
+            if start == 0:
+                kept.clear()
+            self._keep(kept, rule, rows, start)
+            if not last:
+                return None
+            del self._kept[seq_id]
+            pooled = torch.cat(kept) if rule.kind == "all" else kept[0][None]
+            if rule.kind == "mean":
+                pooled = pooled / length
+        elif not last:
+            return None
+        elif rule.kind == "classify":
+            pooled = self._decoder.scores(rows[-1:])
+        else:
+            pooled = rows[-1:]
+        return _finish(pooled, rule)
+
+    @staticmethod
+    def _keep(kept: list[Tensor], rule: PoolingRule, rows: Tensor, start: int) -> None:
+        """The sum in float64, which no chunking can be seen in; rows in memory of their own, as the step's is used again."""
+        if rule.kind == "all":
+            kept.append(rows.float().clone())
+        elif rule.kind == "first":
+            if start == 0:
+                kept.append(rows[0].float().clone())
+        else:
+            total = rows.double().sum(dim=0)
+            kept[:] = [total if start == 0 else kept[0] + total]
+
+
+def _finish(pooled: Tensor, rule: PoolingRule) -> PooledRows:
+    """pooled: [R, values]."""
+    pooled = pooled[:, : rule.dimensions].double()
+    if rule.normalize:
+        pooled = torch.nn.functional.normalize(pooled, dim=1)
+    if not bool(torch.isfinite(pooled).all()):
+        raise EngineError(_NOT_FINITE)
+    values = pooled.float().cpu().contiguous().numpy()
+    if sys.byteorder == "big":
+        values = values.byteswap()
+    return PooledRows(values.tobytes(), values.shape[1])

@@ -1,0 +1,232 @@
+"""From a body's texts to pooled rows: what prompts become on an engine that generates nothing for them.
+
+Shared by embeddings, pooling, scores, rerankings and classes. Knows the engine client; knows no JSON layouts and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.pooling import PooledRows, PoolingRule
+from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
+from windlass.engine.errors import EngineDeadError
+from windlass.server.errors import bad_request
+from windlass.server.exchange.adapters import ServedAdapter
+from windlass.server.exchange.state import ServerState
+from windlass.server.generation.context_rules import size_of
+from windlass.server.generation.prompts import check_token_prompts
+from windlass.server.generation.request_rotation import Rotation, rotation_of
+from windlass.server.protocol.retrieval import MAX_INPUTS, PromptRequest
+
+_NOTHING = SamplingParams(max_tokens=0, temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingJob:
+    """A checked request that waits for its texts. longest: tokens that one may have. truncate: to which they are cut."""
+
+    state: ServerState
+    body: PromptRequest
+    info: ModelInfo
+    request_id: str
+    caller: str
+    arrival: float  # time.monotonic() seconds
+    deadline: float | None
+    rotation: Rotation
+    rule: ContextRule
+    longest: int
+    truncate: int | None
+    adapter: ServedAdapter | None
+
+    @property
+    def model_name(self) -> str:
+        """What the answer says that it comes from."""
+        return self.state.settings.served_model_name if self.adapter is None else self.adapter.source.name
+
+
+def check_prompt_request(
+    state: ServerState, body: PromptRequest, info: ModelInfo, *, request_id: str, caller: str, arrival: float
+) -> PoolingJob:
+    """What can be refused without tokenizing; raises ApiError or RequestError naming the field."""
+    window, sinks, settings = body.attention_window, body.attention_sinks, state.settings
+    if window is None:
+        window = settings.attention_window
+        sinks = settings.attention_sinks if sinks is None else sinks
+    if sinks and window is None:
+        raise bad_request("attention_sinks goes with attention_window", "attention_sinks")
+    rule = ContextRule(attention_window=window, attention_sinks=sinks or 0)
+    longest, truncate = size_of(rule, info).longest_prompt, body.truncate_prompt_tokens
+    if truncate == 0 or (truncate is not None and truncate > longest):
+        raise bad_request(
+            f"truncate_prompt_tokens must lie between 1 and the context of {longest} tokens, or be -1 for that; got {truncate}",
+            "truncate_prompt_tokens",
+        )
+    seconds = settings.default_timeout if body.timeout is None else body.timeout
+    return PoolingJob(
+        state=state,
+        body=body,
+        info=info,
+        request_id=request_id,
+        caller=caller,
+        arrival=arrival,
+        deadline=None if seconds is None else arrival + seconds,
+        rotation=rotation_of(body.rope_scaling, body.rope_update, settings, info),
+        rule=rule,
+        longest=longest,
+        truncate=longest if truncate == -1 else truncate,
+        adapter=state.adapters.find(body.model),
+    )
+
+
+async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]], param: str) -> list[list[int]]:
+    """The token ids of texts or of lists of ids, cut as the request says. Errors name `param` and the place in it."""
+    many, side = len(given) > 1, job.body.truncation_side
+    prompts: list[list[int]]
+    if isinstance(given[0], str):
+        encoded = await job.state.text.encode(
+            given,  # type: ignore[arg-type]
+            add_special_tokens=job.body.add_special_tokens is not False,
+            max_model_len=job.longest,
+            truncate=job.truncate,
+            keep_first=side != "left",
+            param=param,
+            caller=job.caller,
+            numbered=many,
+        )
+        prompts = [prompt.token_ids for prompt in encoded]
+    else:
+        prompts = await job.state.text.on_thread(
+            lambda: check_token_prompts(
+                given,  # type: ignore[arg-type]
+                job.info.vocab_size,
+                job.longest,
+                truncate=job.truncate,
+                keep_first=side != "left",
+                param=param,
+                numbered=many,
+            )
+        )
+    for index, ids in enumerate(prompts):
+        if not ids:
+            where = f"{param}[{index}]" if many else param
+            raise bad_request(f"{where} is empty: give at least one token", where, "empty_prompt")
+    return prompts
+
+
+async def pool(job: PoolingJob, prompts: Sequence[Sequence[int]], rule: PoolingRule) -> list[PooledRows]:
+    """The rows of each prompt, in order. Raises what the engine raises; being cancelled aborts all of them."""
+    state, found = job.state, {}
+    todo = iter(enumerate(prompts))
+
+    async def work() -> None:
+        for index, ids in todo:
+            found[index] = await _pool_one(job, list(ids), rule)
+            await asyncio.sleep(0)
+
+    with state.adapters.using(job.adapter):
+        if job.adapter is not None:
+            state.metrics.adapted(job.adapter.source.name)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(job.info.max_num_seqs, len(prompts))):
+                    group.create_task(work())
+        except* Exception as errors:
+            raise _first(errors) from None
+    return [found[index] for index in range(len(prompts))]
+
+
+def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
+    """One of them: the others follow from it, or say the same of other prompts."""
+    error = errors.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> PooledRows:
+    state, body, rotation = job.state, job.body, job.rotation
+    request = EngineRequest(
+        request_id=state.unique_id(job.request_id),
+        prompt_token_ids=ids,
+        sampling=_NOTHING,
+        rope_scaling=rotation.scaling,
+        rope_update=rotation.update,
+        rope_exact=rotation.exact,
+        cache_salt=body.cache_salt,
+        context=job.rule,
+        priority=body.priority or 0,
+        deadline=job.deadline,
+        adapter=None if job.adapter is None else job.adapter.source.adapter_id,
+        pooling=rule,
+    )
+    async with aclosing(state.engine.generate(request)) as outputs:  # type: ignore[type-var]
+        async for output in outputs:
+            if output.error is not None:
+                raise output.error
+            if output.finish_reason is not None and output.pooled is not None:
+                now = time.monotonic()
+                state.metrics.time_to_first_token.observe(now - job.arrival)
+                state.metrics.finished(output.finish_reason, now - job.arrival, prompt_tokens=len(ids))
+                state.metrics.answered(1, 0)
+                return output.pooled
+    raise EngineDeadError("the engine ended this request early: send it again")
+
+
+def embedding_rule(
+    job: PoolingJob, *, pooling: str | None, normalize: bool | None, dimensions: int | None
+) -> PoolingRule:
+    """How vectors are made, by the request and else by the model. Raises ApiError for what cannot be."""
+    info, defaults = job.info, job.info.pooling
+    if pooling is None and defaults.refusal is not None:
+        raise bad_request(
+            f"{defaults.refusal}: say with pooling how vectors are to be made", "pooling", "unsupported_value"
+        )
+    if dimensions is not None and dimensions > info.hidden_size:
+        raise bad_request(
+            f"dimensions is {dimensions}, this model's vectors have {info.hidden_size}: ask for at most that",
+            "dimensions",
+        )
+    return PoolingRule(
+        kind=pooling or defaults.kind,  # type: ignore[arg-type]
+        dimensions=dimensions,
+        normalize=defaults.normalize if normalize is None else normalize,
+    )
+
+
+def split_inputs(value: object, param: str = "input") -> list[str] | list[list[int]]:
+    """A list of texts or a list of token-id lists; raises ApiError for mixed kinds, empty and too long lists."""
+    if value == "":
+        raise bad_request(f"{param} is empty: give at least one token", param, "empty_prompt")
+    if isinstance(value, str):
+        return [value]
+    assert isinstance(value, list)
+    kind = type(value[0])
+    if kind is int:
+        return [value]
+    if len(value) > MAX_INPUTS:
+        raise bad_request(
+            f"{param} holds {len(value)} texts, at most {MAX_INPUTS} are taken at once", param, "too_many"
+        )
+    for index, item in enumerate(value):
+        if type(item) is not kind:
+            name = "string" if kind is str else "list of token ids"
+            raise bad_request(f"{param} mixes kinds: item {index} is not a {name}", f"{param}[{index}]")
+        if not item:
+            raise bad_request(
+                f"{param}[{index}] is empty: give at least one token", f"{param}[{index}]", "empty_prompt"
+            )
+    return value
+
+
+def numbers(rows: PooledRows) -> list[array[float]]:
+    """The rows as float32."""
+    flat = array("f")
+    flat.frombytes(rows.values)
+    if sys.byteorder == "big":
+        flat.byteswap()
+    return [flat[start : start + rows.width] for start in range(0, len(flat), rows.width)]

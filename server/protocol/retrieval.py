@@ -1,0 +1,182 @@
+"""Bodies and answers of the endpoints that generate nothing: embeddings, pooling, scores, rerankings, classes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
+
+from windlass.server.protocol.base import (
+    INT32_MAX,
+    RequestId,
+    RopeScalingField,
+    RopeUpdateField,
+    StrictModel,
+)
+
+MAX_INPUTS = 2048  # as OpenAI has it
+_TOKEN = {"type": "integer", "minimum": 0}
+
+
+def _several(value: Any) -> Any:
+    """Shape only: what is inside long lists is looked at once their number is known to be small."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("type", "should be a string, a list of strings, token ids or lists of token ids")
+    if not value:
+        raise PydanticCustomError("empty", "should not be an empty list")
+    if not isinstance(value[0], str | list | int) or isinstance(value[0], bool):
+        raise PydanticCustomError("type", "should hold strings, token ids or lists of token ids")
+    return value
+
+
+Input = Annotated[
+    Any,
+    AfterValidator(_several),
+    Field(
+        description="A string, a list of strings, token ids, or a list of token-id lists; 2,048 at most.",
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": _TOKEN, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": _TOKEN, "minItems": 1}, "minItems": 1},
+            ]
+        },
+    ),
+]
+PoolingField = Annotated[
+    Literal["last", "mean", "first"] | None,
+    Field(
+        description="How the tokens' final hidden states become one vector: the last token's, the mean of all, or the first "
+        "token's. Default: what the model's files say, else `last`."
+    ),
+]
+NormalizeField = Annotated[
+    bool | None,
+    Field(description="Whether vectors are brought to length 1. Default: what the model's files say, else true."),
+]
+EncodingField = Annotated[
+    Literal["float", "base64"] | None,
+    Field(description="Numbers, or the base64 of little-endian float32. Default: `float`."),
+]
+
+
+class PromptRequest(StrictModel):
+    """What requests have in common that compute prompts and generate nothing. None always means "not given"."""
+
+    hints: ClassVar[dict[str, str]] = {
+        "prompt": "here it is called input",
+        "messages": "it belongs to /v1/chat/completions; this takes input",
+        "max_tokens": "nothing is generated here: leave it out",
+        "stream": "the answer comes whole: leave it out",
+    }
+
+    model: str | None = None
+    user: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, Field(ge=-1, le=INT32_MAX)] | None,
+        Field(description="A longer text is cut to so many tokens; -1: to the context."),
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None, Field(description="Which end of it is cut off. Default: `right`.")
+    ] = None
+    rope_scaling: RopeScalingField = None
+    rope_update: RopeUpdateField | None = None
+    attention_window: Annotated[
+        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
+        Field(
+            description="The last tokens that each token sees, itself included. "
+            "Default: the model's `context.attention_window`, else all."
+        ),
+    ] = None
+    attention_sinks: Annotated[
+        Annotated[int, Field(ge=0, le=INT32_MAX)] | None,
+        Field(description="With `attention_window`: leading tokens that each token sees besides. Default: 0."),
+    ] = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-INT32_MAX, le=INT32_MAX)] | None = None
+    timeout: Annotated[float, Field(gt=0, le=604800)] | None = None
+    request_id: RequestId | None = None
+
+
+class EmbeddingRequest(PromptRequest):
+    """OpenAI's, with fields beside them."""
+
+    input: Input
+    encoding_format: EncodingField = None
+    dimensions: Annotated[
+        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
+        Field(description="Leading values of each vector that are kept; normalized vectors are so again."),
+    ] = None
+    pooling: PoolingField = None
+    normalize: NormalizeField = None
+
+
+class PromptUsage(StrictModel):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(StrictModel):
+    """The vector of one text."""
+
+    object: Literal["embedding"]
+    index: Annotated[int, Field(description="The text's place in `input`, from 0.")]
+    embedding: Annotated[list[float] | str, Field(description="The vector, as `encoding_format` has it.")]
+
+
+class EmbeddingList(StrictModel):
+    """A vector for each text."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: PromptUsage
+
+
+class PoolingRequest(PromptRequest):
+    """vLLM's: states as they are, or each token's."""
+
+    input: Input
+    encoding_format: EncodingField = None
+    dimensions: Annotated[
+        Annotated[int, Field(ge=1, le=INT32_MAX)] | None, Field(description="Leading values of each row that are kept.")
+    ] = None
+    pooling: Annotated[
+        Literal["last", "mean", "first", "all"] | None,
+        Field(description="As in embeddings, or `all`: a row for each token. Default: as in embeddings."),
+    ] = None
+    normalize: Annotated[bool | None, Field(description="Whether rows are brought to length 1. Default: false.")] = None
+
+
+class PooledText(StrictModel):
+    """The states of one text."""
+
+    object: Literal["pooling"]
+    index: Annotated[int, Field(description="The text's place in `input`, from 0.")]
+    shape: Annotated[
+        list[int],
+        Field(min_length=2, max_length=2, description="Rows and the values of each; base64 holds row after row."),
+    ]
+    data: Annotated[
+        list[float] | list[list[float]] | str, Field(description="One row, with `all` a list of rows, or base64.")
+    ]
+
+
+class RowsList(StrictModel):
+    """States of each text."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PooledText]
+    usage: PromptUsage

@@ -1,0 +1,79 @@
+"""`POST /v1/score` and `POST /v1/rerank`, and the other paths that clients know them by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from windlass.server.errors import bad_request
+from windlass.server.exchange.streaming import Exchange
+from windlass.server.generation.scores import check_head, check_texts, score_pairs
+from windlass.server.protocol.ranking import Reranking, RerankRequest, ScoreList, ScoreRequest
+from windlass.server.protocol.retrieval import MAX_INPUTS
+from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of
+from windlass.server.routes.retrieval.beginning import begin, envelope, usage
+
+router = APIRouter()
+
+
+@router.post("/v1/score", openapi_extra=body_of(ScoreRequest), responses=answers(ScoreList, errors=GENERATION_ERRORS))
+@router.post("/score", include_in_schema=False)
+async def create_score(request: Request) -> Response:
+    """How well texts go together, pair by pair."""
+    body, job = await begin(request, ScoreRequest)
+    check_head(job, body.pooling)
+    first, second = check_texts(body.text_1, "text_1"), check_texts(body.text_2, "text_2")
+    if len(first) not in (1, len(second)):
+        raise bad_request(
+            f"text_1 holds {len(first)} texts and text_2 {len(second)}: give as many of both, or one text_1", "text_1"
+        )
+
+    async def work(exchange: Exchange) -> None:
+        scores = await score_pairs(job, first, second, ("text_1", "text_2"), body.pooling)
+        data = [{"object": "score", "index": i, "score": value} for i, value in enumerate(scores.values)]
+        answer = {**envelope("score", job), "data": data, "usage": usage(scores.tokens)}
+        await exchange.send_json([to_json(answer)])
+
+    return Exchange(job.state, work, deadline=job.deadline)
+
+
+@router.post("/v1/rerank", openapi_extra=body_of(RerankRequest), responses=answers(Reranking, errors=GENERATION_ERRORS))
+@router.post("/v2/rerank", include_in_schema=False)
+@router.post("/rerank", include_in_schema=False)
+async def create_reranking(request: Request) -> Response:
+    """Documents in the order in which they answer a query."""
+    body, job = await begin(request, RerankRequest)
+    check_head(job, body.pooling)
+    documents = _documents(body.documents)
+
+    async def work(exchange: Exchange) -> None:
+        scores = await score_pairs(job, [body.query], documents, ("query", "documents"), body.pooling)
+        values = scores.values
+        order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
+        results: list[dict[str, Any]] = [{"index": index, "relevance_score": values[index]} for index in order]
+        if body.return_documents is not False:
+            for result in results:
+                result["document"] = {"text": documents[result["index"]]}
+        answer = {**envelope("rerank", job), "results": results, "usage": usage(scores.tokens)}
+        await exchange.send_json([await job.state.text.on_thread(to_json, answer)])
+
+    return Exchange(job.state, work, deadline=job.deadline)
+
+
+def _documents(given: list[Any]) -> list[str]:
+    """Their texts; raises ApiError for what is neither a string nor an object with a text alone."""
+    if len(given) > MAX_INPUTS:  # before any of them is looked at
+        check_texts(given, "documents")
+    texts = []
+    for index, document in enumerate(given):
+        if isinstance(document, dict):
+            where = f"documents[{index}]"
+            if set(document) != {"text"} or not isinstance(document["text"], str):
+                raise bad_request(f"{where} must be a string, or an object with a text and nothing else", where)
+            document = document["text"]
+        texts.append(document)
+    return check_texts(texts, "documents")

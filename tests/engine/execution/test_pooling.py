@@ -1,0 +1,288 @@
+"""Pooled prompts beside transformers: alone, in chunks, beside generation, under another scaling, preempted, from the cache."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.engines import greedy, make_core, run, specs_of
+from helpers.tiny_models import Reference, make_model
+
+from windlass.engine.api.pooling import PooledRows, PoolingRule
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import EngineError, RequestError
+from windlass.engine.execution.pooler import Pooler
+from windlass.engine.rotary.scaling import RopeScaling
+
+PROMPTS = [[(7 * i + 3 * n) % 120 + 5 for i in range(length)] for n, length in enumerate((1, 2, 16, 33, 70))]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama"))
+
+
+def pooled(name: str, prompt: list[int], kind: Any = "last", **fields: Any) -> EngineRequest:
+    rule = PoolingRule(kind, fields.pop("dimensions", None), fields.pop("normalize", False))
+    return EngineRequest(name, prompt, SamplingParams(max_tokens=0, temperature=0.0), pooling=rule, **fields)
+
+
+def tensor(rows: PooledRows | None) -> torch.Tensor:
+    assert rows is not None
+    flat = struct.unpack(f"<{len(rows.values) // 4}f", rows.values)
+    return torch.tensor(flat).reshape(rows.num_rows, rows.width)
+
+
+def results(core: EngineCore, requests: list[EngineRequest]) -> dict[str, torch.Tensor]:
+    found = {}
+    for (name, _), done in run(core, requests).items():
+        for output in done.outputs:
+            assert output.error is None, output.error
+            if output.pooled is not None:
+                found[name] = tensor(output.pooled)
+    return found
+
+
+def states(core: EngineCore, directory: Path, request: EngineRequest) -> torch.Tensor:
+    """[T, hidden] of transformers, behind the final norm."""
+    reference = Reference(directory, specs_of(core, request), [group.name for group in core.info.rotary_groups])
+    ids = torch.tensor([request.prompt_token_ids])
+    with torch.no_grad():
+        return reference.model.model(ids, use_cache=False).last_hidden_state[0]
+
+
+def expected(hidden: torch.Tensor, kind: str) -> torch.Tensor:
+    made = {"last": hidden[-1:], "mean": hidden.mean(0, keepdim=True), "first": hidden[:1], "all": hidden}
+    return made[kind]
+
+
+@pytest.mark.parametrize("kind", ["last", "mean", "first", "all"])
+@pytest.mark.parametrize("budget", [2048, 7])
+def test_every_kind_is_that_of_transformers_whatever_the_chunks(directory: Path, kind: str, budget: int) -> None:
+    core = make_core(directory, max_num_batched_tokens=budget)
+    requests = [pooled(f"p{n}", prompt, kind) for n, prompt in enumerate(PROMPTS)]
+    beside = [greedy("g0", PROMPTS[3], 12), greedy("g1", PROMPTS[4], 5)]
+    alone = {name: done.token_ids for (name, _), done in run(make_core(directory), beside).items()}
+    done = run(core, [beside[0], *requests, beside[1]])
+    assert {name: done[name, 0].token_ids for name in ("g0", "g1")} == alone
+    for request in requests:
+        (output,) = done[request.request_id, 0].outputs
+        assert output.token_ids == () and output.finish_reason == "length"
+        wanted = expected(states(core, directory, request), kind)
+        torch.testing.assert_close(tensor(output.pooled), wanted, atol=1e-5, rtol=1e-5)
+    assert not core.runner._pooler._kept and not core.runner.sequences.pooled
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_requests_of_one_batch_have_scalings_of_their_own(directory: Path, kind: str) -> None:
+    core = make_core(directory, max_num_batched_tokens=32)
+    scalings = [None, RopeScaling.from_dict({"rope_type": "linear", "factor": 4.0})]
+    scalings.append(RopeScaling.from_dict({"rope_type": "yarn", "factor": 8.0}))
+    requests = [pooled(f"p{n}", PROMPTS[4], kind, rope_scaling=scaling) for n, scaling in enumerate(scalings)]
+    found = results(core, requests)
+    for request in requests:
+        wanted = expected(states(core, directory, request), kind)
+        torch.testing.assert_close(found[request.request_id], wanted, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found["p0"], found["p1"], atol=1e-2)
+
+
+def test_only_the_last_token_s_state_may_come_from_cached_prefixes(directory: Path) -> None:
+    core = make_core(directory)
+    first = results(core, [pooled(f"{kind}0", PROMPTS[4], kind) for kind in ("last", "mean", "all")])
+    before = core.runner.positions_computed
+    again = results(core, [pooled("last1", PROMPTS[4])])
+    assert core.runner.positions_computed - before < 20  # what is behind the cached blocks
+    before = core.runner.positions_computed
+    again |= results(core, [pooled("mean1", PROMPTS[4], "mean"), pooled("all1", PROMPTS[4], "all")])
+    assert core.runner.positions_computed - before == 2 * len(PROMPTS[4])
+    for kind in ("last", "mean", "all"):
+        torch.testing.assert_close(again[f"{kind}1"], first[f"{kind}0"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_preempted_mean_begins_anew(directory: Path) -> None:
+    small = 16 * 4 * 2 * 2 * 16 * 4 * 7  # seven blocks of four layers
+    core = make_core(directory, kv_cache_memory=small, max_num_batched_tokens=4, max_model_len=96)
+    requests = [greedy("g", PROMPTS[2][:15], 30), pooled("p", (PROMPTS[4] * 2)[:90], "mean", priority=1)]
+    core.add(requests[1])
+    for _ in range(4):
+        core.step()
+    core.add(requests[0])
+    found = results(core, [])
+    assert core.stats().num_preemptions > 0
+    wanted = expected(states(core, directory, requests[1]), "mean")
+    torch.testing.assert_close(found["p"], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_dimensions_are_cut_before_the_length_becomes_one(directory: Path) -> None:
+    core = make_core(directory)
+    request = pooled("p", PROMPTS[3], "mean", dimensions=10, normalize=True)
+    row = results(core, [request])["p"]
+    wanted = expected(states(core, directory, request), "mean")[:, :10]
+    torch.testing.assert_close(row, torch.nn.functional.normalize(wanted), atol=1e-5, rtol=1e-5)
+    assert row.shape == (1, 10) and abs(float(row.norm()) - 1) < 1e-6
+
+
+def test_an_aborted_prompt_leaves_nothing(directory: Path) -> None:
+    core = make_core(directory, max_num_batched_tokens=8)
+    core.add(pooled("p", PROMPTS[4], "mean"))
+    core.step()
+    assert core.runner._pooler._kept
+    core.abort("p")
+    assert not core.runner._pooler._kept and not core.has_work()
+
+
+def test_states_that_are_not_finite_fail_their_own_request_alone(directory: Path) -> None:
+    core = make_core(directory)
+    real = core.runner.decoder.forward
+
+    def spoilt(*args: Any) -> torch.Tensor:
+        hidden = real(*args)
+        hidden[0] = float("nan")
+        return hidden
+
+    core.runner.decoder.forward = spoilt  # type: ignore[method-assign]
+    core.add(pooled("bad", PROMPTS[3], "mean"))
+    core.add(pooled("good", PROMPTS[4], "last"))
+    outputs = {output.request_id: output for output in core.step()}
+    assert isinstance(outputs["bad"].error, EngineError) and "not finite" in str(outputs["bad"].error)
+    assert outputs["good"].error is None and outputs["good"].pooled is not None
+    assert not core.has_work()
+
+
+def test_chunks_whose_beginning_is_unknown_are_refused(directory: Path) -> None:
+    pooler = Pooler(make_core(directory).runner.decoder)
+    rows = torch.ones(3, 64)
+    assert pooler.take(0, PoolingRule("mean"), rows, 0, 6) is None
+    pooler.forget(0)
+    with pytest.raises(EngineError, match="send it again"):
+        pooler.take(0, PoolingRule("mean"), rows, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampling", "param"),
+    [
+        (PoolingRule("best"), {}, "pooling"),  # type: ignore[arg-type]
+        (PoolingRule(dimensions=0), {}, "dimensions"),
+        (PoolingRule(), {"max_tokens": 1}, "pooling"),
+        (PoolingRule(), {"n": 2}, "pooling"),
+        (PoolingRule(), {"prompt_logprobs": 1}, "pooling"),
+        (PoolingRule("classify"), {}, "pooling"),
+    ],
+)
+def test_what_cannot_be_pooled_is_refused(
+    directory: Path, rule: PoolingRule, sampling: dict[str, Any], param: str
+) -> None:
+    core = make_core(directory)
+    params = SamplingParams(**{"max_tokens": 0, **sampling})
+    with pytest.raises(RequestError) as caught:
+        core.add(EngineRequest("p", [5, 6], params, pooling=rule))
+    assert caught.value.param == param
+
+
+CLASSIFIERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "glm", "smollm3"]
+
+
+def make_classifier(family: str, directory: Path, **config: Any) -> Path:
+    """A random model of the family with a classification head, as transformers saves it."""
+    make_model(family, directory / "plain")
+    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(directory / "plain", **config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        loaded.score.weight.normal_(0.0, 0.5)
+    loaded.save_pretrained(directory / "classifier")
+    return directory / "classifier"
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_classes_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = make_classifier(family, tmp_path, num_labels=3)
+    core = make_core(directory, max_num_batched_tokens=24)
+    assert core.info.classifier is not None
+    assert core.info.classifier.labels == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert core.info.classifier.activation == "softmax"
+    found = results(core, [pooled(f"p{n}", prompt, "classify") for n, prompt in enumerate(PROMPTS)])
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for n, prompt in enumerate(PROMPTS):
+        with torch.no_grad():
+            wanted = model(torch.tensor([prompt])).logits
+        torch.testing.assert_close(found[f"p{n}"], wanted, atol=2e-5, rtol=2e-5)
+
+
+def test_a_model_that_classifies_generates_nothing_and_still_embeds(tmp_path: Path) -> None:
+    directory = make_classifier("llama", tmp_path, num_labels=1)
+    core = make_core(directory)
+    assert core.info.architecture == "LlamaForSequenceClassification"
+    assert core.info.classifier is not None and core.info.classifier.activation == "sigmoid"
+    with pytest.raises(RequestError) as caught:
+        core.add(greedy("g", [5, 6, 7], 4))
+    assert caught.value.code == "no_generation"
+    assert results(core, [pooled("p", PROMPTS[2], "mean")])["p"].shape == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("changed", "labels", "activation"),
+    [
+        ({"problem_type": "multi_label_classification"}, ("a", "b"), "sigmoid"),
+        ({"problem_type": "regression"}, ("a", "b"), "none"),
+        ({"id2label": None}, ("LABEL_0", "LABEL_1"), "softmax"),
+        ({"id2label": None, "num_labels": 1}, ("LABEL_0",), "sigmoid"),
+        ({"id2label": {"0": "no", "2": "yes"}}, None, "id2label"),
+        ({"problem_type": "guessing"}, None, "problem_type"),
+    ],
+)
+def test_labels_and_activation_come_from_config_json(
+    changed: dict[str, Any], labels: tuple[str, ...] | None, activation: str
+) -> None:
+    from windlass.engine.errors import LoadError
+    from windlass.engine.model.config_json.classes import read_classifier
+
+    config = {"id2label": {"1": "b", "0": "a"}, **changed}
+    if labels is None:
+        with pytest.raises(LoadError, match=activation):
+            read_classifier(config)
+    else:
+        info = read_classifier(config)
+        assert (info.labels, info.activation) == (labels, activation)
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "kind", "normalize", "refused"),
+    [
+        (None, None, "last", True, None),
+        (["Transformer", "Pooling", "Normalize"], {"pooling_mode_lasttoken": True}, "last", True, None),
+        (
+            ["Transformer", "Pooling"],
+            {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False},
+            "mean",
+            False,
+            None,
+        ),
+        (["Transformer", "Pooling"], {"pooling_mode": "cls"}, "first", False, None),
+        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, "last", False, "max_tokens"),
+        (["Transformer", "Pooling", "Dense"], {"pooling_mode_mean_tokens": True}, "mean", False, "Dense"),
+    ],
+)
+def test_files_of_sentence_transformers_say_how_states_are_pooled(
+    tmp_path: Path, modules: list[str] | None, pooling: Any, kind: str, normalize: bool, refused: str | None
+) -> None:
+    from windlass.engine.model.loading.pooling_files import read_pooling
+
+    if modules is not None:
+        listed = [
+            {"idx": i, "path": f"{i}_{name}", "type": f"sentence_transformers.models.{name}"}
+            for i, name in enumerate(modules)
+        ]
+        (tmp_path / "modules.json").write_text(json.dumps(listed))
+        (tmp_path / "1_Pooling").mkdir()
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    found = read_pooling(tmp_path)
+    assert (found.kind, found.normalize, found.declared) == (kind, normalize, modules is not None)
+    assert (found.refusal is None) if refused is None else (found.refusal is not None and refused in found.refusal)

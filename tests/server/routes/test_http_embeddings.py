@@ -1,0 +1,198 @@
+"""`POST /v1/embeddings`: what reaches the engine, what the answer looks like, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine, model_info
+
+from windlass.engine.api.model_heads import PoolingDefaults
+from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.errors import EngineDeadError, RequestError
+from windlass.engine.rotary.scaling import RopeScaling
+
+PATH = "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server() as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    return shared
+
+
+def embed(live: Live, given: Any, **fields: Any) -> dict[str, Any]:
+    response = live.post(PATH, {"input": given, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_text_is_a_vector(live: Live) -> None:
+    answer = embed(live, "abc", user="me", model="toy")
+    (request,) = live.engine.requests
+    assert request.pooling == PoolingRule("last", None, True)
+    assert (request.sampling.max_tokens, request.sampling.n, request.reuse) == (0, 1, None)
+    (item,) = answer["data"]
+    assert item == {"object": "embedding", "index": 0, "embedding": [request.prompt_token_ids[-1], *range(1, 8)]}
+    tokens = len(request.prompt_token_ids)
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert (answer["object"], answer["model"]) == ("list", "toy")
+
+
+@pytest.mark.parametrize(
+    ("given", "last"),
+    [([5, 6, 7], [7]), ([[5], [6, 9], [8]], [5, 9, 8]), ([[3]] * 2048, [3] * 2048)],
+)
+def test_token_ids_are_taken_as_they_are_and_in_order(live: Live, given: Any, last: list[int]) -> None:
+    answer = embed(live, given)
+    assert [item["embedding"][0] for item in answer["data"]] == last
+    assert [item["index"] for item in answer["data"]] == list(range(len(last)))
+    assert live.engine.most_running <= 8
+
+
+def test_base64_is_little_endian_float32(live: Live) -> None:
+    plain = embed(live, ["a", "bcd"])
+    packed = embed(live, ["a", "bcd"], encoding_format="base64")
+    for one, other in zip(plain["data"], packed["data"], strict=True):
+        raw = base64.b64decode(other["embedding"], validate=True)
+        assert list(struct.unpack(f"<{len(raw) // 4}f", raw)) == one["embedding"]
+
+
+def test_fields_reach_the_engine(live: Live) -> None:
+    before = time.monotonic()
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    fields = {"dimensions": 3, "pooling": "mean", "normalize": False, "rope_update": "recompute", "cache_salt": "mine"}
+    fields |= {"priority": -3, "timeout": 30, "request_id": "mine.1", "attention_window": 64, "attention_sinks": 4}
+    answer = embed(live, "abc", rope_scaling=scaling, **fields)
+    (request,) = live.engine.requests
+    assert request.pooling == PoolingRule("mean", 3, False)
+    assert request.rope_scaling == RopeScaling.from_dict(scaling) and request.rope_update == "recompute"
+    assert (request.cache_salt, request.priority) == ("mine", -3)
+    assert (request.context.attention_window, request.context.attention_sinks) == (64, 4)
+    assert request.deadline is not None and before + 30 <= request.deadline <= time.monotonic() + 30
+    assert len(answer["data"][0]["embedding"]) == 3 and answer["id"] == "embd-mine.1"
+
+
+@pytest.mark.parametrize(
+    ("given", "fields", "kept"),
+    [
+        ([5, 6, 7, 8], {"truncate_prompt_tokens": 2}, [5, 6]),
+        ([5, 6, 7, 8], {"truncate_prompt_tokens": 2, "truncation_side": "left"}, [7, 8]),
+        ([5] * 300, {"truncate_prompt_tokens": -1}, [5] * 256),
+        ([5] * 256, {}, [5] * 256),
+    ],
+)
+def test_what_is_too_long_is_cut_where_that_is_asked_for(
+    live: Live, given: list[int], fields: dict[str, Any], kept: list[int]
+) -> None:
+    embed(live, given, **fields)
+    assert live.engine.requests[0].prompt_token_ids == kept
+    live.engine.requests.clear()
+    embed(live, "x" * 300, truncate_prompt_tokens=-1, add_special_tokens=False)
+    assert len(live.engine.requests[0].prompt_token_ids) == 256
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({}, "input", "missing_field"),
+        ({"input": ""}, "input", "empty_prompt"),
+        ({"input": []}, "input", None),
+        ({"input": [""]}, "input[0]", "empty_prompt"),
+        ({"input": [[]]}, "input[0]", "empty_prompt"),
+        ({"input": ["a", [5]]}, "input[1]", None),
+        ({"input": [[5], "a"]}, "input[1]", None),
+        ({"input": [5, "a"]}, "input", None),
+        ({"input": [[5], [True]]}, "input[1]", None),
+        ({"input": [1.5]}, "input", None),
+        ({"input": {"text": "a"}}, "input", None),
+        ({"input": [-1]}, "input", None),
+        ({"input": [[5], [423]]}, "input[1]", None),
+        ({"input": ["a"] * 2049}, "input", "too_many"),
+        ({"input": [[5]] * 100_000}, "input", "too_many"),
+        ({"input": [5] * 257}, "input", "context_length_exceeded"),
+        ({"input": [[5], [5] * 257]}, "input[1]", "context_length_exceeded"),
+        ({"input": ["a", "b", "x" * 300]}, "input[2]", "context_length_exceeded"),
+        ({"input": "a", "dimensions": 0}, "dimensions", None),
+        ({"input": "a", "dimensions": 9}, "dimensions", None),
+        ({"input": "a", "dimensions": "9"}, "dimensions", None),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", None),
+        ({"input": "a", "pooling": "best"}, "pooling", None),
+        ({"input": "a", "normalize": 1}, "normalize", None),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", None),
+        ({"input": "a", "truncate_prompt_tokens": 257}, "truncate_prompt_tokens", None),
+        ({"input": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", None),
+        ({"input": "a", "rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor", None),
+        ({"input": "a", "attention_sinks": 4}, "attention_sinks", None),
+        ({"input": "a", "stream": True}, "stream", "unknown_field"),
+        ({"prompt": "a"}, "prompt", "unknown_field"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(live: Live, body: dict[str, Any], param: str, code: str | None) -> None:
+    error = live.refuse(PATH, body)
+    assert error["param"] == param, error
+    assert code is None or error["code"] == code, error
+    assert live.engine.requests == []
+
+
+def test_another_model_is_not_found(live: Live) -> None:
+    assert live.refuse(PATH, {"input": "a", "model": "other"}, 404)["code"] == "model_not_found"
+
+
+def test_one_failure_ends_all_of_a_request_with_its_own_error(live: Live) -> None:
+    def refuse(request: Any) -> Exception | None:
+        return RequestError("no", "input", "odd") if request.prompt_token_ids == [7] else None
+
+    live.engine.refuse = refuse
+    live.engine.first_delay = 5.0
+    started = time.monotonic()
+    error = live.refuse(PATH, {"input": [[5], [6], [7], [8]]})
+    assert error["code"] == "odd" and time.monotonic() - started < 4
+    live.wait(lambda: live.engine.running == 0)
+    assert len(live.engine.aborted) >= 2
+
+
+def test_the_engine_s_end_is_a_503(live: Live) -> None:
+    live.engine.refuse = lambda request: EngineDeadError("gone")
+    assert live.refuse(PATH, {"input": "a"}, 503)["code"] == "engine_unavailable"
+
+
+def test_a_client_that_leaves_ends_its_prompts(live: Live) -> None:
+    import httpx
+
+    live.engine.first_delay = 30.0
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{live.url}{PATH}", json={"input": [[5], [6]]}, timeout=0.5)
+    live.wait(lambda: len(live.engine.aborted) == 2)
+
+
+def test_an_answer_that_would_be_too_large_is_refused_before_any_work() -> None:
+    with live_server(ScriptedEngine(info=model_info(hidden_size=4096)), max_response_bytes=1 << 20) as live:
+        assert live.refuse(PATH, {"input": [[5]] * 100})["code"] == "response_too_large"
+        assert live.engine.requests == []
+
+
+def test_the_model_s_files_are_the_defaults() -> None:
+    declared = PoolingDefaults("mean", False, declared=True)
+    with live_server(ScriptedEngine(info=model_info(pooling=declared))) as live:
+        embed(live, "a")
+        embed(live, "a", pooling="last", normalize=True)
+        assert [r.pooling for r in live.engine.requests] == [
+            PoolingRule("mean", None, False),
+            PoolingRule("last", None, True),
+        ]
+    refused = PoolingDefaults(refusal="the model's files ask for pooling max, which is not offered", declared=True)
+    with live_server(ScriptedEngine(info=model_info(pooling=refused))) as live:
+        assert live.refuse(PATH, {"input": "a"})["param"] == "pooling"
+        embed(live, "a", pooling="first")

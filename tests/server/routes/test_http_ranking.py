@@ -1,0 +1,194 @@
+"""`/pooling`, `/v1/score`, `/v1/rerank` and `/classify`: what they answer, and what they refuse by name."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine, model_info
+
+from windlass.engine.api.model_heads import ClassifierInfo
+from windlass.engine.api.pooling import PoolingRule
+from windlass.server.generation.scores import probabilities
+
+
+def scorer(*labels: str, activation: Any = "softmax") -> ScriptedEngine:
+    return ScriptedEngine(info=model_info(classifier=ClassifierInfo(labels, activation)))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server() as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    return shared
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Iterator[Live]:
+    with live_server(scorer("bad", "so-so", "good")) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Live]:
+    with live_server(scorer("fits", activation="sigmoid")) as live:
+        yield live
+
+
+def ask(live: Live, path: str, **body: Any) -> dict[str, Any]:
+    response = live.post(path, body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def vector(text: str, live: Live) -> list[float]:
+    """What the scripted engine makes of a text."""
+    return [live.tokenizer.backend.encode(text).ids[-1], *range(1, 8)]
+
+
+def cosine(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))  # the scripted rows are taken as of length 1
+
+
+def test_states_come_as_they_are_or_token_by_token(live: Live) -> None:
+    one = ask(live, "/pooling", input=[[5, 6], [7]])
+    assert [r.pooling for r in live.engine.requests] == [PoolingRule("last", None, False)] * 2
+    assert [(item["shape"], item["data"][0]) for item in one["data"]] == [([1, 8], 6), ([1, 8], 7)]
+    every = ask(live, "/pooling", input=[[5, 6, 9], [7]], pooling="all", dimensions=2)
+    assert [item["data"] for item in every["data"]] == [[[5, 1], [6, 1], [9, 1]], [[7, 1]]]
+    packed = ask(live, "/pooling", input=[[5, 6, 9]], pooling="all", dimensions=2, encoding_format="base64")
+    (item,) = packed["data"]
+    assert struct.unpack("<6f", base64.b64decode(item["data"])) == (5, 1, 6, 1, 9, 1) and item["shape"] == [3, 2]
+    assert every["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+
+
+def test_states_of_many_tokens_are_refused_by_their_size() -> None:
+    with live_server(max_response_bytes=1 << 20) as live:
+        inputs = [[5] * 200] * 100
+        assert live.refuse("/pooling", {"input": inputs, "pooling": "all"})["code"] == "response_too_large"
+        assert live.engine.requests == []
+        assert len(ask(live, "/pooling", input=inputs)["data"]) == 100
+
+
+def test_pairs_are_scored_by_cosine(live: Live) -> None:
+    answer = ask(live, "/v1/score", text_1="ab", text_2=["c", "d"], pooling="mean")
+    assert {r.pooling for r in live.engine.requests} == {PoolingRule("mean", None, True)}
+    assert len(live.engine.requests) == 3
+    wanted = [cosine(vector("ab", live), vector(text, live)) for text in "cd"]
+    assert [item["score"] for item in answer["data"]] == wanted
+    both = ask(live, "/score", text_1=["a", "b"], text_2=["c", "d"])
+    wanted = [cosine(vector(a, live), vector(b, live)) for a, b in zip("ab", "cd", strict=True)]
+    assert [item["score"] for item in both["data"]] == wanted
+
+
+def test_a_head_of_one_class_reads_both_texts_in_a_row(judge: Live) -> None:
+    judge.engine.requests.clear()
+    answer = ask(judge, "/v1/score", text_1="ab", text_2=["c", "def"])
+    ids = [judge.tokenizer.backend.encode(text).ids for text in ("ab", "c", "def")]
+    assert [r.prompt_token_ids for r in judge.engine.requests] == [ids[0] + ids[1], ids[0] + ids[2]]
+    assert {r.pooling for r in judge.engine.requests} == {PoolingRule("classify")}
+    lengths = [len(r.prompt_token_ids) for r in judge.engine.requests]
+    assert [item["score"] for item in answer["data"]] == pytest.approx([1 / (1 + math.exp(n)) for n in lengths])
+    assert answer["usage"]["prompt_tokens"] == sum(lengths)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_documents_come_best_first(live: Live, path: str) -> None:
+    documents = ["a", {"text": "z"}, "m", "z"]
+    answer = ask(live, path, query="q", documents=documents)
+    scores = [cosine(vector("q", live), vector(text, live)) for text in "azmz"]
+    assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [
+        (index, scores[index]) for index in (1, 3, 2, 0)
+    ]
+    assert [r["document"]["text"] for r in answer["results"]] == ["z", "z", "m", "a"]
+    short = ask(live, path, query="q", documents=documents, top_n=1, return_documents=False, model="toy")
+    assert short["results"] == [{"index": 1, "relevance_score": scores[1]}]
+    assert len(ask(live, path, query="q", documents=["a"], top_n=50)["results"]) == 1
+
+
+def test_texts_are_classified(classifier: Live) -> None:
+    answer = ask(classifier, "/classify", input=[[5, 6, 7], [8]])
+    for item, length in zip(answer["data"], (3, 1), strict=True):
+        weights = [math.exp(value) for value in (-length, 1, 2)]
+        assert item["probs"] == pytest.approx([w / sum(weights) for w in weights])
+        assert (item["label"], item["num_classes"]) == ("good", 3)
+    raw = ask(classifier, "/classify", input=[5, 6, 7], use_activation=False)
+    assert raw["data"][0]["probs"] == [-3, 1, 2]
+
+
+def test_models_say_what_they_can_be_asked_for(live: Live, classifier: Live, judge: Live) -> None:
+    found = [each.http.get("/v1/models").json()["data"][0] for each in (live, classifier, judge)]
+    assert [model["tasks"] for model in found] == [
+        ["generate", "embed", "score"],
+        ["embed", "classify"],
+        ["embed", "classify", "score"],
+    ]
+    assert found[0]["classes"] is None
+    assert found[1]["classes"] == {"labels": ["bad", "so-so", "good"], "activation": "softmax"}
+    facts = {"dimensions": 8, "pooling": "last", "normalize": True, "declared": False, "refusal": None}
+    assert found[0]["embedding"] == facts
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        ("/v1/score", {"text_1": "a"}, "text_2", "missing_field"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", None),
+        ("/v1/score", {"text_1": "", "text_2": "c"}, "text_1", "empty_prompt"),
+        ("/v1/score", {"text_1": "a", "text_2": []}, "text_2", None),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", 5]}, "text_2[1]", None),
+        ("/v1/score", {"text_1": "a", "text_2": ["b"] * 2049}, "text_2", "too_many"),
+        ("/v1/score", {"text_1": "a", "text_2": ["b", "x" * 300]}, "text_2[1]", "context_length_exceeded"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "pooling": "all"}, "pooling", None),
+        ("/v1/rerank", {"query": "", "documents": ["a"]}, "query", None),
+        ("/v1/rerank", {"query": "a", "documents": []}, "documents", None),
+        ("/v1/rerank", {"query": "a", "documents": "a"}, "documents", None),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {"text": 5}]}, "documents[1]", None),
+        ("/v1/rerank", {"query": "a", "documents": [{"text": "a", "id": 1}]}, "documents[0]", None),
+        ("/v1/rerank", {"query": "a", "documents": ["a", {"text": ""}]}, "documents[1]", "empty_prompt"),
+        ("/v1/rerank", {"query": "a", "documents": [5] * 100_000}, "documents", "too_many"),
+        ("/v1/rerank", {"query": "a", "documents": ["a"], "top_n": 0}, "top_n", None),
+        ("/v1/rerank", {"query": "x" * 300, "documents": ["a"]}, "query", "context_length_exceeded"),
+        ("/classify", {"input": "a"}, "model", "no_classifier"),
+        ("/pooling", {"input": "a", "pooling": "none"}, "pooling", None),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(
+    live: Live, path: str, body: dict[str, Any], param: str, code: str | None
+) -> None:
+    error = live.refuse(path, body)
+    assert error["param"] == param, error
+    assert code is None or error["code"] == code, error
+    assert live.engine.requests == []
+
+
+def test_what_a_head_cannot_do_is_refused(classifier: Live, judge: Live) -> None:
+    for path, body in (
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        assert classifier.refuse(path, body)["code"] == "no_score"
+        assert judge.refuse(path, {**body, "pooling": "mean"})["param"] == "pooling"
+    long = {"text_1": [5, 6], "text_2": ["b"]}
+    assert judge.refuse("/v1/score", long)["param"] == "text_1[0]"
+    error = judge.refuse("/v1/score", {"text_1": "x" * 200, "text_2": ["b", "y" * 100]})
+    assert (error["param"], error["code"]) == ("text_2[1]", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("value", [1e4, -1e4, 0.0, 3.25])
+def test_probabilities_never_overflow(value: float) -> None:
+    (sigmoid,) = probabilities([value], "sigmoid")
+    assert sigmoid == pytest.approx(0.5 * (1 + math.tanh(value / 2)))
+    softmax = probabilities([value, 0.0, -value], "softmax")
+    assert sum(softmax) == pytest.approx(1) and all(0 <= p <= 1 for p in softmax)
+    assert probabilities([value], "none") == [value]
