@@ -13,7 +13,7 @@ import windlass.clients
 from windlass.clients import RopeScaling
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": 2, "docs/clients.md": 11, "docs/openai.md": 5, "docs/responses.md": 2}
+PAGES = {"README.md": 2, "docs/clients.md": 11, "docs/openai.md": 5, "docs/responses.md": 2, "docs/embeddings.md": 2}
 EXAMPLES = [
     pytest.param(page, source, id=f"{page}-{number}")
     for page in PAGES
@@ -29,6 +29,8 @@ PRINTS = {
     "docs/clients.md-6": r"beta_fast should not be below beta_slow",
     "docs/clients.md-7": r"^long \{'rope_type': 'yarn', 'factor': 2\.0\} [0-9a-f]{64}\nyarn$",
     "docs/clients.md-9": r"^change the request: temperature should be greater than or equal to 0$",
+    "docs/embeddings.md-0": r"^\d+ 0\.\d+\n\[1?0?\.\d+, 0\.\d+\]$",
+    "docs/embeddings.md-1": r"^'.*' 0\n['\"].*['\"] [1-9]\d+$",
     "docs/openai.md-1": r"^dynamic 512\.0 None\n",
     "docs/openai.md-2": r"yarn 2\.0\n$",
     "docs/responses.md-0": r" \d+\n\S",

@@ -61,6 +61,14 @@ def test_python_clients(request: pytest.FixtureRequest, environment: str, names:
     passes([str(python), str(HERE / "python_clients.py"), f"{server.url}/v1", "model", *names], python.parent, checks)
 
 
+def test_retrieval_clients() -> None:
+    python = CLIENTS / "retrieval" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no clients for retrieval in {python.parent}")
+    with serve("--served-model-name", "model", model="demo") as running:
+        passes([str(python), str(HERE / "retrieval_clients.py"), running.url, "model", ""], python.parent, 7)
+
+
 def test_javascript_clients(request: pytest.FixtureRequest) -> None:
     folder, node = CLIENTS / "node", shutil.which("node")
     if node is None or not (folder / "node_modules").is_dir():

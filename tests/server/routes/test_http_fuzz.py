@@ -113,6 +113,30 @@ ITEM_TEMPLATES = [
     ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": "hi"}], "stream": True}),
     ("/v1/messages/count_tokens", {name: MESSAGE[name] for name in ("messages", "system", "tools")}),
 ]
+EMBEDDING: dict[str, Any] = {
+    "model": "toy",
+    "input": ["hello", "world"],
+    "encoding_format": "float",
+    "dimensions": 4,
+    "pooling": "mean",
+    "normalize": True,
+    "truncate_prompt_tokens": 20,
+    "truncation_side": "left",
+    "attention_window": 64,
+    "attention_sinks": 4,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    "rope_update": {"policy": "recompute", "exact": True},
+    "priority": 1,
+    "user": "me",
+}
+PROMPT_TEMPLATES = [
+    ("/v1/embeddings", EMBEDDING),
+    ("/v1/embeddings", {"input": [[5, 6], [7]], "encoding_format": "base64"}),
+    ("/pooling", {**EMBEDDING, "pooling": "all"}),
+    ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d"], "pooling": "last"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True}),
+    ("/classify", {"input": [5, 6, 7], "use_activation": False}),
+]
 # Written into the JSON text as they are, so that they may be things json.dumps would not write.
 RAW = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "9" * 400, "-" + "9" * 30, '"\\ud800"', '"\\u0000"']
 RAW += [
@@ -186,7 +210,7 @@ class Mutator:
             "messages",
             "\u00e9",
         ]
-        return self.rng.choice([*names, *COMPLETION, *CHAT, *RESPONSE, *MESSAGE])
+        return self.rng.choice([*names, *COMPLETION, *CHAT, *RESPONSE, *MESSAGE, *EMBEDDING])
 
     def mutate(self, value: Any, depth: int = 0) -> Any:
         """A copy with a few parts replaced, dropped or added."""
@@ -229,7 +253,11 @@ def ends_well(text: str) -> bool:
     return names[-1] in ("response.completed", "response.incomplete", "message_stop") and "error" not in names
 
 
-@pytest.mark.parametrize(("templates", "bodies"), [(TEMPLATES, 2000), (ITEM_TEMPLATES, 600)], ids=["texts", "items"])
+@pytest.mark.parametrize(
+    ("templates", "bodies"),
+    [(TEMPLATES, 2000), (ITEM_TEMPLATES, 600), (PROMPT_TEMPLATES, 600)],
+    ids=["texts", "items", "prompts"],
+)
 def test_thousands_of_bodies(templates: list[tuple[str, dict[str, Any]]], bodies: int) -> None:
     mutator = Mutator(random.Random(SEED))
     statuses: dict[int, int] = {}
