@@ -1,9 +1,9 @@
 """What LoRA adapters cost a step: run `python benchmarks/adapter_cost.py` from a checkout, machine quiet.
 
 One engine with random weights of a known shape holds eight adapters that change every projection. Streams decode without
-one, all with the same, and each with its own, turn by turn, so that a machine that slows down does so for all three.
-A turn is so many steps after some that are not counted; a figure is the median step of all turns, and next to it is what
-the adapters add. Prompts are measured the same way: the time of the steps that compute one, per kind.
+one, all with the same, and each with its own, step by step in turn, so that a machine that slows down does so for all three:
+their adapters are exchanged between steps, which makes their text nobody's and costs what it would. A figure is the median,
+and what adapters add is the median of the ratios of neighbouring steps. Prompts are measured in the same order.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 
 _ADAPTERS = 8
+KINDS = ("none", "one", "own")
 
 
 def save_adapter(directory: Path, shape: ModelShape, rank: int, dtype: torch.dtype, seed: int) -> None:
@@ -80,31 +81,51 @@ def adapters_of(kind: str, streams: int) -> list[int | None]:
     return [1] * streams if kind == "one" else [1 + i % _ADAPTERS for i in range(streams)]
 
 
-def turn(core: EngineCore, kind: str, options: argparse.Namespace, streams: int) -> tuple[list[float], float]:
-    """Seconds of each counted step, and of computing the prompts."""
-    rng = random.Random(streams)
+def start(core: EngineCore, adapters: list[int | None], context: int) -> float:
+    """Streams with these adapters, all of them decoding; returns the seconds that their prompts took."""
+    rng = random.Random(context)
     sampling = SamplingParams(max_tokens=4000, temperature=0.0, ignore_eos=True)
-    names = []
-    for i, adapter in enumerate(adapters_of(kind, streams)):
-        prompt = [rng.randrange(4, core.info.vocab_size) for _ in range(options.context)]
-        core.add(EngineRequest(f"{kind}-{i}", prompt, sampling, adapter=adapter))
-        names.append(f"{kind}-{i}")
+    for i, adapter in enumerate(adapters):
+        prompt = [rng.randrange(4, core.info.vocab_size) for _ in range(context)]
+        core.add(EngineRequest(f"stream-{i}", prompt, sampling, adapter=adapter))
     begin, running = time.perf_counter(), set[str]()
-    while len(running) < streams:
+    while len(running) < len(adapters):
         running |= {output.request_id for output in core.step() if output.token_ids}
-    prompts = time.perf_counter() - begin
-    for _ in range(6):
-        core.step()
-    seconds = []
-    for _ in range(options.steps):
-        begin = time.perf_counter()
-        core.step()
-        seconds.append(time.perf_counter() - begin)
-    for name in names:
-        core.abort(name)
+    return time.perf_counter() - begin
+
+
+def end(core: EngineCore, streams: int) -> None:
+    for i in range(streams):
+        core.abort(f"stream-{i}")
     while core.has_work():
         core.step()
-    return seconds, prompts
+
+
+def prompts(core: EngineCore, streams: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of computing the streams' prompts, by kind."""
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for _ in range(options.prompts):
+        for kind in KINDS:
+            found[kind].append(start(core, adapters_of(kind, streams), options.context))
+            end(core, streams)
+    return found
+
+
+def steps(core: EngineCore, streams: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each step, by kind."""
+    start(core, [None] * streams, 24)
+    live = core.runner.sequences.by_id.values()
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for i in range(6 + options.steps):  # the first ones are recorded
+        for kind in KINDS:
+            for sequence, adapter in zip(live, adapters_of(kind, streams), strict=True):
+                sequence.adapter = adapter
+            begin = time.perf_counter()
+            core.step()
+            if i >= 6:
+                found[kind].append(time.perf_counter() - begin)
+    end(core, streams)
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,9 +135,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapter-dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=12, help="counted in each turn")
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=40, help="of each kind")
+    parser.add_argument(
+        "--prompts", type=int, default=0, help="times that prompts of --context are measured, of each kind"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -128,18 +151,16 @@ def main(argv: list[str] | None = None) -> int:
         )
         print(f" in {options.adapter_dtype} has {size:.1f} MB")
         for streams in options.streams:
-            steps: dict[str, list[float]] = {kind: [] for kind in ("none", "one", "own")}
-            prompts: dict[str, list[float]] = {kind: [] for kind in steps}
-            for _ in range(options.turns):
-                for kind in steps:
-                    seconds, prompt = turn(core, kind, options, streams)
-                    steps[kind] += seconds
-                    prompts[kind].append(prompt)
-            for what, found in (("a step", steps), (f"{streams} prompts of {options.context}", prompts)):
-                median = {kind: statistics.median(values) for kind, values in found.items()}
-                for kind, value in median.items():
-                    added = f"{100 * (value / median['none'] - 1):+6.1f} %" if kind != "none" else ""
-                    print(f"{streams} streams, adapters: {kind:5} {what:20} {1e3 * value:9.3f} ms {added}", flush=True)
+            measured = {"a step": steps(core, streams, options)}
+            if options.prompts:
+                measured[f"{streams} prompts of {options.context}"] = prompts(core, streams, options)
+            for what, found in measured.items():
+                medians = {kind: statistics.median(values) for kind, values in found.items()}
+                for kind, median in medians.items():
+                    # Neighbours in time are compared with each other.
+                    ratios = [own / none for own, none in zip(found[kind], found["none"], strict=True)]
+                    added = f"{100 * (statistics.median(ratios) - 1):+6.1f} %" if kind != "none" else ""
+                    print(f"{streams} streams, adapters: {kind:5} {what:20} {1e3 * median:9.3f} ms {added}", flush=True)
     return 0
 
 

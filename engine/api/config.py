@@ -168,11 +168,15 @@ class ContextConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """Low-rank adapters. sources: those loaded at the start. max_loaded: at once, later ones included. max_rank: of each."""
+    """Low-rank adapters. sources: those loaded at the start. max_loaded: at once, later ones included. max_rank: of each.
+
+    dtype: that their numbers are rounded to; auto: to that of the computing, and narrower only where nothing is lost.
+    """
 
     sources: tuple[AdapterSource, ...] = ()
     max_loaded: int = 8
     max_rank: int = 64
+    dtype: str = "auto"
 
     def __post_init__(self) -> None:
         _check_at_least_one("adapters.max_loaded", self.max_loaded)

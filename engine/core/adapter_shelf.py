@@ -6,11 +6,13 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.config import AdapterConfig
+from windlass.engine.api.config import AdapterConfig, parse_dtype
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.adapters.adapter import Adapter, LoadedAdapters
-from windlass.engine.model.loading.adapters import read_adapter
+from windlass.engine.model.loading.adapters import Keep, read_adapter
 from windlass.engine.model.loading.loader import LoadedModel
 
 _logger = logging.getLogger("windlass.engine")
@@ -28,6 +30,8 @@ class AdapterShelf:
         self.loaded = LoadedAdapters(config.max_loaded, matrices, model.decoder.backend)
         self._config, self._decoder = config, model.decoder
         self._spec = model.own_spec or model.decoder.spec
+        name = parse_dtype(config.dtype)
+        self._stored = None if name == "auto" else getattr(torch, name)
         self._leaving: set[int] = set()
         self._reader = ThreadPoolExecutor(1, "adapter-reader")
         for source in config.sources:
@@ -74,4 +78,5 @@ class AdapterShelf:
     def _read(self, source: AdapterSource) -> Adapter:
         self.loaded.check_room()
         decoder = self._decoder
-        return read_adapter(source, self._spec, decoder.dtype, decoder.device, self._config.max_rank)
+        keep = Keep(decoder.dtype, decoder.device, self._stored)
+        return read_adapter(source, self._spec, keep, self._config.max_rank)

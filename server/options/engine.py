@@ -112,6 +112,11 @@ class EngineOptions:
     ] = None  # fmt: skip
     max_loras: Annotated[int, option("--max-loras", panel=_engine, help="Adapters that may be loaded at once.")] = 8
     max_lora_rank: Annotated[int, option("--max-lora-rank", panel=_engine, help="Largest rank of an adapter.")] = 64
+    lora_dtype: Annotated[
+        str,
+        option("--lora-dtype", panel=_engine, help="What adapters are kept as: bfloat16 or float16 halves what a float32 one "
+               "takes, rounded; auto rounds nothing that the model would not."),
+    ] = "auto"  # fmt: skip
     deterministic: Annotated[
         bool,
         option("--deterministic/--no-deterministic", panel=_engine, help="The same greedy tokens whatever else runs "
@@ -225,6 +230,7 @@ class EngineOptions:
         parsed = {
             "dtype": read_dtype("--dtype", self.dtype),
             "kv_cache_dtype": read_dtype("--kv-cache-dtype", self.kv_cache_dtype, parse_cache_dtype),
+            "lora_dtype": read_dtype("--lora-dtype", self.lora_dtype),
             "weight_cache": self._weight_cache(),
             "kv_cache_memory": None
             if self.kv_cache_memory is None

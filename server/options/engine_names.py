@@ -19,6 +19,7 @@ _RENAMED = {
     "adapters.sources": "lora",
     "adapters.max_loaded": "max_loras",
     "adapters.max_rank": "max_lora_rank",
+    "adapters.dtype": "lora_dtype",
     "loading.format": "load_format",
     "rotary.scaling": "rope_scaling",
     "rotary.update": "rope_update",

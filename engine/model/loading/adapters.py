@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,18 +33,40 @@ _HEADER_ROOM = 16 << 20  # bytes of a file beside its tensors
 Pair = tuple[Tensor, Tensor]  # A [r, K] and B [N, r]
 
 
-def read_adapter(
-    source: AdapterSource, spec: ModelSpec, dtype: torch.dtype, device: torch.device, max_rank: int
-) -> Adapter:
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How matrices are kept. compute: what the model computes in. stored: what they are rounded to, None where nobody says."""
+
+    compute: torch.dtype
+    device: torch.device
+    stored: torch.dtype | None = None
+
+    def matrix(self, matrix: Tensor) -> Tensor:
+        """Of a float32 one, in the type that is kept. Raises RequestError where numbers are too large for it."""
+        if self.stored is not None:
+            found = matrix.to(self.device, self.stored)
+            if not found.isfinite().all():
+                name = str(self.stored).removeprefix("torch.")
+                raise refuse(f"{WEIGHTS} holds numbers that are too large for `adapters.dtype={name}`", "not_finite")
+            return found
+        if self.device.type == "cpu" and self.compute == torch.float32:
+            for narrow in (torch.bfloat16, torch.float16):  # it is read in every step
+                found = matrix.to(narrow)
+                if torch.equal(found.float(), matrix):
+                    return found
+        return matrix.to(self.device, self.compute)
+
+
+def read_adapter(source: AdapterSource, spec: ModelSpec, keep: Keep, max_rank: int) -> Adapter:
     """The adapter in a directory.
 
-    spec: of the model with its rows in the order of its original weights, whatever file they came from. dtype: that the
-    model computes in. Raises RequestError that says what in the files is at fault.
+    spec: of the model with its rows in the order of its original weights, whatever file they came from. Raises RequestError
+    that says what in the files is at fault.
     """
     directory = Path(source.path)
     described = read_description(directory, max_rank)
     found = _read(directory, described, spec, max_rank)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(str(keep.stored).encode())
     for module, (down, up) in sorted(found.items()):
         digest.update(f"{module} {tuple(down.shape)} {tuple(up.shape)} {described.scale_of(module)!r} ".encode())
         for tensor in (down, up):
@@ -52,7 +75,7 @@ def read_adapter(
     for index, layer in enumerate(spec.layers):
         prefix = f"model.layers.{index}."
         changes = {
-            weight.name: _joined(weight, prefix, found, described, dtype, device)
+            weight.name: _joined(weight, prefix, found, described, keep)
             for weight in layer.weights(spec.hidden_size)
             if weight.kind == "matrix"
         }
@@ -157,8 +180,7 @@ def _joined(
     prefix: str,
     found: dict[str, Pair],
     described: AdapterDescription,
-    dtype: torch.dtype,
-    device: torch.device,
+    keep: Keep,
 ) -> LowRank | None:
     """The changes of all that a weight is made of; None where nothing of it changes."""
     downs: list[Tensor] = []
@@ -168,22 +190,12 @@ def _joined(
         module = prefix + stored.name.removesuffix(".weight")
         if module in found:
             down, up = found[module]
-            own = _narrow(_ordered(up, stored), dtype, device)
+            own = keep.matrix(_ordered(up, stored))
             parts.append(LowRankPart.of(own, first, rank_first, described.scale_of(module)))
             downs.append(down)
             rank_first += len(down)
         first += stored.rows
-    return LowRank.of(_narrow(torch.cat(downs), dtype, device), parts) if downs else None
-
-
-def _narrow(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A float32 matrix in the compute dtype, or on a CPU in a narrower one that holds it exactly: it is read in every step."""
-    if device.type == "cpu" and dtype == torch.float32:
-        for narrow in (torch.bfloat16, torch.float16):
-            found = matrix.to(narrow)
-            if torch.equal(found.float(), matrix):
-                return found
-    return matrix.to(device, dtype).contiguous()
+    return LowRank.of(keep.matrix(torch.cat(downs)), parts) if downs else None
 
 
 def _ordered(up: Tensor, stored: StoredTensor) -> Tensor:

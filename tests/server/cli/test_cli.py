@@ -109,6 +109,7 @@ ENGINE_ARGUMENTS = {
     "--lora": "poet=/",
     "--max-loras": "3",
     "--max-lora-rank": "16",
+    "--lora-dtype": "bfloat16",
     "--threads": "3",
     "--target-step-ms": "100",
 }
@@ -116,7 +117,7 @@ ENGINE_CONFIG = EngineConfig(
     model="/models/x",
     max_model_len=4096,
     context=ContextConfig(shift_context=64, max_total_tokens=9000),
-    adapters=AdapterConfig(sources=(AdapterSource(1, "poet", "/"),), max_loaded=3, max_rank=16),
+    adapters=AdapterConfig(sources=(AdapterSource(1, "poet", "/"),), max_loaded=3, max_rank=16, dtype="bfloat16"),
     compute=ComputeConfig(
         device="cpu",
         dtype="bfloat16",
