@@ -1,0 +1,59 @@
+"""An adapter that is unloaded while a stream runs with it: no further request, and it goes when the stream has ended."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import httpx
+from helpers.live_server import Live, live_server
+from helpers.scripted_engine import ScriptedEngine
+
+from windlass.engine.api.adapters import AdapterSource
+
+STREAM = {"model": "poet", "prompt": "a", "stream": True, "max_tokens": 200}
+
+
+def post(live: Live, path: str, **body: object) -> httpx.Response:
+    return httpx.post(f"{live.url}/v1/{path}", json=body, timeout=20)
+
+
+def test_unloading_waits_for_its_streams_and_says_where_it_stopped_waiting(tmp_path: Path) -> None:
+    engine = ScriptedEngine(delay=0.02)
+    poet = AdapterSource(1, "poet", str(tmp_path))
+    settings = {"adapters": (poet,), "max_loras": 1, "lora_folder": tmp_path, "adapter_drain_seconds": 0.1}
+    (tmp_path / "new").mkdir()
+    with live_server(engine, **settings) as live:
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=STREAM, timeout=20) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            answer = post(live, "unload_lora_adapter", lora_name="poet")
+            assert (answer.status_code, answer.json()["status"]) == (200, "draining")
+            assert engine.dropped == [] and engine.running == 1
+            refused = post(live, "completions", model="poet", prompt="a")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+            again = post(live, "unload_lora_adapter", lora_name="poet")
+            assert again.status_code == 404
+            full = post(live, "load_lora_adapter", lora_name="late", lora_path="new")  # its place is taken still
+            assert (full.status_code, full.json()["error"]["code"]) == (400, "too_many_adapters")
+        live.wait(lambda: engine.dropped == [1])
+        assert post(live, "load_lora_adapter", lora_name="late", lora_path="new").json()["status"] == "loaded"
+
+
+def test_unloading_answers_when_the_last_stream_has_ended(tmp_path: Path) -> None:
+    engine = ScriptedEngine(delay=0.01)
+    settings = {"adapters": (AdapterSource(1, "poet", str(tmp_path)),), "lora_folder": tmp_path}
+    with live_server(engine, **settings) as live:
+        answers: list[httpx.Response] = []
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=STREAM | {"max_tokens": 40}, timeout=20) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            unloading = threading.Thread(
+                target=lambda: answers.append(post(live, "unload_lora_adapter", lora_name="poet"))
+            )
+            unloading.start()
+            assert engine.dropped == []
+            rest = list(lines)
+        unloading.join(20)
+        assert "data: [DONE]" in rest
+        assert answers[0].json()["status"] == "unloaded" and engine.dropped == [1] and engine.aborted == []
