@@ -9,6 +9,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 from windlass.engine.api.model_heads import Activation
@@ -94,7 +95,7 @@ def _cosines(first: list[array[float]], second: list[array[float]]) -> list[floa
     """Products of vectors of length 1."""
     if len(first) == 1:
         first = first * len(second)
-    return [math.fsum(x * y for x, y in zip(a, b, strict=True)) for a, b in zip(first, second, strict=True)]
+    return [sum(map(mul, a, b)) for a, b in zip(first, second, strict=True)]
 
 
 def probabilities(logits: Sequence[float], activation: Activation) -> list[float]:

@@ -16,8 +16,10 @@ from helpers.tiny_models import Reference, make_model
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.errors import EngineError, RequestError
+from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.pooler import Pooler
+from windlass.engine.model.config_json.classes import read_classifier
+from windlass.engine.model.loading.pooling_files import read_pooling
 from windlass.engine.rotary.scaling import RopeScaling
 
 PROMPTS = [[(7 * i + 3 * n) % 120 + 5 for i in range(length)] for n, length in enumerate((1, 2, 16, 33, 70))]
@@ -185,6 +187,18 @@ def test_what_cannot_be_pooled_is_refused(
     assert caught.value.param == param
 
 
+def test_beside_a_draft_model_vectors_are_the_same(directory: Path) -> None:
+    core = make_core(directory, speculative_model=str(directory), speculative_adaptive=False, max_num_batched_tokens=24)
+    requests = [pooled(f"{kind}", PROMPTS[4], kind) for kind in ("last", "mean")]
+    done = run(core, [greedy("g", PROMPTS[3], 20), *requests])
+    alone = run(make_core(directory), [greedy("g", PROMPTS[3], 20)])
+    assert done["g", 0].token_ids == alone["g", 0].token_ids
+    for request in requests:
+        wanted = expected(states(core, directory, request), request.request_id)
+        found = tensor(done[request.request_id, 0].outputs[0].pooled)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
 CLASSIFIERS = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "glm", "smollm3"]
 
 
@@ -225,6 +239,10 @@ def test_a_model_that_classifies_generates_nothing_and_still_embeds(tmp_path: Pa
         core.add(greedy("g", [5, 6, 7], 4))
     assert caught.value.code == "no_generation"
     assert results(core, [pooled("p", PROMPTS[2], "mean")])["p"].shape == (1, 64)
+    plain = make_model("llama", tmp_path / "other")
+    for model, draft, of in ((directory, plain, "model"), (plain, directory, "draft model")):
+        with pytest.raises(LoadError, match=f"the {of} is a LlamaForSequenceClassification"):
+            make_core(model, speculative_model=str(draft))
 
 
 @pytest.mark.parametrize(
@@ -241,9 +259,6 @@ def test_a_model_that_classifies_generates_nothing_and_still_embeds(tmp_path: Pa
 def test_labels_and_activation_come_from_config_json(
     changed: dict[str, Any], labels: tuple[str, ...] | None, activation: str
 ) -> None:
-    from windlass.engine.errors import LoadError
-    from windlass.engine.model.config_json.classes import read_classifier
-
     config = {"id2label": {"1": "b", "0": "a"}, **changed}
     if labels is None:
         with pytest.raises(LoadError, match=activation):
@@ -273,8 +288,6 @@ def test_labels_and_activation_come_from_config_json(
 def test_files_of_sentence_transformers_say_how_states_are_pooled(
     tmp_path: Path, modules: list[str] | None, pooling: Any, kind: str, normalize: bool, refused: str | None
 ) -> None:
-    from windlass.engine.model.loading.pooling_files import read_pooling
-
     if modules is not None:
         listed = [
             {"idx": i, "path": f"{i}_{name}", "type": f"sentence_transformers.models.{name}"}
