@@ -99,7 +99,9 @@ def test_the_page_on_speed_has_the_tables_of_its_numbers(monkeypatch):
     from harness.report import by_contestant, check
 
     page = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    report = json.loads((DOCS / "peers_135m.json").read_text(encoding="utf-8"))
-    check(report)
-    for run in report["runs"]:
-        assert by_contestant(run) in page and run["date"].split()[0] in page
+    for name in ("peers_135m.json", "peers_1b.json"):
+        report = json.loads((DOCS / name).read_text(encoding="utf-8"))
+        check(report)
+        for run in report["runs"]:
+            assert by_contestant(run) in page and run["date"].split()[0] in page
+        assert name in page

@@ -49,6 +49,12 @@ REAL_GOALS = (
     Goal("decode at 4,096", "Windlass int8, int8 KV", "ik_llama.cpp Q8_0", 1.15),
 )
 GOALS = (
+    Goal("decode, 1 stream", "Windlass int8", "ik_llama.cpp Q8_0", 1.1),
+    Goal("decode, 1 stream", "Windlass int4", "ik_llama.cpp Q4_K_M", 1.1),
+    Goal("decode, 8 streams", "Windlass int8", "ik_llama.cpp Q8_0", 1.5),
+    Goal("decode, 8 streams", "Windlass int4", "ik_llama.cpp Q4_K_M", 1.5),
+    Goal("prefill 512", "Windlass int8", "ik_llama.cpp Q8_0", 1.15),
+    Goal("prefill 4,096", "Windlass int8", "ik_llama.cpp Q8_0", 1.1),
     Goal("decode, 1 stream", "Windlass int8", "OpenVINO int8", 1.1),
     Goal("decode, 1 stream", "Windlass int8", "bound", 0.9),
     Goal("decode, 1 stream", "Windlass int4", "llama.cpp Q4_0", 1.3),
