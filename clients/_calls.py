@@ -192,6 +192,16 @@ def tokenize(body: dict[str, Any]) -> Call[Tokenization]:
     return Call(method="POST", path="/tokenize", body=body, answer=_parsed(Tokenization))
 
 
+def apply_template(body: dict[str, Any]) -> Call[str]:
+    def answer(response: httpx.Response) -> str:
+        data = response.json()
+        if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
+            raise ValueError("the answer should be an object with a text `prompt`")
+        return str(data["prompt"])
+
+    return Call(method="POST", path="/apply_template", body=body, answer=answer)
+
+
 def detokenize(body: dict[str, Any]) -> Call[Detokenization]:
     return Call(method="POST", path="/detokenize", body=body, answer=_parsed(Detokenization))
 

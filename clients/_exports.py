@@ -32,6 +32,7 @@ from windlass.clients.options import (
     ResponseOptions,
     RetryPolicy,
     ScoreOptions,
+    TemplateOptions,
     TokenizeOptions,
 )
 from windlass.clients.response_types import (
@@ -161,6 +162,7 @@ __all__ = [
     "ServerError",
     "Stream",
     "StreamError",
+    "TemplateOptions",
     "TextClass",
     "TextStates",
     "TokenLogprob",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
@@ -14,13 +14,13 @@ from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run_async
 from windlass.clients._rules import CallRules
 from windlass.clients.async_retrieval import AsyncRetrievalMethods
+from windlass.clients.async_tokens import AsyncTokenMethods
 from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
     ChatOptions,
     CompletionOptions,
     CountOptions,
-    DetokenizeOptions,
     MessageOptions,
     Messages,
     MessageTurns,
@@ -29,7 +29,6 @@ from windlass.clients.options import (
     ResponseOptions,
     RetryPolicy,
     Timeout,
-    TokenizeOptions,
 )
 from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
@@ -39,19 +38,17 @@ from windlass.clients.types import (
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
-    Detokenization,
     Health,
     Model,
     RotaryInspection,
     RotarySettings,
-    Tokenization,
 )
 
 T = TypeVar("T")
 A = TypeVar("A")
 
 
-class AsyncClient(AsyncRetrievalMethods):
+class AsyncClient(AsyncRetrievalMethods, AsyncTokenMethods):
     """`Client` for asyncio and trio: the same arguments, and methods to await."""
 
     def __init__(
@@ -297,32 +294,6 @@ class AsyncClient(AsyncRetrievalMethods):
         """See `Client.count_tokens`."""
         fixed = {"messages": messages, "model": model}
         return await self._run(calls.count_tokens(calls.build_body(fixed, options, extra_body)))
-
-    async def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[TokenizeOptions],
-    ) -> Tokenization:
-        """See `Client.tokenize`."""
-        fixed = {"prompt": prompt, "messages": messages, "model": model}
-        return await self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
-
-    async def detokenize(
-        self,
-        tokens: Sequence[int],
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[DetokenizeOptions],
-    ) -> Detokenization:
-        """See `Client.detokenize`."""
-        return await self._run(
-            calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body))
-        )
 
     async def models(self) -> list[Model]:
         """See `Client.models`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
@@ -19,7 +19,6 @@ from windlass.clients.options import (
     ChatOptions,
     CompletionOptions,
     CountOptions,
-    DetokenizeOptions,
     MessageOptions,
     Messages,
     MessageTurns,
@@ -28,30 +27,28 @@ from windlass.clients.options import (
     ResponseOptions,
     RetryPolicy,
     Timeout,
-    TokenizeOptions,
 )
 from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.retrieval import RetrievalMethods
 from windlass.clients.rope import RopeScaling
 from windlass.clients.streams import Stream
+from windlass.clients.tokens import TokenMethods
 from windlass.clients.types import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
-    Detokenization,
     Health,
     Model,
     RotaryInspection,
     RotarySettings,
-    Tokenization,
 )
 
 T = TypeVar("T")
 A = TypeVar("A")
 
 
-class Client(RetrievalMethods):
+class Client(RetrievalMethods, TokenMethods):
     """A synchronous client; use it from any number of threads, and close it or use it in a `with` block.
 
     base_url: of the server, with or without /v1 (default: WINDLASS_BASE_URL, else http://127.0.0.1:8000).
@@ -312,30 +309,6 @@ class Client(RetrievalMethods):
         """What a conversation in Anthropic's form comes to in tokens."""
         fixed = {"messages": messages, "model": model}
         return self._run(calls.count_tokens(calls.build_body(fixed, options, extra_body)))
-
-    def tokenize(
-        self,
-        prompt: str | None = None,
-        *,
-        messages: Messages | None = None,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[TokenizeOptions],
-    ) -> Tokenization:
-        """Token ids of a text, or of a conversation as the chat template renders it. options: by their API names."""
-        fixed = {"prompt": prompt, "messages": messages, "model": model}
-        return self._run(calls.tokenize(calls.build_body(fixed, options, extra_body)))
-
-    def detokenize(
-        self,
-        tokens: Sequence[int],
-        *,
-        model: str | None = None,
-        extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[DetokenizeOptions],
-    ) -> Detokenization:
-        """Text of token ids."""
-        return self._run(calls.detokenize(calls.build_body({"tokens": tokens, "model": model}, options, extra_body)))
 
     def models(self) -> list[Model]:
         """The models served."""

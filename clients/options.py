@@ -199,6 +199,15 @@ class TokenizeOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
+class TemplateOptions(TypedDict, total=False):
+    """Body fields of /apply_template."""
+
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 class DetokenizeOptions(TypedDict, total=False):
     """Body fields of /detokenize."""
 

@@ -280,7 +280,8 @@ class Model:
 
     context: what holds for requests that do not say (`context_overflow`, `keep_tokens`, `attention_window`, `attention_sinks`,
     `cache_reuse`), and `shift_context`, `max_total_tokens` and `shift_refusal`. parent, adapter: of a LoRA adapter the model that
-    it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate, embed, score, classify.
+    it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate, infill (a `suffix`), embed,
+    score, classify.
     embedding: `dimensions`, `pooling` and `normalize` of its vectors; classes: `labels` and `activation` of one that classifies.
     """
 

@@ -222,7 +222,8 @@ class Model(StrictModel):
     context: ContextSettings
     rotary: ModelRotary | None
     tasks: Annotated[
-        list[Literal["generate", "embed", "score", "classify"]] | None, Field(description="What it can be asked for.")
+        list[Literal["generate", "infill", "embed", "score", "classify"]] | None,
+        Field(description="What it can be asked for."),
     ]
     embedding: EmbeddingFacts | None
     classes: ClassFacts | None

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.answers import ErrorAnswer, FinishReason, PromptLogprobs, Rotary, Usage
 from windlass.server.protocol.base import StrictModel
-from windlass.server.protocol.generation_request import GenerationRequest, only_empty
+from windlass.server.protocol.generation_request import GenerationRequest
 
 
 def _prompt(value: Any) -> Any:
@@ -53,7 +53,7 @@ class CompletionRequest(GenerationRequest):
     ]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: Annotated[str | None, only_empty("suffix (this model has no fill-in-the-middle) is")] = None
+    suffix: str | None = None
 
 
 class CompletionLogprobs(StrictModel):

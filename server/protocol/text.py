@@ -1,4 +1,4 @@
-"""Bodies and answers of `/tokenize` and `/detokenize`."""
+"""Bodies and answers of `/tokenize`, `/detokenize` and `/apply_template`."""
 
 from __future__ import annotations
 
@@ -75,3 +75,20 @@ class DetokenizeAnswer(StrictModel):
 
     prompt: str
     offsets: list[Span] | None = None
+
+
+class TemplateRequest(StrictModel):
+    """A conversation, with `tools` as in a chat."""
+
+    model: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: FreeForm | None = None
+
+
+class TemplateAnswer(StrictModel):
+    """The text that a chat of these messages continues."""
+
+    prompt: str

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from windlass.server.answers.base import AnswerWriter
 from windlass.server.answers.completions import CompletionWriter
+from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.request_id import request_id, set_request_id
 from windlass.server.exchange.streaming import Exchange
@@ -51,10 +52,13 @@ async def create_completion(request: Request) -> Response:
         echo=bool(body.echo),
     )
 
+    if body.suffix:
+        _check_suffix(job, body)
+
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        prompts = await _prompts(job, body)
+        prompts = await (_prompts_around_gaps if body.suffix else _prompts)(job, body)
         echoes = await _echoes(job, prompts) if body.echo else None
 
         def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
@@ -86,6 +90,54 @@ async def _prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
         )
     )
     return [Prompt(ids) for ids in checked]
+
+
+def _check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
+    if job.state.text.fill_in is None:
+        raise bad_request(
+            "this model's tokenizer has no tokens for fill-in-the-middle that are known here: leave suffix out, or serve a "
+            "model that was taught it, such as Qwen2.5-Coder",
+            "suffix",
+            "no_fill_in_the_middle",
+        )
+    if body.truncate_prompt_tokens is not None:
+        raise bad_request(
+            "truncate_prompt_tokens cannot say which side of a gap to cut: cut prompt and suffix before sending them",
+            "truncate_prompt_tokens",
+        )
+
+
+async def _prompts_around_gaps(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
+    """Prompts that ask for what stands between each of them and `suffix`."""
+    state, most = job.state, job.size.longest_prompt
+    fill_in = state.text.fill_in
+    assert fill_in is not None and body.suffix
+
+    async def encode(text: str, param: str) -> list[int]:
+        pieces = await state.text.encode(
+            fill_in.pieces(text),
+            add_special_tokens=False,
+            max_model_len=most,
+            truncate=None,
+            param=param,
+            caller=job.caller,
+        )
+        return [token for piece in pieces for token in piece.token_ids]
+
+    given = split_prompts(body.prompt, max_prompts=state.settings.max_prompts)
+    after = await encode(body.suffix, "suffix")
+    if not isinstance(given[0], str):
+        known = job.info.vocab_size
+        before = await state.text.on_thread(lambda: check_token_prompts(given, known, most, truncate=None))
+    else:
+        before = [await encode(text, "prompt") for text in given]
+    prompts = []
+    for text, ids in zip(given, before, strict=True):
+        token_ids = fill_in.prompt(ids, after, add_special_tokens=body.add_special_tokens is not False)
+        if len(token_ids) > most:
+            raise context_length_exceeded(most, len(token_ids), param="prompt")
+        prompts.append(Prompt(token_ids, text if isinstance(text, str) else None))
+    return prompts
 
 
 async def _echoes(job: GenerationJob, prompts: list[Prompt]) -> list[str]:

@@ -85,16 +85,17 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS
     }
     described["rotary"] = None if info is None else describe_groups(info.rotary_groups)
-    described |= _beyond_generating(info)
+    described |= _beyond_generating(info, fills_in=state.text.fill_in is not None)
     return described
 
 
-def _beyond_generating(info: ModelInfo | None) -> dict[str, Any]:
+def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, Any]:
     """What it can be asked for, how vectors are made, and its classes."""
     if info is None:
         return {"tasks": None, "embedding": None, "classes": None}
     pooling, classifier = info.pooling, info.classifier
-    tasks = ["generate", "embed", "score"] if classifier is None else ["embed", "classify"]
+    generating = ["generate", "infill"] if fills_in else ["generate"]
+    tasks = [*generating, "embed", "score"] if classifier is None else ["embed", "classify"]
     if classifier is not None and len(classifier.labels) == 1:
         tasks.append("score")
     embedding = {

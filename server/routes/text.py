@@ -1,18 +1,29 @@
-"""`POST /tokenize` and `POST /detokenize`. They need the tokenizer only, so they work while the engine starts."""
+"""`POST /tokenize`, `/detokenize` and `/apply_template`. They need the tokenizer only, so they work while the engine starts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.errors import bad_request
+from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.slices import LargeJson
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.prompts import check_token_ids
 from windlass.server.generation.tool_use import tools_for_template
-from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from windlass.server.protocol.chat import ChatMessage
+from windlass.server.protocol.text import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TemplateAnswer,
+    TemplateRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, caller_of, state_of, while_connected
 
 router = APIRouter()
@@ -30,14 +41,7 @@ async def tokenize(request: Request) -> Response:
 
 async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> bytes:
     if body.messages is not None:
-        text = await state.text.render(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-            tools=tools_for_template(body.tools),
-            caller=caller,
-        )
+        text = await _render(state, body, body.messages, caller)
         add_special_tokens, param = bool(body.add_special_tokens), "messages"
     else:
         assert body.prompt is not None
@@ -52,6 +56,35 @@ async def _tokenize(state: ServerState, body: TokenizeRequest, caller: str) -> b
         param=param,
         caller=caller,
     )
+
+
+async def _render(
+    state: ServerState, body: TokenizeRequest | TemplateRequest, messages: Sequence[ChatMessage], caller: str
+) -> str:
+    return await state.text.render(
+        messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+        tools=tools_for_template(body.tools),
+        caller=caller,
+    )
+
+
+@router.post(
+    "/apply_template", openapi_extra=body_of(TemplateRequest), responses=answers(TemplateAnswer, errors=BODY_ERRORS)
+)
+async def apply_template(request: Request) -> Response:
+    """A conversation as the chat template writes it: the text that a chat of these messages continues."""
+    state = state_of(request)
+    body = await read_body(request, TemplateRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    _check_length(state, body)
+    text = await while_connected(request, _render(state, body, body.messages, caller_of(request)))
+    answer = await state.text.on_thread(to_json, {"prompt": text})
+    if len(answer) > state.settings.max_response_bytes:
+        raise answer_too_large(len(answer), state.settings.max_response_bytes)
+    return LargeJson(answer)
 
 
 @router.post(
@@ -74,9 +107,9 @@ async def detokenize(request: Request) -> Response:
     return LargeJson(await while_connected(request, answer))
 
 
-def _check_length(state: ServerState, body: TokenizeRequest) -> None:
+def _check_length(state: ServerState, body: TokenizeRequest | TemplateRequest) -> None:
     most = state.settings.max_tokenize_chars
-    if body.prompt is not None:
+    if isinstance(body, TokenizeRequest) and body.prompt is not None:
         size, param = len(body.prompt), "prompt"
     else:
         size, param = sum(len(message.content or "") for message in body.messages or ()), "messages"

@@ -17,6 +17,7 @@ from windlass.engine.errors import LoadError
 from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
+from windlass.server.text.fill_in import FillIn
 from windlass.server.text.history import prepare_history
 from windlass.server.text.parsing.tools.formats import format_of
 from windlass.server.text.template_facts import TemplateFacts
@@ -66,6 +67,7 @@ class TextService:
         self._call_form = {
             tools: format_of(settings.tool_call_parser, source).form for tools, source in sources.items()
         }
+        self.fill_in = FillIn.of(tokenizer)
         self._pool = TextPool(
             TextSource(
                 tokenizer=tokenizer.backend.to_str(),

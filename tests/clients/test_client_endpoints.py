@@ -37,6 +37,7 @@ from windlass.clients import (
     ResponseOptions,
     RopeScaling,
     ScoreOptions,
+    TemplateOptions,
     TokenizeOptions,
 )
 from windlass.engine.rotary.groups import RotaryGroup
@@ -49,7 +50,7 @@ from windlass.server.protocol.ranking import ClassifyRequest, RerankRequest, Sco
 from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.protocol.retrieval import EmbeddingRequest, PoolingRequest
 from windlass.server.protocol.rotary import RotaryInspectRequest
-from windlass.server.protocol.text import DetokenizeRequest, TokenizeRequest
+from windlass.server.protocol.text import DetokenizeRequest, TemplateRequest, TokenizeRequest
 
 pytestmark = pytest.mark.anyio
 YARN = RopeScaling.yarn(factor=4)
@@ -68,6 +69,7 @@ REFUSED = ("background", "conversation", "prompt", "context_management", "modera
 MESSAGES = [{"role": "user", "content": "hi"}]
 CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("completions", ("x",)), ("chat", (MESSAGES,)), ("tokenize", ("hello",)), ("detokenize", ([65, 66],)),
+    ("apply_template", (MESSAGES,)),
     ("models", ()), ("model", (MODEL,)), ("rotary", ()), ("profiles", ()), ("inspect", (YARN,)), ("health", ()),
     ("ready", ()), ("version", ()), ("metrics", ()), ("openapi", ()), ("responses", ("x",)), ("response", ("resp",)),
     ("response_items", ("resp",)), ("delete_response", ("resp",)), ("messages", (MESSAGES, 2)), ("count_tokens", (MESSAGES,)),
@@ -121,6 +123,7 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
         (CountTokensRequest, CountOptions, {"messages", "model"}),
         (TokenizeRequest, TokenizeOptions, {"prompt", "messages", "model"}),
         (DetokenizeRequest, DetokenizeOptions, {"tokens", "model"}),
+        (TemplateRequest, TemplateOptions, {"messages", "model"}),
         (EmbeddingRequest, EmbeddingOptions, {"input", "model", "timeout"}),
         (PoolingRequest, EmbeddingOptions, {"input", "model", "timeout"}),
         (ScoreRequest, ScoreOptions, {"text_1", "text_2", "model", "timeout"}),
@@ -149,6 +152,7 @@ async def test_small_endpoints_of_a_real_app(live: Live, kind: str) -> None:
             await client.model("other")
         tokens = await client.tokenize("hello", return_token_strs=True, return_offsets=False)
         assert tokens.offsets is None and "".join(tokens.token_strs) == "<|bos|>hello"
+        assert await client.apply_template(MESSAGES, add_generation_prompt=False)
         rendered = await client.tokenize(messages=MESSAGES, add_generation_prompt=False)
         text = await client.detokenize(rendered.tokens, skip_special_tokens=True, return_offsets=False)
         assert text.text == "[user]hi\n" and text.offsets is None

@@ -219,7 +219,7 @@ async def test_endpoints_that_windlass_does_not_have(live: Live) -> None:
     with opened("sync", live.url) as client:
         for call in (
             lambda: client.responses.cancel("resp_x"),
-            lambda: client.embeddings.create(model=MODEL, input="x"),
+            lambda: client.moderations.create(model=MODEL, input="x"),
         ):
             with pytest.raises(openai.NotFoundError, match="there is no endpoint POST"):
                 call()

@@ -109,6 +109,7 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "plain": ("A directory in the server's folder", {"lora_name": "poet", "lora_path": "poet"})
     },
     "/v1/unload_lora_adapter": {"plain": ("A loaded adapter", {"lora_name": "poet"})},
+    "/apply_template": {"plain": ("A conversation", {"messages": [_USER]})},
     "/detokenize": {"plain": ("Token ids", {"tokens": [10, 11, 12]})},
 }
 

@@ -28,7 +28,14 @@ from windlass.server.protocol.responses.events import ResponseEvent
 from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.protocol.retrieval import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
 from windlass.server.protocol.rotary import RotaryInspection, RotaryInspectRequest, RotarySettings
-from windlass.server.protocol.text import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from windlass.server.protocol.text import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TemplateAnswer,
+    TemplateRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
 from windlass.server.routes.common import REF
 
 _MODELS: tuple[type[BaseModel], ...] = (
@@ -59,6 +66,8 @@ _MODELS: tuple[type[BaseModel], ...] = (
     Reranking,
     ClassifyRequest,
     ClassList,
+    TemplateRequest,
+    TemplateAnswer,
     TokenizeRequest,
     TokenizeAnswer,
     DetokenizeRequest,
