@@ -20,9 +20,12 @@ from windlass.server.generation.prompts import check_token_prompts, split_prompt
 from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
+from windlass.server.text.fill_in import FillIn
 from windlass.server.text.service import Prompt
 
 router = APIRouter()
+
+MOST_REPEATED = 1 << 20  # tokens that copies of one suffix come to
 
 
 @router.post(
@@ -109,35 +112,53 @@ def _check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
 
 async def _prompts_around_gaps(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
     """Prompts that ask for what stands between each of them and `suffix`."""
-    state, most = job.state, job.size.longest_prompt
-    fill_in = state.text.fill_in
-    assert fill_in is not None and body.suffix
-
-    async def encode(text: str, param: str) -> list[int]:
-        pieces = await state.text.encode(
-            fill_in.pieces(text),
-            add_special_tokens=False,
-            max_model_len=most,
-            truncate=None,
-            param=param,
-            caller=job.caller,
+    text, most = job.state.text, job.size.longest_prompt
+    assert body.suffix
+    given = split_prompts(body.prompt, max_prompts=job.state.settings.max_prompts)
+    after = await _encode_part(job, body.suffix, "suffix")
+    if len(given) * len(after) > MOST_REPEATED:
+        raise bad_request(
+            f"suffix has {len(after)} tokens and stands behind each of {len(given)} prompts, at most {MOST_REPEATED} are made "
+            "of it: send fewer prompts at once",
+            "suffix",
         )
-        return [token for piece in pieces for token in piece.token_ids]
-
-    given = split_prompts(body.prompt, max_prompts=state.settings.max_prompts)
-    after = await encode(body.suffix, "suffix")
-    if not isinstance(given[0], str):
-        known = job.info.vocab_size
-        before = await state.text.on_thread(lambda: check_token_prompts(given, known, most, truncate=None))
+    if isinstance(given[0], str):
+        before = [await _encode_part(job, part, "prompt") for part in given]
     else:
-        before = [await encode(text, "prompt") for text in given]
-    prompts = []
-    for text, ids in zip(given, before, strict=True):
-        token_ids = fill_in.prompt(ids, after, add_special_tokens=body.add_special_tokens is not False)
-        if len(token_ids) > most:
-            raise context_length_exceeded(most, len(token_ids), param="prompt")
-        prompts.append(Prompt(token_ids, text if isinstance(text, str) else None))
-    return prompts
+        before = await text.on_thread(lambda: check_token_prompts(given, job.info.vocab_size, most, truncate=None))
+    for ids in before:
+        if (count := len(ids) + len(after) + FillIn.MOST_AROUND) > most:
+            raise context_length_exceeded(most, count, param="prompt")
+    return await text.on_thread(_around_gaps, text.fill_in, given, before, after, body.add_special_tokens is not False)
+
+
+async def _encode_part(job: GenerationJob, text: str, param: str) -> list[int]:
+    """The ids of a text beside a gap; raises ApiError for one that cannot fit, before looking at what is in it."""
+    service, most = job.state.text, job.size.longest_prompt
+    await service.refuse_long(len(text), most, truncated=False, param=param)
+    assert service.fill_in is not None
+    pieces = await service.on_thread(service.fill_in.pieces, text)
+    if len(pieces) > most:
+        raise context_length_exceeded(most, len(pieces), param=param, at_least=True)
+    encoded = await service.encode(
+        pieces, add_special_tokens=False, max_model_len=most, truncate=None, param=param, caller=job.caller
+    )
+    return [token for piece in encoded for token in piece.token_ids]
+
+
+def _around_gaps(
+    fill_in: FillIn,
+    given: Sequence[str] | Sequence[list[int]],
+    before: Sequence[Sequence[int]],
+    after: Sequence[int],
+    add_special_tokens: bool,
+) -> list[Prompt]:
+    return [
+        Prompt(
+            fill_in.prompt(ids, after, add_special_tokens=add_special_tokens), part if isinstance(part, str) else None
+        )
+        for part, ids in zip(given, before, strict=True)
+    ]
 
 
 async def _echoes(job: GenerationJob, prompts: list[Prompt]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
@@ -28,6 +28,8 @@ _DIALECTS = (
 class FillIn:
     """names: the three tokens as text, ids: as ids. start: ids that the tokenizer puts before any text."""
 
+    MOST_AROUND: ClassVar[int] = 4  # tokens beside the two texts
+
     names: tuple[str, str, str]
     ids: tuple[int, int, int]
     start: tuple[int, ...]
@@ -45,7 +47,10 @@ class FillIn:
         return None
 
     def pieces(self, text: str) -> list[str]:
-        """The text in pieces none of which holds one of the tokens: what a caller writes never ends the part it stands in."""
+        """The text in pieces none of which holds one of the tokens: what a caller writes never ends the part it stands in.
+
+        Takes time in proportion to the text: call it beside the event loop.
+        """
         marks = [match.start() + 1 for match in re.finditer("|".join(map(re.escape, self.names)), text)]
         return [text[start:end] for start, end in zip([0, *marks], [*marks, len(text)], strict=True) if start < end]
 

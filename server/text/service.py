@@ -126,7 +126,7 @@ class TextService:
         """
         names = [f"{param}[{index}]" if numbered else param for index in range(len(texts))]
         for text, name in zip(texts, names, strict=True):
-            await self._refuse_long(len(text), max_model_len, truncated=truncate is not None, param=name)
+            await self.refuse_long(len(text), max_model_len, truncated=truncate is not None, param=name)
         prompts: list[Prompt] = []
         for batch in _batches(texts):
             with _told(param, "tokenizing this text", self._text_limits):
@@ -279,7 +279,7 @@ class TextService:
             )
         size = sum(len(message.content or "") for message in messages)
         if max_model_len is not None:
-            await self._refuse_long(size, max_model_len, truncated=truncated, param="messages")
+            await self.refuse_long(size, max_model_len, truncated=truncated, param="messages")
         continuing = bool(continue_final_message)
         if continuing and add_generation_prompt:
             raise bad_request(
@@ -307,7 +307,8 @@ class TextService:
             )
         return text
 
-    async def _refuse_long(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> None:
+    async def refuse_long(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> None:
+        """Raise ApiError for a text of so many characters that cannot fit into so many tokens. truncated: see `encode`."""
         if characters <= max_model_len:
             return  # a token has at least one character
         per_token = await self.on_thread(lambda: self._tokenizer.max_token_chars)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import torch
 from helpers.adapters import merged, save_adapter
+from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
 
 DEMO = Path(__file__).parents[2] / "models" / "demo"
@@ -63,6 +68,57 @@ def test_the_answers_are_the_merged_models(adapted: Adapted, tmp_path: Path) -> 
         body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
         wanted = httpx.post(f"{other.url}/v1/completions", json=body, timeout=60).json()
     assert text_of(changed) == text_of(wanted)
+
+
+def answers_of(url: str, model: str) -> dict[str, list[Any]]:
+    """What each endpoint makes of the same words, under one model."""
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 12, "temperature": 0}
+    bodies = {
+        "chat/completions": chat,
+        "responses": {"input": PROMPT, "max_output_tokens": 16, "temperature": 0, "store": False},
+        "messages": chat,
+        "embeddings": {"input": PROMPT},
+    }
+    found: dict[str, list[Any]] = {}
+    for path, body in bodies.items():
+        answer = httpx.post(f"{url}/v1/{path}", json={**body, "model": model}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        assert told["model"] == model
+        match path:
+            case "chat/completions":
+                found[path] = [told["choices"][0]["message"]["content"]]
+            case "responses":
+                found[path] = [part["text"] for item in told["output"] for part in item.get("content", ())]
+            case "messages":
+                found[path] = [block["text"] for block in told["content"]]
+            case _:
+                found[path] = told["data"][0]["embedding"]
+    return found
+
+
+def test_every_endpoint_takes_an_adapter(adapted: Adapted, tmp_path: Path) -> None:
+    got, plain = (answers_of(adapted.server.url, name) for name in ("first", "base"))
+    with serve("--served-model-name", "x", model=merged(DEMO, adapted.folder / "first", tmp_path / "merged")) as other:
+        wanted = answers_of(other.url, "x")
+    vectors = [torch.tensor(found.pop("embeddings")) for found in (got, plain, wanted)]
+    assert vectors[0] @ vectors[2] > 0.99  # the merged weights are rounded to bfloat16
+    assert vectors[0] @ vectors[1] < 0.5
+    assert got == wanted
+    assert not any(got[path] == plain[path] for path in got)
+
+
+def test_an_engine_that_died_has_its_adapters_again(adapted: Adapted) -> None:
+    assert adapted.post("load", lora_name="late", lora_path="second").status_code == 200
+    try:
+        before = {name: text_of(adapted.complete(name)) for name in ("base", "first", "late")}
+        assert len(set(before.values())) == 3
+        os.kill(adapted.server.engine_pid(), signal.SIGKILL)
+        eventually(lambda: adapted.server.metric("windlass_engine_restarts_total") == 1, 60)
+        eventually(lambda: httpx.get(f"{adapted.server.url}/ready").status_code == 200, 60)
+        assert {name: text_of(adapted.complete(name)) for name in before} == before
+    finally:
+        assert adapted.post("unload", lora_name="late").status_code == 200
 
 
 def test_adapters_are_listed_with_their_parent(adapted: Adapted) -> None:

@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import httpx
 import openai
 import pytest
 import transformers
+from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
 
 from windlass.clients import Client
@@ -33,13 +33,6 @@ def server() -> Iterator[RealServer]:
 def client(server: RealServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
-
-
-def eventually(condition: Callable[[], Any], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"did not happen within {seconds} s"
-        time.sleep(0.02)
 
 
 def long_body(tokens: int = 450) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
                 lives[seq_id] = SimpleNamespace(
                     seq_id=seq_id,
                     index=0,
-                    request=SimpleNamespace(sampling=GREEDY, context=ContextRule(), adapter=None),
+                    request=SimpleNamespace(sampling=GREEDY, context=ContextRule(), adapter=None, pooling=None),
                     seed=0,
                     num_prompt_tokens=0,
                     stop_ids=(),

@@ -12,6 +12,7 @@ from helpers.toy_tokenizers import byte_level
 from tokenizers import AddedToken
 
 from windlass.clients import Client
+from windlass.server.routes import completions
 
 PATH = "/v1/completions"
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
@@ -83,6 +84,19 @@ def test_what_a_caller_writes_never_ends_the_part_it_stands_in(live: Live, field
     assert live.tokenizer.decode(part, skip_special_tokens=False) == hostile
 
 
+def test_a_gap_at_the_start_of_a_file(live: Live) -> None:
+    prefix, suffix, middle = map(live.tokenizer.backend.token_to_id, QWEN)
+    live.complete("", suffix="fox")
+    ids = [live.tokenizer.bos_token_id, prefix, suffix, *plain(live, "fox"), middle]
+    assert live.engine.requests[0].prompt_token_ids == ids
+
+
+def test_copies_of_a_suffix_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "MOST_REPEATED", 20)
+    error = live.refuse(PATH, {"prompt": ["a"] * 3, "suffix": live.tokenizer.decode([300] * 7)})
+    assert error["param"] == "suffix" and "at most 20" in error["message"] and not live.engine.requests
+
+
 def test_an_empty_suffix_asks_for_nothing(live: Live) -> None:
     live.complete("The king", suffix="")
     assert live.engine.requests[0].prompt_token_ids == live.tokenizer.encode("The king")
@@ -102,6 +116,9 @@ def test_echo_repeats_what_stands_before_the_gap(live: Live) -> None:
         ({"suffix": "fox " * 200_000}, "suffix", "context_length_exceeded"),
         ({"prompt": "fox " * 200_000, "suffix": "a"}, "prompt", "context_length_exceeded"),
         ({"prompt": [10**9], "suffix": "a"}, "prompt", None),
+        ({"suffix": QWEN[0] * 5000}, "suffix", "context_length_exceeded"),
+        ({"prompt": QWEN[0] * 500_000, "suffix": "a"}, "prompt", "context_length_exceeded"),
+        ({"prompt": ["a", "b" * 5000], "suffix": "a"}, "prompt", "context_length_exceeded"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
