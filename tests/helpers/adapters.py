@@ -52,9 +52,10 @@ def save_adapter(
 
 
 def merged(model: Path, adapter: Path, target: Path) -> Path:
-    """The model with W + s B A in place of every weight W that the adapter changes, formed in float64."""
+    """The model in float32, with W + s B A in place of every weight W that the adapter changes, formed in float64."""
     shutil.copytree(model, target)
-    weights, changes = load_file(model / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    weights = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
+    changes = load_file(adapter / "adapter_model.safetensors")
     config = json.loads((adapter / "adapter_config.json").read_text())
     changed = 0
     for name in weights:
@@ -66,7 +67,7 @@ def merged(model: Path, adapter: Path, target: Path) -> Path:
         kind, rank = module.rpartition(".")[2], down.shape[0]
         alpha = config.get("alpha_pattern", {}).get(kind, config["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        weights[name] = (weights[name].double() + scale * (up.double() @ down.double())).to(weights[name].dtype)
+        weights[name] = (weights[name].double() + scale * (up.double() @ down.double())).float()
         changed += 1
     assert 2 * changed == len(changes)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
