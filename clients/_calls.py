@@ -14,6 +14,7 @@ from windlass.clients._answer_type import AnswerType, reader, response_format
 from windlass.clients._failures import request_id_of
 from windlass.clients._parse import parse
 from windlass.clients._whole import MessageAccumulator, ResponseAccumulator, Whole
+from windlass.clients.infill_types import Infill, InfillAccumulator
 from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import Timeout
@@ -81,6 +82,21 @@ def completion_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[Comp
         chunk=CompletionChunk,
         accumulator=CompletionAccumulator,
         expected=count * _samples(body),
+        timeout=timeout,
+    )
+
+
+def infill(body: dict[str, Any], timeout: Timeout) -> Call[Infill]:
+    return Call(method="POST", path="/infill", body=body, answer=_generated(Infill), timeout=timeout)
+
+
+def infill_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[Infill, Infill]:
+    return StreamCall(
+        path="/infill",
+        body={**body, "stream": True},
+        chunk=Infill,
+        accumulator=InfillAccumulator,
+        expected=1,
         timeout=timeout,
     )
 

@@ -18,6 +18,7 @@ from windlass.clients.errors import (
     ServerError,
     StreamError,
 )
+from windlass.clients.infill_types import Infill, InfillTimings
 from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent, MessageUsage
 from windlass.clients.metrics import Metrics, MetricSample
 from windlass.clients.options import (
@@ -27,6 +28,7 @@ from windlass.clients.options import (
     CountOptions,
     DetokenizeOptions,
     EmbeddingOptions,
+    InfillOptions,
     MessageOptions,
     RerankOptions,
     ResponseOptions,
@@ -123,6 +125,9 @@ __all__ = [
     "Embeddings",
     "FunctionCall",
     "Health",
+    "Infill",
+    "InfillOptions",
+    "InfillTimings",
     "InputTokensDetails",
     "Logprobs",
     "Message",

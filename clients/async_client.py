@@ -13,6 +13,7 @@ from windlass.clients._answer_type import AnswerType
 from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run_async
 from windlass.clients._rules import CallRules
+from windlass.clients.async_infill import AsyncInfillMethods
 from windlass.clients.async_retrieval import AsyncRetrievalMethods
 from windlass.clients.async_tokens import AsyncTokenMethods
 from windlass.clients.message_types import Message, MessageEvent
@@ -48,7 +49,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class AsyncClient(AsyncRetrievalMethods, AsyncTokenMethods):
+class AsyncClient(AsyncInfillMethods, AsyncRetrievalMethods, AsyncTokenMethods):
     """`Client` for asyncio and trio: the same arguments, and methods to await."""
 
     def __init__(

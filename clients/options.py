@@ -128,6 +128,26 @@ class CompletionOptions(GenerationOptions, total=False):
     suffix: str | None
 
 
+class InfillOptions(SharedOptions, total=False):
+    """Body fields of /infill, by llama.cpp's names."""
+
+    input_extra: Sequence[Mapping[str, str]] | None
+    prompt: str | None
+    n_predict: int | None
+    stop: str | Sequence[str] | None
+    repeat_penalty: float | None
+    n_indent: int | None
+    t_max_predict_ms: float | None
+    t_max_prompt_ms: float | None
+    samplers: Sequence[str] | str | None
+    response_fields: Sequence[str] | None
+    return_tokens: bool | None
+    lora: Sequence[Mapping[str, Any]] | None
+    id_slot: int | None
+    cache_prompt: bool | None
+    timings_per_token: bool | None
+
+
 class ChatOptions(GenerationOptions, total=False):
     """Body fields of /v1/chat/completions."""
 

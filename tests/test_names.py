@@ -23,6 +23,8 @@ OF_THE_API = {
     "CompletionChunk",
     "CompletionTokensDetails",
     "ContextUse",
+    "Infill",
+    "InfillTimings",
     "InputTokensDetails",
     "MessageDelta",
     "MessageEvent",
@@ -40,7 +42,9 @@ OF_THE_API = {
     "TokenLogprob",
     "Usage",
 }
-CLIENT_TYPES = {f"clients/{name}.py" for name in ("chat_types", "message_types", "response_types", "rope", "types")}
+CLIENT_TYPES = {
+    f"clients/{name}.py" for name in ("chat_types", "infill_types", "message_types", "response_types", "rope", "types")
+}
 
 
 def places() -> dict[str, list[str]]:

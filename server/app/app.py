@@ -28,12 +28,27 @@ from windlass.server.exchange.request_id import RequestIdMiddleware
 from windlass.server.exchange.state import ServerState
 from windlass.server.options.settings import ServerSettings
 from windlass.server.routes import adapters, chat, completions, health, messages, models, responses, rotary, text
+from windlass.server.routes.fill_in import infill
 from windlass.server.routes.retrieval import classes, embeddings, ranking
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
-_ROUTES = (completions, chat, responses, messages, embeddings, ranking, classes, text, models, adapters, rotary, health)
+_ROUTES = (
+    completions,
+    infill,
+    chat,
+    responses,
+    messages,
+    embeddings,
+    ranking,
+    classes,
+    text,
+    models,
+    adapters,
+    rotary,
+    health,
+)
 
 
 def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSettings) -> FastAPI:

@@ -21,6 +21,7 @@ from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.generation.context_rules import context_object
 from windlass.server.generation.request_rotation import Rotation, report_at
 from windlass.server.text.detokenizer import Detokenizer
+from windlass.server.text.line_limits import LineLimits, LineWatch
 from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ QUEUED_DELTAS = 256  # deltas of many prompts that may wait for a slow client be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """How tokens become text. See `Detokenizer`."""
+    """How tokens become text. See `Detokenizer`; lines: how it ends by its lines."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = 0
     shown: frozenset[int] = frozenset()
+    lines: LineLimits | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ class Tally:
 class _Sample:
     prompt_index: int
     detokenizer: Detokenizer
+    watch: LineWatch | None = None
     first_output: float | None = None
     last_output: float | None = None
     num_tokens: int = 0
@@ -162,7 +165,7 @@ class Generation:
                     remaining -= 1
                     self._finished(request, sample, delta.finish_reason, now)
                     most_tokens = max(most_tokens, sample.num_tokens)
-                    if remaining and output.finish_reason is None:  # a stop string, of which the engine does not know
+                    if remaining and output.finish_reason is None:  # of such an end the engine does not know
                         self.engine.end_sample(request.request_id, output.index)
                 if not remaining:
                     self.metrics.answered(plan.samples, most_tokens)
@@ -197,6 +200,7 @@ class Generation:
                 min_tokens=options.min_tokens,
                 shown=options.shown,
             ),
+            None if options.lines is None else LineWatch(options.lines),
         )
 
     def _push(self, sample: _Sample, output: RequestOutput, now: float) -> Delta:
@@ -222,11 +226,17 @@ class Generation:
         )
         logprobs = output.logprobs or ()
         stop_reason: str | int | None = None
-        if detokenizer.stopped is not None:
+        lines_end = False
+        if sample.watch is not None:
+            text = sample.watch.feed(text, now - (now if sample.first_output is None else sample.first_output))
+            lines_end = sample.watch.ended
+            if reason is not None or detokenizer.stopped is not None:
+                text += sample.watch.flush()
+        if detokenizer.stopped is not None or lines_end:
             taken = detokenizer.num_tokens - before  # tokens past the stop string are not part of the answer
             token_ids, logprobs = token_ids[:taken], logprobs[:taken]
-            reason, stop_reason = "stop", detokenizer.stopped
-            if rotary is None or taken < len(output.token_ids):  # the engine does not know of stop strings and goes on
+            reason, stop_reason = ("length", None) if lines_end else ("stop", detokenizer.stopped)
+            if rotary is None or taken < len(output.token_ids):  # the engine does not know of such ends and goes on
                 request = self.plan.requests[sample.prompt_index]
                 prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
                 longest, tokens = min(prompt + max_tokens, self.plan.size.rotary_length), detokenizer.num_tokens

@@ -79,19 +79,22 @@ def answers(
     media_type: str = "application/json",
     errors: tuple[int, ...] = (),
     named: bool = False,
+    done: bool = True,
 ) -> dict[int | str, dict[str, Any]]:
-    """`responses` of a route: its answer, the events of its stream (named: by their types), and its own errors.
+    """`responses` of a route: its answer, the events of its stream, and its own errors.
+
+    named: the events have their types as names. done: a last event says so.
 
     The description of the API adds what any request may be answered with, and says what each error means.
     """
     schema: dict[str, Any] = {"type": "string"} if answer is None else reference(answer)
     content: dict[str, Any] = {media_type: {"schema": schema}}
     if events is not None:
-        content["text/event-stream"] = {"schema": _event(events, named=named)}
+        content["text/event-stream"] = {"schema": _event(events, named=named, done=done)}
     return {200: {"description": "Success", "content": content}, **{status: {"description": ""} for status in errors}}
 
 
-def _event(events: type[BaseModel], *, named: bool) -> dict[str, Any]:
+def _event(events: type[BaseModel], *, named: bool, done: bool) -> dict[str, Any]:
     """The schema of one event, as OpenAPI 3.2 and the tools for 3.1 understand it. Events without names end with `[DONE]`."""
     data: dict[str, Any] = {
         "type": "string",
@@ -102,9 +105,11 @@ def _event(events: type[BaseModel], *, named: bool) -> dict[str, Any]:
     if named:
         name = {"type": "string", "description": "The `type` of its data."}
         properties, required = {"event": name, "data": data}, ["event", "data"]
+    elif not done:
+        properties, required = {"data": data}, ["data"]
     else:
-        done = {"const": "[DONE]", "description": "The last event."}
-        either = {"description": "The event's data.", "anyOf": [done, data]}
+        last = {"const": "[DONE]", "description": "The last event."}
+        either = {"description": "The event's data.", "anyOf": [last, data]}
         properties, required = {"data": either}, ["data"]
     text = "An event. Lines that begin with a colon are comments."
     return {"type": "object", "description": text, "properties": properties, "required": required}

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from windlass.server.answers.base import AnswerWriter
 from windlass.server.answers.completions import CompletionWriter
-from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.request_id import request_id, set_request_id
 from windlass.server.exchange.streaming import Exchange
@@ -19,13 +18,11 @@ from windlass.server.generation.deltas import Tally
 from windlass.server.generation.prompts import check_token_prompts, split_prompts
 from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
+from windlass.server.routes.fill_in.gaps import check_suffix, prompts_around_gaps
 from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
-from windlass.server.text.fill_in import FillIn
 from windlass.server.text.service import Prompt
 
 router = APIRouter()
-
-MOST_REPEATED = 1 << 20  # tokens that copies of one suffix come to
 
 
 @router.post(
@@ -56,12 +53,12 @@ async def create_completion(request: Request) -> Response:
     )
 
     if body.suffix:
-        _check_suffix(job, body)
+        check_suffix(job, body)
 
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        prompts = await (_prompts_around_gaps if body.suffix else _prompts)(job, body)
+        prompts = await (prompts_around_gaps if body.suffix else _prompts)(job, body)
         echoes = await _echoes(job, prompts) if body.echo else None
 
         def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
@@ -93,72 +90,6 @@ async def _prompts(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
         )
     )
     return [Prompt(ids) for ids in checked]
-
-
-def _check_suffix(job: GenerationJob, body: CompletionRequest) -> None:
-    if job.state.text.fill_in is None:
-        raise bad_request(
-            "this model's tokenizer has no tokens for fill-in-the-middle that are known here: leave suffix out, or serve a "
-            "model that was taught it, such as Qwen2.5-Coder",
-            "suffix",
-            "no_fill_in_the_middle",
-        )
-    if body.truncate_prompt_tokens is not None:
-        raise bad_request(
-            "truncate_prompt_tokens cannot say which side of a gap to cut: cut prompt and suffix before sending them",
-            "truncate_prompt_tokens",
-        )
-
-
-async def _prompts_around_gaps(job: GenerationJob, body: CompletionRequest) -> list[Prompt]:
-    """Prompts that ask for what stands between each of them and `suffix`."""
-    text, most = job.state.text, job.size.longest_prompt
-    assert body.suffix
-    given = split_prompts(body.prompt, max_prompts=job.state.settings.max_prompts)
-    after = await _encode_part(job, body.suffix, "suffix")
-    if len(given) * len(after) > MOST_REPEATED:
-        raise bad_request(
-            f"suffix has {len(after)} tokens and stands behind each of {len(given)} prompts, at most {MOST_REPEATED} are made "
-            "of it: send fewer prompts at once",
-            "suffix",
-        )
-    if isinstance(given[0], str):
-        before = [await _encode_part(job, part, "prompt") for part in given]
-    else:
-        before = await text.on_thread(lambda: check_token_prompts(given, job.info.vocab_size, most, truncate=None))
-    for ids in before:
-        if (count := len(ids) + len(after) + FillIn.MOST_AROUND) > most:
-            raise context_length_exceeded(most, count, param="prompt")
-    return await text.on_thread(_around_gaps, text.fill_in, given, before, after, body.add_special_tokens is not False)
-
-
-async def _encode_part(job: GenerationJob, text: str, param: str) -> list[int]:
-    """The ids of a text beside a gap; raises ApiError for one that cannot fit, before looking at what is in it."""
-    service, most = job.state.text, job.size.longest_prompt
-    await service.refuse_long(len(text), most, truncated=False, param=param)
-    assert service.fill_in is not None
-    pieces = await service.on_thread(service.fill_in.pieces, text)
-    if len(pieces) > most:
-        raise context_length_exceeded(most, len(pieces), param=param, at_least=True)
-    encoded = await service.encode(
-        pieces, add_special_tokens=False, max_model_len=most, truncate=None, param=param, caller=job.caller
-    )
-    return [token for piece in encoded for token in piece.token_ids]
-
-
-def _around_gaps(
-    fill_in: FillIn,
-    given: Sequence[str] | Sequence[list[int]],
-    before: Sequence[Sequence[int]],
-    after: Sequence[int],
-    add_special_tokens: bool,
-) -> list[Prompt]:
-    return [
-        Prompt(
-            fill_in.prompt(ids, after, add_special_tokens=add_special_tokens), part if isinstance(part, str) else None
-        )
-        for part, ids in zip(given, before, strict=True)
-    ]
 
 
 async def _echoes(job: GenerationJob, prompts: list[Prompt]) -> list[str]:

@@ -37,6 +37,7 @@ from windlass.server.generation.sampling_params import (
 from windlass.server.generation.structured import StructuredOutput, structured_of
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
+from windlass.server.text.line_limits import LineLimits
 from windlass.server.text.parsing.events import ParsingPlan
 from windlass.server.text.parsing.reasoning.formats import Place
 from windlass.server.text.service import Prompt
@@ -75,6 +76,7 @@ class GenerationJob:
     structured: StructuredOutput | None
     place: Place = "behind"
     adapter: ServedAdapter | None = None
+    line_limits: LineLimits | None = None
 
     @property
     def model_name(self) -> str:
@@ -97,11 +99,13 @@ def check(
     parsing: ParsingPlan | None = None,
     forced: StructuredOutput | None = None,
     calls: str = "",
+    line_limits: LineLimits | None = None,
 ) -> GenerationJob:
     """Everything that can be refused without tokenizing; raises ApiError or RequestError naming the field.
 
     logprobs: alternatives per generated token, None for no log-probabilities. chat: in the layout of chats.
     forced: a form of the answer that another field asks for. calls: the Lark of calls, which may come instead of a wanted form.
+    line_limits: how the answer ends by its lines.
     echo: whether the prompt is repeated, and with log-probabilities if those are asked for.
     """
     if body.stream_options is not None and not body.stream:
@@ -159,6 +163,7 @@ def check(
         parsing=parsing,
         structured=forced or (structured and replace(structured, instead=calls)),
         adapter=state.adapters.find(body.model),
+        line_limits=line_limits,
     )
 
 
@@ -307,6 +312,7 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
             skip_special_tokens=job.options.skip_special_tokens,
             min_tokens=sampling.min_tokens,
             shown=_shown(job),
+            lines=job.line_limits,
         ),
         window=max(1, info.max_num_seqs // sampling.n),
     )

@@ -74,6 +74,7 @@ async def _render(
 @router.post(
     "/apply_template", openapi_extra=body_of(TemplateRequest), responses=answers(TemplateAnswer, errors=BODY_ERRORS)
 )
+@router.post("/apply-template", include_in_schema=False)  # as llama.cpp spells it
 async def apply_template(request: Request) -> Response:
     """A conversation as the chat template writes it: the text that a chat of these messages continues."""
     state = state_of(request)

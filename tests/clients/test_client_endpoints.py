@@ -29,6 +29,7 @@ from windlass.clients import (
     CountOptions,
     DetokenizeOptions,
     EmbeddingOptions,
+    InfillOptions,
     MessageOptions,
     Metrics,
     NotFoundError,
@@ -45,6 +46,7 @@ from windlass.engine.rotary.scaling import RopeScaling as Accepted
 from windlass.engine.rotary.scaling import RotaryBase
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
+from windlass.server.protocol.infill import InfillRequest
 from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
 from windlass.server.protocol.ranking import ClassifyRequest, RerankRequest, ScoreRequest
 from windlass.server.protocol.responses.request import ResponseRequest
@@ -69,7 +71,7 @@ REFUSED = ("background", "conversation", "prompt", "context_management", "modera
 MESSAGES = [{"role": "user", "content": "hi"}]
 CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("completions", ("x",)), ("chat", (MESSAGES,)), ("tokenize", ("hello",)), ("detokenize", ([65, 66],)),
-    ("apply_template", (MESSAGES,)),
+    ("apply_template", (MESSAGES,)), ("infill", ("x", "y")),
     ("models", ()), ("model", (MODEL,)), ("rotary", ()), ("profiles", ()), ("inspect", (YARN,)), ("health", ()),
     ("ready", ()), ("version", ()), ("metrics", ()), ("openapi", ()), ("responses", ("x",)), ("response", ("resp",)),
     ("response_items", ("resp",)), ("delete_response", ("resp",)), ("messages", (MESSAGES, 2)), ("count_tokens", (MESSAGES,)),
@@ -96,6 +98,9 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
             elif "adapter" in name:  # which this server is not set up for
                 with pytest.raises(AuthenticationError, match="--lora-folder"):
                     getattr(client, name)(*arguments)
+            elif name == "infill":  # which this model was not taught
+                with pytest.raises(BadRequestError, match="fill-in-the-middle"):
+                    getattr(client, name)(*arguments)
             elif name == "classify":  # which this model has no head for
                 with pytest.raises(BadRequestError, match="no classification head"):
                     getattr(client, name)(*arguments)
@@ -117,6 +122,7 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
     ("body", "options", "arguments"),
     [
         (CompletionRequest, CompletionOptions, {"prompt", "model", "stream", "timeout"}),
+        (InfillRequest, InfillOptions, {"input_prefix", "input_suffix", "model", "stream", "timeout"}),
         (ChatRequest, ChatOptions, {"messages", "model", "stream", "timeout"}),
         (ResponseRequest, ResponseOptions, {"input", "model", "stream", "timeout", *REFUSED}),
         (MessageRequest, MessageOptions, {"messages", "max_tokens", "model", "stream", "timeout", *REFUSED}),

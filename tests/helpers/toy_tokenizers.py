@@ -120,3 +120,10 @@ def save(backend: tokenizers.Tokenizer, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     return directory
+
+
+def taught(names: tuple[str, ...], *, special: bool = True) -> tokenizers.Tokenizer:
+    """The byte-level toy with further tokens."""
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.add_tokens([AddedToken(name, special=special, normalized=False) for name in names])
+    return backend

@@ -30,6 +30,23 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"prompt": "The king said", "max_tokens": 8, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
         ),
     },
+    "/infill": {
+        "plain": (
+            "What stands between two texts",
+            {"input_prefix": "def area(r):\n    return ", "input_suffix": "\n\nprint(area(2))\n", "n_predict": 16},
+        ),
+        "files": (
+            "With a passage of another file, as events",
+            {
+                "input_prefix": "from shapes import area\n",
+                "input_suffix": "\n",
+                "input_extra": [{"filename": "shapes.py", "text": "def area(r):\n    return 3.14 * r * r\n"}],
+                "prompt": "print(",
+                "n_predict": 8,
+                "stream": True,
+            },
+        ),
+    },
     "/v1/chat/completions": {
         "plain": ("The next turn", {"messages": [_USER], "max_tokens": 16}),
         "streamed": ("As events", {"messages": [_USER], "max_tokens": 16, **_STREAMED}),
@@ -128,6 +145,9 @@ _PLAIN = {"logprobs": None, "finish_reason": None}
 _MESSAGE_USAGE = {"input_tokens": 6, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 2}
 
 
+_FILLED = {"tokens_predicted": 9, "tokens_evaluated": 21}
+
+
 def _completion(choice: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
     choices = [] if choice is None else [{"index": 0, **choice}]
     return {"id": "cmpl-1", "object": "text_completion", **_CHUNK, "choices": choices, "usage": None, **more}
@@ -170,6 +190,23 @@ _STREAMS: dict[str, list[dict[str, Any]]] = {
         {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": _MESSAGE_USAGE},
         {"type": "message_stop"},
     ],
+    "/infill": [
+        {"index": 0, "content": "3.14 * r * r", "tokens": [], "stop": False, "id_slot": 0, **_FILLED},
+        {
+            "index": 0,
+            "content": "",
+            "tokens": [],
+            "stop": True,
+            "id_slot": 0,
+            "model": "demo",
+            **_FILLED,
+            "tokens_cached": 0,
+            "has_new_line": False,
+            "truncated": False,
+            "stop_type": "eos",
+            "stopping_word": "",
+        },
+    ],
     # The first and the last event hold the whole response, which is too long for an example.
     "/v1/responses": [
         {
@@ -192,7 +229,8 @@ _STREAMS: dict[str, list[dict[str, Any]]] = {
         },
     ],
 }
-_UNNAMED = ("/v1/completions", "/v1/chat/completions")  # their events have no `event:` line, and a last one
+_CLOSED = ("/v1/completions", "/v1/chat/completions")  # their streams have a last event that says so
+_UNNAMED = (*_CLOSED, "/infill")  # their events have no `event:` line
 
 
 def streams_of(path: str) -> dict[str, Any]:
@@ -201,6 +239,6 @@ def streams_of(path: str) -> dict[str, Any]:
     events = [
         {**({"event": event["type"]} if named else {}), "data": json.dumps(event)} for event in _STREAMS.get(path, ())
     ]
-    if events and not named:
+    if path in _CLOSED:
         events.append({"data": "[DONE]"})
     return {f"event_{number}": {"value": event} for number, event in enumerate(events, start=1)}

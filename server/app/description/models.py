@@ -13,6 +13,7 @@ from windlass.server.protocol.adapters import AdapterAnswer, LoadAdapterRequest,
 from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList, Status, Version
 from windlass.server.protocol.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
+from windlass.server.protocol.infill import Infill, InfillEvent, InfillRequest
 from windlass.server.protocol.messages.answers import MessageAnswer, MessageError, MessageEvent, TokenCount
 from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
 from windlass.server.protocol.ranking import (
@@ -42,6 +43,9 @@ _MODELS: tuple[type[BaseModel], ...] = (
     CompletionRequest,
     Completion,
     CompletionEvent,
+    InfillRequest,
+    Infill,
+    InfillEvent,
     ChatRequest,
     ChatCompletion,
     ChatEvent,

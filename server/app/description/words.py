@@ -11,6 +11,7 @@ A field that the server does not know is refused by name, and `null` counts as l
 
 TAGS = {
     "completions": ("Completions", "What follows a prompt."),
+    "infill": ("Fill-in-the-middle", "What stands in a gap, in llama.cpp's form."),
     "chat": ("Chat", "The next turn of a conversation, in OpenAI's form."),
     "responses": ("Responses", "OpenAI's Responses API, and what is kept of its answers."),
     "messages": ("Messages", "Anthropic's Messages API."),

@@ -16,6 +16,7 @@ import pytest
 from helpers.described import Description, description, reference
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.toy_tokenizers import taught
 from jsonschema import Draft202012Validator
 
 from windlass.engine.api.model_heads import ClassifierInfo
@@ -39,6 +40,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def classifying() -> AbstractContextManager[Live]:
     classifier = ClassifierInfo(("bad", "good"), "softmax")
     return live_server(ScriptedEngine(info=model_info(classifier=classifier)))
+
+
+def filling() -> AbstractContextManager[Live]:
+    return live_server(backend=taught(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +137,8 @@ def test_every_example_runs(live: Live, document: dict[str, Any], path: str, nam
     assert media["examples"][name]["summary"]
     known = Description(document)
     known.validate(body, media["schema"])
-    with classifying() if path == "/classify" else nullcontext(live) as live:
+    special = {"/classify": classifying, "/infill": filling}.get(path)
+    with nullcontext(live) if special is None else special() as live:
         response = live.http.post(path, json=body)
     assert response.status_code == 200, response.text
     if body.get("stream"):
@@ -166,7 +172,7 @@ def test_examples_of_streams_and_errors_are_as_described() -> None:
                 elif "example" in media:
                     assert status != "200"
                     known.validate(media["example"], media["schema"])
-    assert streams == 4
+    assert streams == 5
 
 
 @pytest.mark.parametrize(

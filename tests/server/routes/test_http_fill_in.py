@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tokenizers
 from helpers.live_server import Live, live_server
-from helpers.toy_tokenizers import byte_level
-from tokenizers import AddedToken
+from helpers.toy_tokenizers import taught
 
 from windlass.clients import Client
-from windlass.server.routes import completions
+from windlass.server.routes.fill_in import gaps
 
 PATH = "/v1/completions"
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
@@ -22,12 +20,6 @@ DIALECTS = [
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 ]
-
-
-def taught(names: tuple[str, ...], *, special: bool = True) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
-    backend.add_tokens([AddedToken(name, special=special, normalized=False) for name in names])
-    return backend
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +84,7 @@ def test_a_gap_at_the_start_of_a_file(live: Live) -> None:
 
 
 def test_copies_of_a_suffix_are_bounded(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions, "MOST_REPEATED", 20)
+    monkeypatch.setattr(gaps, "MOST_REPEATED", 20)
     error = live.refuse(PATH, {"prompt": ["a"] * 3, "suffix": live.tokenizer.decode([300] * 7)})
     assert error["param"] == "suffix" and "at most 20" in error["message"] and not live.engine.requests
 

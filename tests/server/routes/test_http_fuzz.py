@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers.live_server import live_server, parse_events
+from helpers.toy_tokenizers import taught
 
 from windlass.engine.rotary.scaling import RopeScaling
 
@@ -129,6 +130,20 @@ EMBEDDING: dict[str, Any] = {
     "priority": 1,
     "user": "me",
 }
+INFILL = {
+    "input_prefix": "def f(x):\n    ",
+    "input_suffix": "\n    return y",
+    "input_extra": [{"filename": "a.py", "text": "x = 1"}, {"text": "y"}],
+    "prompt": "re",
+    "n_predict": 3,
+    "n_indent": 2,
+    "t_max_predict_ms": 50.0,
+    "samplers": ["top_k", "infill"],
+    "response_fields": ["content", "timings/prompt_n"],
+    "repeat_penalty": 1.1,
+    "return_tokens": True,
+    "stop": ["a"],
+}
 PROMPT_TEMPLATES = [
     ("/v1/embeddings", EMBEDDING),
     ("/v1/embeddings", {"input": [[5, 6], [7]], "encoding_format": "base64"}),
@@ -136,6 +151,7 @@ PROMPT_TEMPLATES = [
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c", "d"], "pooling": "last"}),
     ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1, "return_documents": True}),
     ("/classify", {"input": [5, 6, 7], "use_activation": False}),
+    ("/infill", INFILL),
 ]
 # Written into the JSON text as they are, so that they may be things json.dumps would not write.
 RAW = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1e-999", "9" * 400, "-" + "9" * 30, '"\\ud800"', '"\\u0000"']
@@ -263,7 +279,8 @@ def test_thousands_of_bodies(templates: list[tuple[str, dict[str, Any]]], bodies
     statuses: dict[int, int] = {}
     slowest = 0.0
     profiles = {"long": RopeScaling.from_dict({"rope_type": "linear", "factor": 2})}
-    with live_server(rope_profiles=profiles, rope_exact=True) as live:
+    backend = taught(("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"))
+    with live_server(backend=backend, rope_profiles=profiles, rope_exact=True) as live:
         for number in range(bodies):
             path, template = mutator.rng.choice(templates)
             body = mutator.body(template)
