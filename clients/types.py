@@ -283,6 +283,7 @@ class Model:
     it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate, infill (a `suffix`), embed,
     score, classify.
     embedding: `dimensions`, `pooling` and `normalize` of its vectors; classes: `labels` and `activation` of one that classifies.
+    template: whether its chat template knows `tools`, `calls` and the role `developer`, and how it thinks; None without one.
     """
 
     id: str
@@ -302,6 +303,10 @@ class Model:
     tasks: tuple[str, ...] | None = None
     embedding: dict[str, Any] | None = None
     classes: dict[str, Any] | None = None
+    vocab_size: int | None = None
+    trained_len: int | None = None
+    special_tokens: dict[str, str] | None = None
+    template: dict[str, Any] | None = None
     parent: str | None = None
     adapter: dict[str, Any] | None = None
 

@@ -194,6 +194,20 @@ class EmbeddingFacts(StrictModel):
     refusal: Annotated[str | None, Field(description="What these files ask for that is not offered.")]
 
 
+class TemplateSupport(StrictModel):
+    """What a conversation may hold, as far as the chat template's text tells."""
+
+    tools: Annotated[bool, Field(description="Whether it shows the model which functions there are.")]
+    calls: Annotated[bool, Field(description="Whether it renders calls and their results.")]
+    developer: Annotated[bool, Field(description="Whether it knows the role `developer` apart from `system`.")]
+    thinking: Annotated[
+        str | None, Field(description="How thinking is told apart in answers; null: it is not, or there is none.")
+    ]
+    thinking_choices: Annotated[
+        list[str], Field(description="Variables of it by which a request chooses how much the model thinks.")
+    ]
+
+
 class ClassFacts(StrictModel):
     """The classes of a model that classifies."""
 
@@ -227,6 +241,16 @@ class Model(StrictModel):
     ]
     embedding: EmbeddingFacts | None
     classes: ClassFacts | None
+    vocab_size: Annotated[int | None, Field(description="Token ids that the model knows.")]
+    trained_len: Annotated[
+        int | None, Field(description="The context that it was trained for, in tokens, before any scaling.")
+    ]
+    special_tokens: Annotated[
+        dict[str, str], Field(description="The texts of the tokens with names, such as `bos_token`.")
+    ]
+    template: Annotated[
+        TemplateSupport | None, Field(description="What its chat template can be told; null: it has none.")
+    ]
     parent: str | None
     adapter: AdapterFacts | None
 

@@ -16,6 +16,7 @@ from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import describe_groups
 from windlass.server.protocol.answers import Model, ModelDraft, ModelList
 from windlass.server.routes.common import answers, state_of
+from windlass.server.text.parsing.reasoning.formats import NONE
 
 router = APIRouter()
 
@@ -74,6 +75,8 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         "quantization",
         "architecture",
         "num_parameters",
+        "vocab_size",
+        "trained_len",
     ):
         described[name] = None if info is None else getattr(info, name)
     draft = None if info is None else info.draft_model
@@ -85,8 +88,25 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS
     }
     described["rotary"] = None if info is None else describe_groups(info.rotary_groups)
+    described["special_tokens"] = state.tokenizer.special_tokens
+    described["template"] = _template(state)
     described |= _beyond_generating(info, fills_in=state.text.fill_in is not None)
     return described
+
+
+def _template(state: ServerState) -> dict[str, Any] | None:
+    """What the chat template can be told; that for tools where there are two."""
+    facts = state.text.template_facts
+    if facts is None:
+        return None
+    thinking = state.thinking
+    return {
+        "tools": facts.tools,
+        "calls": facts.calls,
+        "developer": facts.developer,
+        "thinking": None if thinking.name == NONE else thinking.name,
+        "thinking_choices": sorted(thinking.choices),
+    }
 
 
 def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, Any]:

@@ -87,6 +87,11 @@ class TextService:
         self._grammars: dict[tuple[str, str, str], str] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="windlass-answers")
 
+    @property
+    def template_facts(self) -> TemplateFacts | None:
+        """Of the template for chats with functions, which is the only one of most models; None where there is none."""
+        return self._template_facts[True]
+
     # ---- life --------------------------------------------------------------------------------------------------------
     def spawn(self) -> None:
         """Begin to load the processes, and to compute what early refusals need: it visits the whole vocabulary once."""

@@ -147,7 +147,7 @@ def test_sigterm_lets_a_stream_finish() -> None:
     with serve("--kv-cache-memory", "64MiB", "--max-model-len", "5000") as server:
         finish: list[str] = []
         sent = False
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=long_body(4000), timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=long_body(2000), timeout=60) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: "):
                     continue

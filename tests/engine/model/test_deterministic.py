@@ -174,7 +174,7 @@ def test_bits_do_not_depend_on_company(model: str, directory_of: Callable[[str],
         assert max(errors) <= 1e-3
 
 
-@pytest.mark.parametrize("model", ["llama_bias", "gemma3", "qwen3", "demo"])
+@pytest.mark.parametrize("model", ["llama_bias", pytest.param("gemma3", marks=pytest.mark.slow), "qwen3", "demo"])
 def test_without_the_compiled_kernels(
     model: str, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

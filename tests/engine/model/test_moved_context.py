@@ -132,7 +132,7 @@ def test_a_shifted_context_scores_as_if_the_rest_stood_in_a_row(family: str, mod
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", [16, 2048])
+@pytest.mark.parametrize("budget", [16, pytest.param(2048, marks=pytest.mark.slow)])
 def test_a_window_with_sinks_is_the_same_for_every_token(family: str, budget: int, models: dict[str, Path]) -> None:
     core = core_of(models[family], max_num_batched_tokens=budget)
     request = greedy("a", PROMPT, LENGTH, context=STREAM)

@@ -75,7 +75,9 @@ def test_equals_the_definition_in_whatever_pieces_the_text_comes(
     same(found(repeats), by_definition(text[: cuts[0]], s))
 
 
-@pytest.mark.parametrize("last_n", [7, 300, 1000])
+@pytest.mark.parametrize(
+    "last_n", [7, pytest.param(300, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.slow)]
+)
 def test_long_texts_slide_through_the_window(last_n: int) -> None:
     rng = random.Random(last_n)
     s = RepeatPenalty(0.5, 1.2, 2, last_n, frozenset({9}), frozenset({(1, 2, 3), (4, 4)}))

@@ -410,7 +410,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                         assert (request_id in self.prompt_logprobs) == wanted
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("examples", [25, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(
     examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,7 @@ def attack(server: RealServer, rows: int, stream: bool) -> tuple[Any, int]:
     return found, size
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_large_answer_holds_nobody_up(real: RealServer, stream: bool) -> None:
     found, size = attack(real, 32, stream)
     assert size > 8 * MIB

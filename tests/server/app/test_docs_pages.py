@@ -99,6 +99,7 @@ def test_swagger_shows_everything_and_runs_a_request_with_a_key(browser: Browser
     assert watched.outside(locked) == [] and watched.complaints == []
 
 
+@pytest.mark.slow
 def test_redoc_shows_everything(browser: Browser) -> None:
     with live_server() as live:
         watched = Watched(browser)

@@ -63,11 +63,16 @@ def slowest_health(url: str, seconds: float) -> float:
 @pytest.mark.parametrize(
     "options",
     [
-        ["--max-connections", "100", "--max-connections-per-address", "1000"],
-        ["--max-connections-per-address", "100"],
-        ["--max-connections", "100", "--forwarded-allow-ips", "127.0.0.2"],
+        pytest.param(
+            ["--max-connections", "100", "--max-connections-per-address", "1000"], id="in total", marks=pytest.mark.slow
+        ),
+        pytest.param(["--max-connections-per-address", "100"], id="per address"),
+        pytest.param(
+            ["--max-connections", "100", "--forwarded-allow-ips", "127.0.0.2"],
+            id="from a proxy",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["in total", "per address", "from a proxy"],
 )
 def test_a_crowd_that_sends_nothing_locks_nobody_out(model, options):
     with Served(model, "--header-timeout", "1", *options) as served:
@@ -143,6 +148,7 @@ def cpu_seconds(pid: int) -> float:
 ENDLESS = {"prompt": "hello", "max_tokens": 50_000, "n": 4, "logprobs": 20, "stream": True, "ignore_eos": True}
 
 
+@pytest.mark.slow
 def test_a_reader_that_never_reads_frees_its_blocks_and_delays_no_shutdown(dial):
     """With a real engine: a long stream is begun twice, and nobody reads either."""
     with serve("--write-timeout", "2", "--grace-period", "0.5", "--max-model-len", "60000") as server:

@@ -244,9 +244,31 @@ def test_models(live: Live) -> None:
         "max_position_embeddings": 128,
     }
     assert model["rotary"] == {**group, "groups": {"full_attention": group}}
+    assert (model["vocab_size"], model["trained_len"]) == (423, 128)
+    assert model["special_tokens"] == {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
+    assert model["template"] == {
+        "tools": False,
+        "calls": False,
+        "developer": False,
+        "thinking": None,
+        "thinking_choices": [],
+    }
     for path in ("/v1/models/other", "/v1/models/toy/x"):
         response = live.http.get(path)
         assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_models_template_tells_what_it_knows() -> None:
+    source = (
+        "{% if tools %}{{ tools }}{% endif %}{% for message in messages %}{{ message.content }}{{ message.tool_calls }}"
+        "{% endfor %}{% if enable_thinking %}<think>{% endif %}</think>"
+    )
+    with live_server(template=source) as live:
+        template = live.http.get("/v1/models/toy").json()["template"]
+    assert (template["tools"], template["calls"], template["developer"]) == (True, True, False)
+    assert template["thinking"] == "qwen3" and template["thinking_choices"] == ["enable_thinking"]
+    with live_server(template=None) as live:
+        assert live.http.get("/v1/models/toy").json()["template"] is None
 
 
 def test_unknown_models_get_404(live: Live) -> None:

@@ -271,8 +271,12 @@ def ends_well(text: str) -> bool:
 
 @pytest.mark.parametrize(
     ("templates", "bodies"),
-    [(TEMPLATES, 2000), (ITEM_TEMPLATES, 600), (PROMPT_TEMPLATES, 600)],
-    ids=["texts", "items", "prompts"],
+    [
+        pytest.param(TEMPLATES, 500, id="texts"),
+        pytest.param(TEMPLATES, 4000, id="more texts", marks=pytest.mark.slow),
+        pytest.param(ITEM_TEMPLATES, 600, id="items"),
+        pytest.param(PROMPT_TEMPLATES, 600, id="prompts"),
+    ],
 )
 def test_thousands_of_bodies(templates: list[tuple[str, dict[str, Any]]], bodies: int) -> None:
     mutator = Mutator(random.Random(SEED))

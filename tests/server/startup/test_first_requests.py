@@ -41,7 +41,13 @@ def imported(server: RealServer) -> list[str]:
     return re.findall(r"^import time: .*\| +(\S+)$", after, re.MULTILINE)
 
 
-@pytest.mark.parametrize("options", [(), ("--quantization", "int8")], ids=["plain", "int8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(("--quantization", "int8"), id="int8", marks=pytest.mark.slow),
+    ],
+)
 def test_first_requests_import_nothing(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     with serve(*options) as server:

@@ -115,7 +115,9 @@ def test_a_template_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Pa
             assert asked.exception(10) is not None or asked.result().status_code == 503
 
 
-@pytest.mark.parametrize("template", ["{{ 'x' | no_such_filter }}", HANGS_WHEN_COMPILED])
+@pytest.mark.parametrize(
+    "template", ["{{ 'x' | no_such_filter }}", pytest.param(HANGS_WHEN_COMPILED, marks=pytest.mark.slow)]
+)
 def test_a_template_that_does_not_compile_ends_the_start_with_one_line(tmp_path: Path, template: str) -> None:
     with Served(save_model(tmp_path / "model", toys.byte_level(), template)) as served:
         assert served.wait(20) == 2
@@ -179,6 +181,7 @@ def attack(url: str, size: int, *names: str) -> dict[str, tuple[int, Findings]]:
     return found
 
 
+@pytest.mark.slow
 def test_large_texts_harm_nobody(tmp_path: Path) -> None:
     with Served(save_model(tmp_path / "model", toys.byte_level())) as served:
         names = ("tokenize one word", "detokenize", "truncate too much", "too many ids to truncate")
@@ -207,6 +210,7 @@ def from_address(address: str) -> httpx.Client:
     return httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=120)
 
 
+@pytest.mark.slow
 def test_one_callers_many_texts_do_not_hold_up_another(tmp_path: Path) -> None:
     """Six large texts of one address wait for the one place; another address' text is next but one, not seventh."""
     with Served(save_model(tmp_path / "model", toys.byte_level())) as served:

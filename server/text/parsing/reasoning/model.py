@@ -48,6 +48,11 @@ class ThinkingModel:
         self._tokenizer = tokenizer
         self._read = variables_read(self._template + (tokenizer.tool_template or ""), (*_SWITCHES, _EFFORT))
 
+    @property
+    def choices(self) -> frozenset[str]:
+        """The variables by which its template lets a request choose."""
+        return self._read
+
     def place(self, prompt: str, continued: str | None) -> Place:
         """Where an answer to the rendered prompt begins; see `ThinkingFormat.place`."""
         if self.format is None:

@@ -183,6 +183,7 @@ def test_a_server_that_is_not_there():
     assert result.stderr.startswith("error: http://127.0.0.1:9: cannot reach") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_key():
     with serve("--kv-cache-memory", "64MiB", "--api-key", "secret") as locked:
         refused = piped("hi\n", "--url", locked.url)
@@ -247,7 +248,14 @@ def test_a_server_of_its_own_with_the_options_and_what_a_full_context_means():
         wait_gone(below)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
+        signal.SIGTERM,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_its_server_ends_with_it_however_that_happens(number):
     with PseudoTerminal(*OWN) as terminal:
         terminal.wait(r"demo, .* context of 64 tokens")
@@ -257,6 +265,7 @@ def test_its_server_ends_with_it_however_that_happens(number):
         wait_gone(below)
 
 
+@pytest.mark.slow
 def test_its_server_dies():
     with PseudoTerminal(*OWN) as terminal:
         terminal.wait(r"demo, .* context of 64 tokens")
