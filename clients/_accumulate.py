@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from windlass.clients.chat_types import ChatMessage, FunctionCall, ToolCall, ToolCallDelta
+from windlass.clients.rotary_types import Rotary
 from windlass.clients.types import (
     ChatChoice,
     ChatChunkChoice,
@@ -21,7 +22,6 @@ from windlass.clients.types import (
     CompletionChoice,
     CompletionChunk,
     Logprobs,
-    Rotary,
     TokenLogprob,
     Usage,
 )

@@ -20,6 +20,7 @@ from windlass.clients.metrics import Metrics
 from windlass.clients.options import Timeout
 from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
+from windlass.clients.rotary_types import RotaryInspection, RotarySettings
 from windlass.clients.types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -28,8 +29,6 @@ from windlass.clients.types import (
     Detokenization,
     Health,
     Model,
-    RotaryInspection,
-    RotarySettings,
     Tokenization,
 )
 

@@ -61,6 +61,15 @@ from windlass.clients.retrieval_types import (
     TextStates,
 )
 from windlass.clients.rope import RopeScaling
+from windlass.clients.rotary_types import (
+    ContextUse,
+    Rotary,
+    RotaryChosen,
+    RotaryGroup,
+    RotaryInspection,
+    RotaryInspectionGroup,
+    RotarySettings,
+)
 from windlass.clients.streams import AsyncStream, Stream
 from windlass.clients.types import (
     ChatChoice,
@@ -72,17 +81,11 @@ from windlass.clients.types import (
     CompletionChoice,
     CompletionChunk,
     CompletionTokensDetails,
-    ContextUse,
     Detokenization,
     Health,
     Logprobs,
     Model,
     PromptTokensDetails,
-    Rotary,
-    RotaryGroup,
-    RotaryInspection,
-    RotaryInspectionGroup,
-    RotarySettings,
     Tokenization,
     TokenLogprob,
     TopLogprob,
@@ -158,6 +161,7 @@ __all__ = [
     "RetryPolicy",
     "RopeScaling",
     "Rotary",
+    "RotaryChosen",
     "RotaryGroup",
     "RotaryInspection",
     "RotaryInspectionGroup",

@@ -13,7 +13,12 @@ from windlass.clients._accumulate import joined_text
 from windlass.clients.chat_types import FunctionCall, ToolCall
 from windlass.clients.message_types import ContentBlock, Message, MessageEvent, MessageUsage
 from windlass.clients.response_types import Response, ResponseEvent
-from windlass.clients.types import CompletionTokensDetails, PromptTokensDetails, Rotary, Usage
+from windlass.clients.rotary_types import Rotary
+from windlass.clients.types import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 
 A_co = TypeVar("A_co", covariant=True)
 

@@ -33,6 +33,7 @@ from windlass.clients.options import (
 )
 from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
+from windlass.clients.rotary_types import RotaryInspection, RotarySettings
 from windlass.clients.streams import AsyncStream
 from windlass.clients.types import (
     ChatCompletion,
@@ -41,8 +42,6 @@ from windlass.clients.types import (
     CompletionChunk,
     Health,
     Model,
-    RotaryInspection,
-    RotarySettings,
 )
 
 T = TypeVar("T")

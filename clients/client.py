@@ -32,6 +32,7 @@ from windlass.clients.options import (
 from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.retrieval import RetrievalMethods
 from windlass.clients.rope import RopeScaling
+from windlass.clients.rotary_types import RotaryInspection, RotarySettings
 from windlass.clients.streams import Stream
 from windlass.clients.tokens import TokenMethods
 from windlass.clients.types import (
@@ -41,8 +42,6 @@ from windlass.clients.types import (
     CompletionChunk,
     Health,
     Model,
-    RotaryInspection,
-    RotarySettings,
 )
 
 T = TypeVar("T")

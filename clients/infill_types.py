@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from windlass.clients.chat_types import ToolCall
-from windlass.clients.types import PromptTokensDetails, Rotary, Usage
+from windlass.clients.rotary_types import Rotary
+from windlass.clients.types import (
+    PromptTokensDetails,
+    Usage,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.clients.types import Rotary
+from windlass.clients.rotary_types import Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,10 @@ import httpx
 from windlass.clients._failures import broken_answer
 from windlass.clients._stream import ChunkReader
 from windlass.clients.chat_types import ToolCall
-from windlass.clients.types import Rotary, Usage
+from windlass.clients.rotary_types import Rotary
+from windlass.clients.types import (
+    Usage,
+)
 
 T = TypeVar("T")
 A = TypeVar("A")

@@ -5,10 +5,11 @@ Knows field names; knows nothing of HTTP. Fields a newer server adds are ignored
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from windlass.clients.chat_types import ChatDelta, ChatMessage, ToolCall, ToolCallDelta
+from windlass.clients.rotary_types import Rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,56 +35,6 @@ class Usage:
     total_tokens: int = 0
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryGroup:
-    """The rotary scaling of one group of layers. fingerprint: equal for equal frequencies and factors of the group."""
-
-    rope_type: str
-    parameters: dict[str, Any] = field(default_factory=dict)
-    effective_length: float | None = None
-    fingerprint: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextUse:
-    """What became of an answer's context; None where it does not apply.
-
-    window: tokens that were held at most where the oldest are dropped; kept_tokens: leading ones that stayed; dropped_tokens
-    in so many shifts. attention_window, attention_sinks: what each token saw. dropped_turns: oldest turns left out of the
-    chat. reused_tokens, reused_passages: taken from passages that stood elsewhere.
-    """
-
-    window: int | None = None
-    kept_tokens: int | None = None
-    dropped_tokens: int | None = None
-    shifts: int | None = None
-    attention_window: int | None = None
-    attention_sinks: int | None = None
-    dropped_turns: int | None = None
-    reused_tokens: int | None = None
-    reused_passages: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rotary:
-    """The rotary scaling an answer ran under. parameters: its fields, theta included.
-
-    policy: frozen, recompute or rotate. effective_length: tokens the frequencies were formed for, None for kinds that
-    do not depend on length. fingerprint: equal for equal frequencies and factors. moves: how often the cached
-    keys were re-rotated. groups: the same for each group of layers, where a model has several. context: where
-    anything may be dropped.
-    """
-
-    rope_type: str
-    parameters: dict[str, Any] = field(default_factory=dict)
-    policy: str | None = None
-    effective_length: float | None = None
-    fingerprint: str | None = None
-    moves: int = 0
-    groups: dict[str, RotaryGroup] | None = None
-    context: ContextUse | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +233,7 @@ class Model:
     `cache_reuse`), and `shift_context`, `max_total_tokens` and `shift_refusal`. parent, adapter: of a LoRA adapter the model that
     it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate, infill (a `suffix`), embed,
     score, classify.
+    rotary_auto: what `rope_scaling="auto"` chooses from: whether it is the `default`, and `steps`.
     embedding: `dimensions`, `pooling` and `normalize` of its vectors; classes: `labels` and `activation` of one that classifies.
     template: whether its chat template knows `tools`, `calls` and the role `developer`, and how it thinks; None without one.
     """
@@ -300,6 +252,7 @@ class Model:
     sampling_defaults: dict[str, float] | None = None
     context: dict[str, Any] | None = None
     rotary: dict[str, Any] | None = None
+    rotary_auto: dict[str, Any] | None = None
     tasks: tuple[str, ...] | None = None
     embedding: dict[str, Any] | None = None
     classes: dict[str, Any] | None = None
@@ -309,52 +262,6 @@ class Model:
     template: dict[str, Any] | None = None
     parent: str | None = None
     adapter: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotarySettings:
-    """What /v1/rotary tells. profiles: scalings a request may name. policy: what requests may set: allow, profiles, off.
-
-    rope_update: of requests that set none; None: each kind's own. rope_exact: whether they may ask for it.
-    """
-
-    model: dict[str, Any]
-    default: dict[str, Any]
-    profiles: dict[str, Any] = field(default_factory=dict)
-    policy: str | None = None
-    rope_update: str | None = None
-    rope_exact: bool | None = None
-    max_model_len: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryInspectionGroup:
-    """What a scaling means for one group of layers. inv_freq: radians per token, one per rotated pair.
-
-    wavelengths: tokens per turn, None for a pair that never turns. attention_factor: on cosines and sines.
-    effective_length: tokens the frequencies are formed for, None for kinds that do not depend on length.
-    """
-
-    rope_type: str
-    inv_freq: tuple[float, ...]
-    wavelengths: tuple[float | None, ...] = ()
-    parameters: dict[str, Any] = field(default_factory=dict)
-    attention_factor: float = 1.0
-    softmax_scale: float = 1.0
-    fingerprint: str | None = None
-    effective_length: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RotaryInspection(RotaryInspectionGroup):
-    """What a scaling means for the served model: the main group of layers, and all of them where there are several.
-
-    fingerprint: of all groups together. policy: frozen, recompute or rotate. length: what was asked about, in tokens.
-    """
-
-    policy: str | None = None
-    length: int | None = None
-    groups: dict[str, RotaryInspectionGroup] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

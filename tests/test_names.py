@@ -36,6 +36,7 @@ OF_THE_API = {
     "ResponseUsage",
     "RopeScaling",
     "Rotary",
+    "RotaryChosen",
     "RotaryGroup",
     "RotaryInspection",
     "RotarySettings",
@@ -43,7 +44,8 @@ OF_THE_API = {
     "Usage",
 }
 CLIENT_TYPES = {
-    f"clients/{name}.py" for name in ("chat_types", "infill_types", "message_types", "response_types", "rope", "types")
+    f"clients/{name}.py"
+    for name in ("chat_types", "infill_types", "message_types", "response_types", "rope", "rotary_types", "types")
 }
 
 

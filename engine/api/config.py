@@ -8,6 +8,7 @@ from typing import Literal
 
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError, did_you_mean
+from windlass.engine.rotary.ladder import LadderStep
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
@@ -143,11 +144,13 @@ class SchedulerConfig:
 class RotaryConfig:
     """The rotation of requests that bring none of their own.
 
-    update: policy of requests that name none; None: `recompute` for longrope, `frozen` for everything else.
+    scaling: `AUTO` has it chosen by length. update: policy of requests that name none; None: `recompute` for longrope,
+    `frozen` for everything else. ladder: what is chosen from by length; empty: the model's own.
     """
 
     scaling: RopeScaling | None = None
     update: RopeUpdate | None = None
+    ladder: tuple[LadderStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from windlass.engine.api.context import ContextReport, ContextRule, PassageReuse
 from windlass.engine.api.model_heads import ClassifierInfo, PoolingDefaults
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.rotary.groups import RotaryGroup
+from windlass.engine.rotary.ladder import RotaryLadder
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling
 
@@ -101,8 +102,9 @@ class SamplingParams:
 class EngineRequest:
     """One prompt to complete. `deadline` is `time.monotonic()` seconds.
 
-    rope_scaling: None means the server's default. rope_update: when frequencies that depend on length change, None for
-    the server's or the kind's default. rope_exact: under `recompute`, dynamic follows every token rather than its grid.
+    rope_scaling: None means the server's default, `AUTO` the least that the length needs. rope_update: when frequencies that
+    depend on length change, None for the server's or the kind's default. rope_exact: under `recompute`, dynamic follows every
+    token rather than its grid.
     reuse: what it may take of other prompts beside an equal beginning, None for nothing. adapter: the id of a loaded one.
     pooling: set where the prompt is to be pooled; then nothing is generated, and `sampling.max_tokens` is 0.
     """
@@ -204,6 +206,8 @@ class ModelInfo:
     model_rotary_groups: tuple[RotaryGroup, ...]  # under the model's own
     weight_bytes: int
     load_seconds: float
+    rotary_ladder: RotaryLadder | None = None  # what a scaling is chosen from by length
+    rotary_auto: bool = False  # it is for requests that ask for nothing else
     shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
     max_total_tokens: int | None = None  # prompt and output of such a sequence together
     shift_refusal: str | None = None  # why no sequence of this model may drop tokens

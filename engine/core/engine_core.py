@@ -41,6 +41,7 @@ from windlass.engine.model.loading.loader import (
 from windlass.engine.model.loading.preflight import no_room
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.spec import ModelSpec
+from windlass.engine.rotary.ladder import AUTO, make_ladder
 from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.rotary.transfer import RotationTransfer
@@ -65,9 +66,9 @@ class EngineCore:
         model = load_model(config, progress)
         decoder, spec = model.decoder, model.decoder.spec
         self._deterministic = config.compute.deterministic
-        self._planner = RotaryPlanner(spec.rotary_groups, config.rotary.update)
         draft = load_draft(config, progress)
         plan = _plan(config, model, draft)
+        self._planner = planner = _planner(config, model, plan)
         cache = _allocate(config, model, model, plan)
         bases = [group.base for group in spec.rotary_groups]
         rows = 2 * config.scheduling.max_num_seqs + 2
@@ -102,13 +103,15 @@ class EngineCore:
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
             shift_refusal=self._limits.shift_refusal,
+            rotary_ladder=planner.ladder,
+            rotary_auto=planner.auto,
             adapters=self.adapters.loaded.infos,
         )
 
     def warm_up(self, most_seconds: float = 0.5) -> None:
         """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.warm_up`."""
         room = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
-        specs = self._planner.plan(room, update="frozen").stage(1).specs
+        specs = self._planner.plan(1 if self._planner.auto else room, update="frozen").stage(1).specs
         warm_up(
             self.runner,
             specs,
@@ -245,6 +248,15 @@ def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
     return tuple(sorted(index for index in used if index is not None))
 
 
+def _planner(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> RotaryPlanner:
+    """How requests rotate. Raises LoadError for a ladder that this model cannot climb."""
+    own, wanted = model.rotary_groups, config.rotary
+    ladder = make_ladder(own, wanted.ladder, plan.max_model_len, "`rotary.ladder`") if own else None
+    if ladder is None and wanted.scaling == AUTO:
+        raise LoadError("`rotary.scaling` is auto, and this model has no rotation that could be scaled: leave it out")
+    return RotaryPlanner(model.decoder.spec.rotary_groups, wanted.update, ladder, wanted.scaling == AUTO)
+
+
 def _namespace(model: LoadedModel) -> bytes:
     """What must agree for a cached block to mean the same: weights, dtypes, layout."""
     decoder = model.decoder
@@ -367,4 +379,5 @@ def _fingerprint(config: EngineConfig, model: LoadedModel) -> str:
         model.cache_dtype,
     )
     parts += (model.quantization, decoder.backend.explain(), groups, config.rotary.update)
+    parts += (config.rotary.scaling == AUTO, config.rotary.ladder)
     return hashlib.sha256(repr(parts).encode()).hexdigest()

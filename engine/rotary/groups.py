@@ -31,6 +31,11 @@ class RotaryGroup:
         return given if self.base.inv_freq is not None else {"rope_theta": self.base.rope_theta, **given}
 
 
+def main_group(groups: tuple[RotaryGroup, ...]) -> RotaryGroup:
+    """The group that a flat scaling speaks of: that of full attention, or the first."""
+    return next((group for group in groups if group.name == FULL_ATTENTION), groups[0])
+
+
 def apply_scaling(
     groups: tuple[RotaryGroup, ...], scaling: RopeScaling | None, *, param: str = "rope_scaling"
 ) -> tuple[RotaryGroup, ...]:
@@ -53,7 +58,7 @@ def apply_scaling(
                 )
         params = {name: f"{param}.{name}" for name in chosen}
     else:
-        target = FULL_ATTENTION if FULL_ATTENTION in names else names[0]
+        target = main_group(groups).name
         chosen, params = {target: scaling}, {target: param}
     for group in groups:
         if group.name in chosen:

@@ -15,11 +15,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from windlass.engine.errors import RequestError
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
+from windlass.engine.rotary.ladder import AUTO, LadderStep, RotaryLadder
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
 
 RopeUpdate = Literal["frozen", "recompute", "rotate"]
 ROPE_UPDATES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryChoice:
+    """A scaling chosen by length. length: tokens it was chosen for, None where it follows the context as that stands. step: of
+    the ladder. up_to: tokens for which the choice is the same, None for any longer ones.
+    """
+
+    length: int | None
+    step: LadderStep
+    up_to: int | None
+
+    def described(self) -> dict[str, Any]:
+        """As answers tell it."""
+        named = {} if self.step.profile is None else {"profile": self.step.profile}
+        return {"length": self.length, "up_to": self.up_to, **named}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +46,14 @@ class RotaryStage:
 
     effective_length: the length the frequencies are formed for, per group; None where the kind has none.
     single_length: they are those of one length only, so that hardly anybody else computes keys under them.
+    choice: why they are these, where the scaling was chosen by length.
     """
 
     specs: tuple[RotarySpec, ...]
     last_length: int | None
     effective_lengths: tuple[float | None, ...]
     single_length: bool = False
+    choice: RotaryChoice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +63,7 @@ class RotaryReport:
     fingerprint: of the frequencies and factors of all groups together.
     effective_length: tokens the frequencies were formed for last, None for kinds without a length.
     moves: how often the cached keys were re-rotated. context: what became of the sample's context, where anything can.
+    auto: what the scaling was chosen by, where it was chosen by length.
     """
 
     rope_type: str
@@ -53,6 +74,7 @@ class RotaryReport:
     moves: int = 0
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     context: dict[str, int] | None = None
+    auto: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +83,46 @@ class RotaryPlan:
 
     groups: the model's rotary groups under the request's scaling. policy: "frozen" if nothing depends on length.
     longest: tokens that are held of the request at once, at most. exact: dynamic changes with every token past M, not on
-    its grid.
+    its grid. ladder: what the scaling is chosen from by length; then `groups` are those of the longest.
     """
 
     groups: tuple[RotaryGroup, ...]
     policy: RopeUpdate
     longest: int
     exact: bool = False
+    ladder: RotaryLadder | None = None
 
     def stage(self, length: int) -> RotaryStage:
         """The specs of a context of `length` tokens; of more than `longest`, those of `longest`."""
         length = self.longest if self.policy == "frozen" else min(length, self.longest)
-        specs, ends, lengths = [], [], []
-        single = False
-        for group in self.groups:
+        specs: list[RotarySpec] = []
+        ends: list[int | None] = []
+        lengths: list[float | None] = []
+        single, groups, step = False, self.groups, None
+        if self.ladder is not None:
+            step = self.ladder.step(length)
+            groups = self.ladder.groups_under(step)
+            ends.append(step.up_to)
+        for group in groups:
             scaling, base = group.scaling, group.base
             specs.append(resolve(scaling, base, length, exact=self.exact))
             lengths.append(effective_length(scaling, base, length, exact=self.exact))
             ends.append(last_length(scaling, base, length, exact=self.exact))
             single |= self.exact and scaling.rope_type == "dynamic" and lengths[-1] == length > base.trained_len
-        known = [end for end in ends if end is not None and end < self.longest]
-        last = min(known) if known and self.policy != "frozen" else None
-        return RotaryStage(tuple(specs), last, tuple(lengths), single)
+        end = min((end for end in ends if end is not None), default=None)
+        last = end if end is not None and end < self.longest and self.policy != "frozen" else None
+        choice = None if step is None else RotaryChoice(length if self.policy == "frozen" else None, step, end)
+        return RotaryStage(tuple(specs), last, tuple(lengths), single, choice)
+
+    def groups_in(self, stage: RotaryStage) -> tuple[RotaryGroup, ...]:
+        """The model's rotary groups under the scaling of a stage of this plan."""
+        if self.ladder is None or stage.choice is None:
+            return self.groups
+        return self.ladder.groups_under(stage.choice.step)
 
     def report(self, stage: RotaryStage, moves: int) -> RotaryReport:
         """What to tell of a sample that ended in `stage` whose keys were re-rotated `moves` times."""
+        groups = self.groups_in(stage)
         described: list[dict[str, Any]] = [
             {
                 "rope_type": group.scaling.rope_type,
@@ -93,11 +130,12 @@ class RotaryPlan:
                 "effective_length": effective,
                 "fingerprint": spec.fingerprint,
             }
-            for group, spec, effective in zip(self.groups, stage.specs, stage.effective_lengths, strict=True)
+            for group, spec, effective in zip(groups, stage.specs, stage.effective_lengths, strict=True)
         ]
-        several = dict(zip((group.name for group in self.groups), described, strict=True)) if len(described) > 1 else {}
+        several = dict(zip((group.name for group in groups), described, strict=True)) if len(described) > 1 else {}
         main = {**described[0], "fingerprint": joint_fingerprint(stage.specs)}
-        return RotaryReport(**main, policy=self.policy, moves=moves, groups=several)
+        auto = None if stage.choice is None else stage.choice.described()
+        return RotaryReport(**main, policy=self.policy, moves=moves, groups=several, auto=auto)
 
 
 def joint_fingerprint(specs: Sequence[RotarySpec]) -> str:
@@ -122,16 +160,39 @@ def make_plan(
     return RotaryPlan(groups, rope_update, longest, exact and rope_update == "recompute")
 
 
+def make_auto_plan(
+    ladder: RotaryLadder, longest: int, rope_update: RopeUpdate | None, *, exact: bool = False
+) -> RotaryPlan:
+    """The plan of a request of at most `longest` tokens whose scaling is chosen by length.
+
+    rope_update None: `frozen`, whatever the kinds: one choice for the whole of prompt and output. Under the others the choice
+    follows the context as it stands. Raises RequestError where no step holds the request.
+    """
+    step = ladder.step(longest)
+    groups = ladder.groups_under(step)
+    policy: RopeUpdate = rope_update or "frozen"
+    if len(ladder.steps) == 1 and not any(group.scaling.depends_on_length for group in groups):
+        policy = "frozen"
+    return RotaryPlan(groups, policy, longest, exact and policy == "recompute", ladder)
+
+
 @dataclass(frozen=True, slots=True)
 class RotaryPlanner:
     """Plans the rotation of requests, in the engine and wherever else one asks what a request will run under.
 
     groups, update: the model's rotary groups and the policy that requests run under which ask for nothing else; update None:
-    the default of the kinds.
+    the default of the kinds. ladder: what `AUTO` chooses from, None where nothing can be scaled. auto: requests that ask for
+    nothing else have it choose.
     """
 
     groups: tuple[RotaryGroup, ...]
     update: RopeUpdate | None = None
+    ladder: RotaryLadder | None = None
+    auto: bool = False
+
+    def chooses(self, scaling: RopeScaling | None) -> bool:
+        """Whether the scaling of a request that asks for this is chosen by its length."""
+        return scaling == AUTO or (scaling is None and self.auto)
 
     def plan(
         self,
@@ -142,4 +203,12 @@ class RotaryPlanner:
         exact: bool = False,
     ) -> RotaryPlan:
         """The plan of a request of at most `longest` tokens that asks for these; raises RequestError where they do not fit."""
+        if self.chooses(scaling):
+            if self.ladder is None:
+                raise RequestError(
+                    "rope_scaling auto: this model has no rotation that could be scaled: leave it out",
+                    "rope_scaling",
+                    "unsupported_value",
+                )
+            return make_auto_plan(self.ladder, longest, update or self.update, exact=exact)
         return make_plan(apply_scaling(self.groups, scaling), longest, update or self.update, exact=exact)

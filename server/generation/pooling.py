@@ -62,7 +62,11 @@ def check_prompt_request(
     if sinks and window is None:
         raise bad_request("attention_sinks goes with attention_window", "attention_sinks")
     rule = ContextRule(attention_window=window, attention_sinks=sinks or 0)
-    longest, truncate = size_of(rule, info).longest_prompt, body.truncate_prompt_tokens
+    rotation = rotation_of(body.rope_scaling, body.rope_update, settings, info)
+    size, truncate = size_of(rule, info), body.truncate_prompt_tokens
+    longest = size.longest_prompt
+    if rotation.longest is not None and size.rotary_length > rotation.longest:
+        longest = min(longest, rotation.longest)
     if truncate == 0 or (truncate is not None and truncate > longest):
         raise bad_request(
             f"truncate_prompt_tokens must lie between 1 and the context of {longest} tokens, or be -1 for that; got {truncate}",
@@ -77,7 +81,7 @@ def check_prompt_request(
         caller=caller,
         arrival=arrival,
         deadline=None if seconds is None else arrival + seconds,
-        rotation=rotation_of(body.rope_scaling, body.rope_update, settings, info),
+        rotation=rotation,
         rule=rule,
         longest=longest,
         truncate=longest if truncate == -1 else truncate,

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
-from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
+from windlass.engine.rotary.groups import RotaryGroup, apply_scaling, main_group
+from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, RotaryLadder
+from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport, make_auto_plan
 from windlass.engine.rotary.scaling import RopeScaling, original_len
 from windlass.server.options.profiles import OPTION
 from windlass.server.options.settings import ServerSettings
@@ -27,7 +30,7 @@ _NAMES_SHOWN = 20  # of profiles in an error
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What a request asked for, found to fit the model. None means the server's default."""
+    """What a request asked for, found to fit the model. None means the server's default, `AUTO` the least that it needs."""
 
     scaling: RopeScaling | None
     update: RopeUpdate | None
@@ -38,10 +41,41 @@ class Rotation:
         """What the engine plans for a request of at most `longest` tokens."""
         return self.planner.plan(longest, self.scaling, self.update, exact=self.exact)
 
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that a request may come to; None: nothing here says so."""
+        ladder = self.planner.ladder
+        return ladder.end if ladder is not None and self.planner.chooses(self.scaling) else None
+
+    def fit(self, max_tokens: int, prompt_tokens: int, size: ContextSize, *, given: bool, param: str) -> int:
+        """`max_tokens` as far as some step of the ladder holds the request; raises RequestError where none does.
+
+        size: what the context holds. given: the request itself said so many tokens, and gets an error rather than fewer.
+        param: the field of the prompt.
+        """
+        most = self.longest
+        if most is None or min(prompt_tokens + max_tokens, size.rotary_length) <= most:
+            return max_tokens
+        if prompt_tokens + min(max_tokens, 1) > most:
+            raise RequestError(
+                f"the prompt has {prompt_tokens} tokens, and under rope_scaling auto this server takes {most} with the "
+                "output: shorten it, or name a scaling",
+                param,
+                "context_length_exceeded",
+            )
+        if given:
+            raise RequestError(
+                f"max_tokens: {prompt_tokens} tokens of prompt and {max_tokens} of output are more than the {most} that "
+                f"rope_scaling auto takes on this server: ask for at most {most - prompt_tokens}, or name a scaling",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+        return most - prompt_tokens
+
 
 def planner_of(settings: ServerSettings, info: ModelInfo) -> RotaryPlanner:
     """Plans as the engine does."""
-    return RotaryPlanner(info.rotary_groups, settings.rope_update)
+    return RotaryPlanner(info.rotary_groups, settings.rope_update, info.rotary_ladder, info.rotary_auto)
 
 
 def rotation_of(
@@ -49,7 +83,7 @@ def rotation_of(
 ) -> Rotation:
     """The rotation of a generation request; raises RequestError naming the field and what it may be.
 
-    rope_scaling: the body's field: an object, a profile's name or None.
+    rope_scaling: the body's field: an object, a profile's name, "auto" or None.
     """
     _check_allowed(rope_scaling, rope_update, settings)
     rotation = read_rotation(rope_scaling, rope_update, settings, info)
@@ -64,7 +98,10 @@ def read_rotation(
 ) -> Rotation:
     """`rotation_of` whatever the operator allows, for questions that generate nothing."""
     scaling, planner = _scaling_of(rope_scaling, settings.rope_profiles), planner_of(settings, info)
-    apply_scaling(planner.groups, scaling)
+    if planner.chooses(scaling):
+        planner.plan(1, scaling)
+    else:
+        apply_scaling(planner.groups, scaling)
     if rope_update is None:
         return Rotation(scaling, None, False, planner)
     return Rotation(scaling, rope_update.policy, bool(rope_update.exact), planner)
@@ -108,6 +145,32 @@ def report_object(report: RotaryReport) -> dict[str, Any]:
         shown["groups"] = report.groups
     if report.context:
         shown["context"] = report.context
+    if report.auto is not None:
+        shown["auto"] = report.auto
+    return shown
+
+
+def describe_ladder(info: ModelInfo) -> dict[str, Any] | None:
+    """What `auto` chooses from, as answers show it; None for a model that cannot be scaled."""
+    if info.rotary_ladder is None:
+        return None
+    return {"default": info.rotary_auto, "steps": _steps(info.rotary_ladder, info.max_model_len)}
+
+
+@lru_cache(maxsize=8)
+def _steps(ladder: RotaryLadder, longest: int) -> list[dict[str, Any]]:
+    """The stages of a request that grows to `longest` tokens, as far as there are steps for it."""
+    longest = longest if ladder.end is None else min(longest, ladder.end)
+    plan, shown = make_auto_plan(ladder, longest, "recompute"), []
+    length: int | None = 1
+    while length is not None:
+        stage = plan.stage(length)
+        assert stage.choice is not None
+        main = main_group(plan.groups_in(stage))
+        effective = stage.effective_lengths[plan.groups.index(main_group(plan.groups))]
+        step = {"up_to": stage.choice.up_to, "rope_scaling": main.scaling.to_dict(), "effective_length": effective}
+        shown.append(step if stage.choice.step.profile is None else {**step, "profile": stage.choice.step.profile})
+        length = None if stage.last_length is None else stage.last_length + 1
     return shown
 
 
@@ -157,6 +220,8 @@ def _scaling_of(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScaling 
         return None
     if not isinstance(value, str):
         return RopeScaling.from_dict(value)
+    if value == AUTO_NAME:
+        return AUTO
     if value not in profiles:
         raise RequestError(
             f"rope_scaling: there is no profile {value[:64]!r} on this server: {_known(profiles)}",

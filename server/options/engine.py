@@ -14,10 +14,12 @@ from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.config import Activations, EngineConfig, LoadFormat, Quantization, parse_cache_dtype
 from windlass.engine.core.threads import split_cores
 from windlass.engine.errors import LoadError
+from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, LadderStep
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.adapters import parse_adapters
 from windlass.server.options.engine_names import flat_names, from_flat
+from windlass.server.options.ladder import parse_ladder
 from windlass.server.options.profiles import is_profile_name, parse_profiles
 from windlass.server.options.spelling import choose, option, read_dtype, read_size
 
@@ -91,13 +93,19 @@ class EngineOptions:
         str | None,
         option("--rope-scaling", panel=_engine, metavar="JSON",
                help='Rotary scaling in Hugging Face\'s names: \'{"rope_type": "yarn", "factor": 4}\'; or the name of '
-               "a profile."),
+               "a profile; or auto: the least that each request's length needs."),
     ] = None  # fmt: skip
     rope_profile: Annotated[
         list[str] | None,
         option("--rope-profile", panel=_engine, metavar="NAME=JSON",
                help="A scaling that requests may use by its name; repeatable. The variable may hold an object of "
                'several: \'{"long": {"rope_type": "yarn", "factor": 4}}\'.'),
+    ] = None  # fmt: skip
+    rope_ladder: Annotated[
+        list[str] | None,
+        option("--rope-ladder", panel=_engine, metavar="TOKENS=PROFILE", help="What rope_scaling auto chooses from: up to "
+               "so many tokens of prompt and output that profile, or none; repeatable or comma separated: "
+               "8192=none,32768=long. Default: the model's own kind at doubling factors."),
     ] = None  # fmt: skip
     rope_update: Annotated[
         str | None,
@@ -170,9 +178,11 @@ class EngineOptions:
     ] = 250.0  # fmt: skip
 
     def parse_rope_scaling(self) -> RopeScaling | None:
-        """From JSON or a profile's name; raises LoadError or RequestError that names the field at fault."""
+        """From JSON, a profile's name or "auto"; raises LoadError or RequestError that names the field at fault."""
         if self.rope_scaling is None:
             return None
+        if self.rope_scaling == AUTO_NAME:
+            return AUTO
         profiles = self.profiles()
         if self.rope_scaling in profiles:
             return profiles[self.rope_scaling]
@@ -195,6 +205,10 @@ class EngineOptions:
     def profiles(self) -> dict[str, RopeScaling]:
         """The declared profiles; raises LoadError or RequestError that names the one at fault."""
         return parse_profiles(self.rope_profile or [])
+
+    def ladder(self) -> tuple[LadderStep, ...]:
+        """The operator's steps of `auto`, none where the model's own are meant; raises LoadError that names one."""
+        return parse_ladder(self.rope_ladder, self.profiles())
 
     def parse_rope_update(self) -> RopeUpdate | None:
         """Raises LoadError for an unknown policy."""
@@ -238,6 +252,7 @@ class EngineOptions:
             "rope_scaling": self.parse_rope_scaling(),
             "lora": self.adapters(),
             "rope_update": self.parse_rope_update(),
+            "rope_ladder": self.ladder(),
             "cores": split_cores()[0] if self.pin_cores else None,
             "target_step_seconds": self.target_step_ms / 1000,
         }

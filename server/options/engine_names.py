@@ -23,6 +23,7 @@ _RENAMED = {
     "loading.format": "load_format",
     "rotary.scaling": "rope_scaling",
     "rotary.update": "rope_update",
+    "rotary.ladder": "rope_ladder",
     "scheduling.speculation.num_tokens": "speculative_ngram",
     "scheduling.speculation.min_match": "speculative_ngram_min",
     "scheduling.speculation.max_match": "speculative_ngram_max",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from windlass.engine.errors import LoadError
+from windlass.engine.rotary.ladder import AUTO_NAME
 from windlass.engine.rotary.scaling import RopeScaling
 
 OPTION = "--rope-profile"
@@ -59,6 +60,8 @@ def _add(profiles: dict[str, RopeScaling], name: str, value: Any) -> None:
             f"{OPTION} {_shown(name)}: a name has 1 to 64 letters, digits, dots, hyphens and underscores and begins "
             "with a letter or digit"
         )
+    if name == AUTO_NAME:
+        raise LoadError(f"{OPTION} {name}: the name stands for the least scaling that a length needs: choose another")
     if name in profiles:
         raise LoadError(f"{OPTION} {name} is given twice: keep one")
     profiles[name] = RopeScaling.from_dict(value, param=f"{OPTION} {name}")

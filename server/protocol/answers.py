@@ -79,6 +79,21 @@ class RotaryOfGroup(StrictModel):
     fingerprint: str
 
 
+class RotaryChosen(StrictModel):
+    """What `auto` chose an answer's scaling by."""
+
+    length: Annotated[
+        int | None,
+        Field(
+            description="Tokens it was chosen for: prompt and most output; null where it follows the text as that grows."
+        ),
+    ]
+    up_to: Annotated[int | None, Field(description="Tokens for which the choice is the same; null: any longer text.")]
+    profile: Annotated[str | None, Field(description="The profile it is, where the operator's ladder names one.")] = (
+        None
+    )
+
+
 class Rotary(StrictModel):
     """What an answer ran under. `effective_length`: tokens its frequencies were formed for, null for kinds without a
     length. `moves`: times its cached keys were turned. `groups`: the same by group, where layers rotate in two ways.
@@ -92,6 +107,7 @@ class Rotary(StrictModel):
     moves: int
     groups: dict[str, RotaryOfGroup] | None = None
     context: ContextUse | None = None
+    auto: Annotated[RotaryChosen | None, Field(description="Under `auto`: what the scaling was chosen by.")] = None
 
 
 class ErrorDetail(StrictModel):
@@ -161,6 +177,22 @@ class ModelRotary(ModelRotaryGroup):
     """The main group's scaling, and under `groups` that of every group of layers."""
 
     groups: dict[str, ModelRotaryGroup]
+
+
+class RotaryStep(StrictModel):
+    """One step of what `auto` chooses from."""
+
+    up_to: Annotated[int | None, Field(description="Tokens of prompt and output that it holds; null: any number.")]
+    rope_scaling: Annotated[dict[str, ScalingValue], Field(description="What a request of that length runs under.")]
+    effective_length: float | None
+    profile: Annotated[str | None, Field(description="Its profile, where the operator's ladder names one.")] = None
+
+
+class RotaryLadderShown(StrictModel):
+    """What `rope_scaling` `auto` chooses from, shortest first."""
+
+    default: Annotated[bool, Field(description="Whether it is for requests that set no scaling.")]
+    steps: list[RotaryStep]
 
 
 class SamplingSettings(StrictModel):
@@ -235,6 +267,9 @@ class Model(StrictModel):
     sampling_defaults: SamplingSettings
     context: ContextSettings
     rotary: ModelRotary | None
+    rotary_auto: Annotated[
+        RotaryLadderShown | None, Field(description="What `rope_scaling` `auto` chooses from, by length.")
+    ]
     tasks: Annotated[
         list[Literal["generate", "infill", "embed", "score", "classify"]] | None,
         Field(description="What it can be asked for."),

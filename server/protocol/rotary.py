@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from windlass.engine.rotary.policy import RopeUpdate
-from windlass.server.protocol.answers import ModelRotary, ScalingValue
+from windlass.server.protocol.answers import ModelRotary, RotaryChosen, RotaryLadderShown, ScalingValue
 from windlass.server.protocol.base import RopeScalingField, RopeUpdateField, StrictModel
 
 
@@ -37,6 +37,7 @@ class RotarySettings(StrictModel):
     rope_update: RopeUpdate | None
     rope_exact: bool
     max_model_len: int
+    auto: Annotated[RotaryLadderShown | None, Field(description="What `rope_scaling` `auto` chooses from, by length.")]
 
 
 class InspectedGroup(StrictModel):
@@ -57,4 +58,5 @@ class RotaryInspection(InspectedGroup):
 
     policy: RopeUpdate
     length: int
+    auto: Annotated[RotaryChosen | None, Field(description="Under `auto`: what the scaling was chosen by.")] = None
     groups: dict[str, InspectedGroup] | None = None

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from windlass.engine.api.request import ModelInfo
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
-from windlass.server.generation.request_rotation import describe_groups
+from windlass.server.generation.request_rotation import describe_groups, describe_ladder
 from windlass.server.protocol.answers import Model, ModelDraft, ModelList
 from windlass.server.routes.common import answers, state_of
 from windlass.server.text.parsing.reasoning.formats import NONE
@@ -90,6 +90,7 @@ def describe_model(state: ServerState) -> dict[str, Any]:
     described["rotary"] = None if info is None else describe_groups(info.rotary_groups)
     described["special_tokens"] = state.tokenizer.special_tokens
     described["template"] = _template(state)
+    described["rotary_auto"] = None if info is None else describe_ladder(info)
     described |= _beyond_generating(info, fills_in=state.text.fill_in is not None)
     return described
 

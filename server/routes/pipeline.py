@@ -281,6 +281,8 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
         if not prompt.token_ids:
             raise bad_request("the prompt is empty: give at least one token", param)
         max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
+        given = body.max_tokens is not None or body.max_completion_tokens is not None
+        max_tokens = rotation.fit(max_tokens, len(prompt.token_ids), job.size, given=given, param=param)
         if job.overflow == "error" and max_tokens < sampling.max_tokens:
             raise answer_exceeds_context(info.max_model_len, len(prompt.token_ids), sampling.max_tokens)
         requests.append(

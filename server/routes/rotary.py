@@ -17,7 +17,7 @@ from windlass.engine.rotary.scaling import RotarySpec
 from windlass.server.errors import unavailable
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.state import ServerState
-from windlass.server.generation.request_rotation import describe_groups, planner_of, read_rotation
+from windlass.server.generation.request_rotation import describe_groups, describe_ladder, planner_of, read_rotation
 from windlass.server.protocol.rotary import RotaryInspection, RotaryInspectRequest, RotarySettings
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
 
@@ -29,7 +29,8 @@ async def rotary(request: Request) -> Response:
     """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
     info, settings = _loaded(state), state.settings
-    default = planner_of(settings, info).plan(info.max_model_len)
+    planner = planner_of(settings, info)
+    default = planner.plan(1 if planner.auto else info.max_model_len)
     return _json(
         {
             "model": describe_groups(info.model_rotary_groups),
@@ -39,6 +40,7 @@ async def rotary(request: Request) -> Response:
             "rope_update": settings.rope_update,
             "rope_exact": settings.rope_exact,
             "max_model_len": info.max_model_len,
+            "auto": describe_ladder(info),
         }
     )
 
@@ -55,18 +57,21 @@ async def inspect(request: Request) -> Response:
     state.check_model(body.model)
     info = _loaded(state)
     rotation = read_rotation(body.rope_scaling, body.rope_update, state.settings, info)
-    length = info.max_model_len if body.length is None else body.length
+    length = min(info.max_model_len, rotation.longest or info.max_model_len) if body.length is None else body.length
     return _json(await state.text.on_thread(_inspect, rotation.plan(length), length))
 
 
 def _inspect(plan: RotaryPlan, length: int) -> dict[str, Any]:
     stage = plan.stage(length)
+    groups = plan.groups_in(stage)
     resolved = {
         group.name: _resolved(group, spec, effective)
-        for group, spec, effective in zip(plan.groups, stage.specs, stage.effective_lengths, strict=True)
+        for group, spec, effective in zip(groups, stage.specs, stage.effective_lengths, strict=True)
     }
-    main = {**resolved[plan.groups[0].name], "fingerprint": joint_fingerprint(stage.specs)}
+    main = {**resolved[groups[0].name], "fingerprint": joint_fingerprint(stage.specs)}
     answer = {**main, "policy": plan.policy, "length": length}
+    if stage.choice is not None:
+        answer["auto"] = stage.choice.described()
     return {**answer, "groups": resolved} if len(resolved) > 1 else answer
 
 

@@ -102,6 +102,8 @@ def summary(
         f"{group.base.rotary_dim} of {group.base.head_dim} dimensions"
         for group in info.rotary_groups
     ]
+    if info.rotary_auto:
+        lines.append("  scaling   auto: the least that the length of a request needs")
     if profiles:
         lines.append(f"  profiles  {', '.join(profiles)}")
     if sampling:

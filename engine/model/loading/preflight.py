@@ -28,8 +28,9 @@ from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes, plan_storage
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
+from windlass.engine.rotary.ladder import AUTO, checked_ladder
 
-_SCALING = "`rotary.scaling`"  # the field at fault
+_SCALING, LADDER = "`rotary.scaling`", "`rotary.ladder`"  # fields at fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +147,11 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
     check_not_quantized_twice(config, directory, gguf, quantized)
     own_groups = with_learned_frequencies(spec.rotary_groups, directory)
+    scaling = config.rotary.scaling
+    if config.rotary.ladder:
+        checked_ladder(own_groups, config.rotary.ladder, LADDER)
     try:
-        groups = apply_scaling(own_groups, config.rotary.scaling, param=_SCALING)
+        groups = apply_scaling(own_groups, None if scaling == AUTO else scaling, param=_SCALING)
     except RequestError as error:
         raise LoadError(error.message) from None
     adapted = replace(spec, rotary_groups=groups)

@@ -34,7 +34,7 @@ ASKED: dict[str, str] = {
     "add_special_tokens": "Whether the tokenizer adds its special tokens, such as the one a text begins with.",
     "truncate_prompt_tokens": "A longer prompt is cut to so many tokens.",
     "truncation_side": "Which end of it is cut off. Default: `left`.",
-    "rope_scaling": "A rotary scaling: an object with `rope_type` and its fields, or a profile's name. Default: the server's.",
+    "rope_scaling": "A rotary scaling: an object, a profile's name, or `auto`, the least that is needed. Default: the server's.",
     "rope_update": "What becomes of cached keys whose frequencies change as the text grows: `frozen`, `recompute` or `rotate`.",
     "RopeUpdateObject.policy": "`frozen`, `recompute` or `rotate`.",
     "exact": "Under `recompute`: whether frequencies follow every token, where the operator allows it.",

@@ -163,6 +163,7 @@ TOLD: dict[str, str] = {
     "RotarySettings.rope_update": "The update policy of requests that set none; null: that of each kind.",
     "default": "What holds for requests that set none.",
     "profiles": "The scalings behind the names that `rope_scaling` may give.",
+    "RotaryLadderShown.steps": "The steps; a request gets the first that holds it.",
     "rope_exact": "Whether `rope_update` may ask for `exact`.",
     "rank": "Its rank among all tokens, 1 being the likeliest.",
     "decoded_token": "The token's text.",

@@ -9,14 +9,15 @@ from typing import Any
 
 from windlass.clients import APIStatusError, Client, NotFoundError, RopeScaling
 from windlass.clients.options import ChatOptions
+from windlass.clients.rotary_types import ContextUse, Rotary
 from windlass.clients.terminal.errors import CommandError
-from windlass.clients.types import ContextUse, Rotary
 from windlass.engine.errors import did_you_mean
 from windlass.server.cli.chat.dialogue import Dialogue
 
 HELP = """\
 /rope yarn 4       rotary scaling of the next answers: a kind and its factor, fields as name=value, a JSON object,
-                   or a profile of the server; default: unscaled; off: the server's own; alone: show it
+                   or a profile of the server; auto: the least that each answer's length needs; default: unscaled; off: the
+                   server's own; alone: show it
 /context shift     what is done where the chat outgrows the context: stop, error, shift (the oldest tokens go), drop_turns;
                    with keep=, window=, sinks=, reuse= (least tokens of a passage), recompute=; off: the server's own
 /system TEXT       what the model is told before the chat; off: nothing; alone: show it
@@ -175,6 +176,8 @@ class ChatCommands:
 
 def show_scaling(scaling: dict[str, Any] | str) -> str:
     """A scaling in a few words: "yarn, factor 4"; one by groups of layers as JSON."""
+    if scaling == "auto":
+        return "auto, the least scaling that each answer's length needs"
     if isinstance(scaling, str):
         return f"the server's profile {scaling}"
     kind = scaling.get("rope_type")
@@ -198,7 +201,10 @@ def show_context(use: ContextUse | None) -> str:
 
 def show_rotary(rotary: Rotary) -> str:
     """What an answer ran under."""
-    return show_scaling({"rope_type": rotary.rope_type, **rotary.parameters})
+    shown = show_scaling({"rope_type": rotary.rope_type, **rotary.parameters})
+    if rotary.auto is None or rotary.auto.length is None:
+        return shown
+    return f"{shown}, chosen for {rotary.auto.length:,} tokens"
 
 
 _KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional"

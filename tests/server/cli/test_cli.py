@@ -29,6 +29,7 @@ from windlass.engine.api.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from windlass.engine.rotary.ladder import LadderStep
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli import main as cli
 from windlass.server.options.connection_settings import ConnectionSettings
@@ -99,6 +100,7 @@ ENGINE_ARGUMENTS = {
     "--block-size": "32",
     "--rope-scaling": YARN,
     "--rope-profile": f"long={YARN}",
+    "--rope-ladder": "8192=none,32768=long",
     "--rope-update": "rotate",
     "--speculative-ngram": "5",
     "--speculative-ngram-min": "3",
@@ -144,7 +146,14 @@ ENGINE_CONFIG = EngineConfig(
             adaptive=False,
         ),
     ),
-    rotary=RotaryConfig(scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}), update="rotate"),
+    rotary=RotaryConfig(
+        scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}),
+        update="rotate",
+        ladder=(
+            LadderStep(8192),
+            LadderStep(32768, RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}), "long"),
+        ),
+    ),
 )
 
 
@@ -270,6 +279,9 @@ def test_connection_options(launched, monkeypatch):
         (["--rope-scaling", '{"rope_type": "spiral"}'], "spiral"),
         (["--rope-scaling", "long"], "--rope-scaling long: no --rope-profile has that name"),
         (["--rope-profile", 'long={"rope_type": "yarn", "factor": 0}'], "--rope-profile long.factor"),
+        (["--rope-profile", "auto={}"], "--rope-profile auto: the name stands for the least scaling"),
+        (["--rope-ladder", "8192"], "--rope-ladder must be TOKENS=PROFILE, several with commas, such as 8192=none"),
+        (["--rope-ladder", "8192=lang"], "--rope-ladder 8192=lang: no --rope-profile has that name"),
         (["--rope-update", "sometimes"], "--rope-update must be frozen, recompute or rotate, got 'sometimes'"),
         (["--rope-policy", "maybe"], "--rope-policy must be allow, profiles or off, got 'maybe'"),
         (["--generation-config", "some"], "--generation-config must be auto or none"),

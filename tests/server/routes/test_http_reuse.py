@@ -11,7 +11,7 @@ import pytest
 from helpers.live_server import Live, live_server
 from helpers.real_server import RealServer, serve
 
-from windlass.clients.types import ContextUse
+from windlass.clients.rotary_types import ContextUse
 from windlass.engine.api.context import PassageReuse
 from windlass.server.generation.context_rules import DEFAULT_RECOMPUTE, SHORTEST_PASSAGE
 
