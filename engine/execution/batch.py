@@ -7,6 +7,7 @@ It decides nothing.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, abc
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.execution.ranges import is_ranged, query_ranges
+from windlass.engine.execution.ranges import chunk_pieces, is_ranged, query_ranges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
+from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
 from windlass.kernels import Backend, StepRows
@@ -103,7 +105,11 @@ class BatchBuilder:
     def _build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         row_by_row = _is_row_by_row(items)
         live_sequences = self._sequences.by_id
-        ranged = any(is_ranged(live_sequences[item.seq_id]) for item in items)
+        distances = self._rotary.distances
+        ranged = any(
+            is_ranged(live) or not distances[live.rotary_id].is_plain
+            for live in (live_sequences[item.seq_id] for item in items)
+        )
         if row_by_row and self.lasting and not ranged:
             return self._fill(items)
         chunks = []
@@ -113,7 +119,8 @@ class BatchBuilder:
             if row_by_row:
                 chunks += [(live, start + i, [token]) for i, token in enumerate(token_ids)]
             else:
-                chunks.append((live, start, token_ids))
+                for first, count in chunk_pieces(distances[live.rotary_id], start, len(token_ids)):
+                    chunks.append((live, first, token_ids[first - start : first - start + count]))
         return self._make(chunks, ranged=ranged)
 
     def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
@@ -143,8 +150,10 @@ class BatchBuilder:
         if slots.min() < 0:
             raise IndexError("a scheduled token has no block to go to")
         places = index + first[row]
-        positions, rotary_ids = self._tensor(places), self._tensor(rotary[row])
-        versions = self._versions(chunks, places, closed[row], rotary[row]) if ranged else None
+        rules = [self._rotary.distances[live.rotary_id] for live, _, _ in chunks]
+        turned_at, score_scale = _under_rules(rules, counts, places)
+        positions, rotary_ids = self._tensor(turned_at), self._tensor(rotary[row])
+        versions = self._versions(chunks, rules, places, closed[row], rotary[row]) if ranged else None
         return ForwardBatch(
             input_ids=self._tensor(ids),
             positions=positions,
@@ -155,13 +164,14 @@ class BatchBuilder:
             seq_lens=self._tensor(lengths),
             context_positions=positions if versions is None else self._tensor(places - closed[row]),
             **self._rotary.cos_sin(rotary_ids, positions)._asdict(),
-            score_scale=torch.ones(len(ids), dtype=torch.float32, device=self._device),
+            score_scale=self._tensor(score_scale),
             versions=versions,
         )
 
     def _versions(
         self,
         chunks: list[tuple[LiveSequence, int, list[int]]],
+        rules: list[Distances],
         positions: NDArray[np.int64],
         closed: NDArray[np.int64],
         rotary: NDArray[np.int64],
@@ -171,7 +181,7 @@ class BatchBuilder:
         for live, _, ids in chunks:
             spans.append((live, int(positions[token]), len(ids)))
             token += len(ids)
-        found = query_ranges(spans, self._windows, anchored=self._anchored)
+        found = query_ranges(spans, rules, self._windows, anchored=self._anchored)
         turned = self._rotary.cos_sin(self._tensor(rotary[found.sources]), self._tensor(found.turns))
         anchor_cos = anchor_sin = every_query = None
         if self._anchored and closed.any():
@@ -236,3 +246,24 @@ def _is_row_by_row(items: abc.Sequence[ScheduledSequence]) -> bool:
             return False
         drafts |= item.num_tokens > 1
     return not drafts or max(item.start + item.num_tokens for item in items) <= _ROW_BY_ROW_LENGTH
+
+
+def _under_rules(
+    rules: abc.Sequence[Distances], counts: NDArray[np.int64], places: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Where the tokens are rotated, and what the scores of their queries are multiplied by, both [T].
+
+    rules, counts: of each chunk, its distances and tokens. places: [T], their positions.
+    """
+    turned_at, score_scale, start = places, np.ones(len(places), dtype=np.float32), 0
+    for rule, count in zip(rules, counts.tolist(), strict=True):
+        own = slice(start, start + count)
+        start += count
+        if rule.is_plain:
+            continue
+        if rule.chunk is not None:
+            turned_at = places.copy() if turned_at is places else turned_at
+            turned_at[own] %= rule.chunk
+        grown = 1.0 if rule.log_base is None else np.maximum(1.0, np.log(places[own] + 1.0) / math.log(rule.log_base))
+        score_scale[own] = grown * rule.score_factor
+    return turned_at, score_scale

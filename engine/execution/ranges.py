@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from windlass.engine.cache.runs import OPEN_END, SlotLayout
 from windlass.engine.execution.sequences import LiveSequence
+from windlass.engine.rotary.distances import Distances
 
 NO_BOUND = 2**62  # a reach beyond any sequence
 _NOTHING = -1  # the row of a range in which nothing is seen
@@ -24,7 +25,8 @@ _NOTHING = -1  # the row of a range in which nothing is seen
 class _Span:
     """A part of a sequence's slots that its queries meet alike. offset: position where a key stands minus its slot.
 
-    sink: whether its tokens stay in sight, at the edge of the window.
+    sink: whether its tokens stay in sight, at the edge of the window. chunks_back: whole chunks between it and the query's own,
+    where keys seem as far as a rule of distances says; 2 for all older ones.
     """
 
     end_slot: int
@@ -32,6 +34,7 @@ class _Span:
     shift: int
     empty: bool = False
     sink: bool = False
+    chunks_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +58,35 @@ def is_ranged(live: LiveSequence) -> bool:
     return live.window is not None or not live.layout.is_plain
 
 
+def chunk_pieces(distances: Distances, start: int, count: int) -> list[tuple[int, int]]:
+    """(first index, tokens) of the parts of `count` tokens from `start` on whose queries meet all keys in the same ranges."""
+    size, pieces = distances.chunk, []
+    while size is not None and count:
+        taken = min(count, size - start % size)
+        pieces.append((start, taken))
+        start, count = start + taken, count - taken
+    return pieces or [(start, count)]
+
+
 def query_ranges(
-    chunks: abc.Sequence[tuple[LiveSequence, int, int]], windows: abc.Sequence[int | None], *, anchored: bool
+    chunks: abc.Sequence[tuple[LiveSequence, int, int]],
+    rules: abc.Sequence[Distances],
+    windows: abc.Sequence[int | None],
+    *,
+    anchored: bool,
 ) -> QueryRanges:
     """Ranges of chunks (sequence, position of the first query, queries), in order of their rows.
 
+    rules: the distances of each; a chunk under dual chunk attention is one of `chunk_pieces`.
     windows: the kinds of windows that layers have, None for none. anchored: the queries stand back by the tokens dropped
     before them, so that kept tokens meet them as they are and those behind do not.
     """
-    spans = [_spans(live.layout, live.window, live.sinks) for live, _, _ in chunks]
+    spans = [
+        _spans(live.layout, live.window, live.sinks)
+        if rule.chunk is None
+        else _chunk_spans(position // rule.chunk, rule.chunk)
+        for (live, position, _), rule in zip(chunks, rules, strict=True)
+    ]
     most = max(map(len, spans))
     num_tokens = sum(count for _, _, count in chunks)
     shape = len(chunks), most
@@ -72,10 +95,10 @@ def query_ranges(
     sources: list[NDArray[np.int64]] = []
     turns: list[NDArray[np.int64]] = []
     token = versions = 0
-    for b, ((live, position, count), own) in enumerate(zip(chunks, spans, strict=True)):
+    for b, ((live, position, count), own, rule) in enumerate(zip(chunks, spans, rules, strict=True)):
         first_position, back = live.layout.first_position, live.layout.num_closed if anchored else 0
         positions = np.arange(position, position + count, dtype=np.int64)
-        rows_of: dict[tuple[int, bool], int] = {}  # spans that ask for the same turns share a version
+        rows_of: dict[tuple[int, bool, int], int] = {}  # spans that ask for the same turns share a version
         for r, span in enumerate(own):
             ends[b, r] = span.end_slot
             if span.empty:
@@ -85,7 +108,7 @@ def query_ranges(
                 bounds = [x for x in (window, None if span.sink else live.window) if x is not None]
                 reaches[w, b, r] = min(bounds) - gap if bounds else NO_BOUND
             plain_rows[b, r] = token
-            known = rows_of.get((span.shift, span.sink))
+            known = rows_of.get((span.shift, span.sink, span.chunks_back))
             if known is not None:
                 rows[b, r] = known
                 continue
@@ -94,13 +117,15 @@ def query_ranges(
                 assert live.window is not None
                 farthest = first_position + live.sinks + live.window - 1
                 turn += np.minimum(positions, farthest) - positions
+            if span.chunks_back:
+                turn += _turns_back(rule, positions, span.chunks_back)
             rows[b, r] = token
             if turn.any():
                 rows[b, r] = num_tokens + versions
                 sources.append(np.arange(token, token + count, dtype=np.int64))
                 turns.append(turn)
                 versions += count
-            rows_of[span.shift, span.sink] = int(rows[b, r])
+            rows_of[span.shift, span.sink, span.chunks_back] = int(rows[b, r])
         token += count
     nothing = np.zeros(0, dtype=np.int64)
     return QueryRanges(
@@ -111,6 +136,20 @@ def query_ranges(
         np.concatenate(sources) if sources else nothing,
         np.concatenate(turns) if turns else nothing,
     )
+
+
+def _chunk_spans(number: int, size: int) -> list[_Span]:
+    """The parts that queries of a chunk meet: all chunks before the last but one, that one, and their own."""
+    spans = [_Span((number - 1) * size, 0, 0, chunks_back=2)] if number > 1 else []
+    spans += [_Span(number * size, 0, 0, chunks_back=1)] if number else []
+    return [*spans, _Span(OPEN_END, 0, 0)]
+
+
+def _turns_back(rule: Distances, positions: NDArray[np.int64], chunks_back: int) -> NDArray[np.int64]:
+    """By how much queries at these positions are turned on before they meet keys so many chunks before their own."""
+    assert rule.chunk is not None
+    within, farthest = positions % rule.chunk, rule.most - 1
+    return farthest - within if chunks_back > 1 else np.minimum(within + rule.chunk, farthest) - within
 
 
 def _spans(layout: SlotLayout, window: int | None, sinks: int) -> list[_Span]:

@@ -42,6 +42,18 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "proportional": ("factor",),
     "learned": (),
+    "dual_chunk": (
+        "chunk_size",
+        "local_size",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "log_n",
+        "length_scores",
+    ),
+    "log_n": ("original_max_position_embeddings",),
 }
 ALIASES = {"su": "longrope", "mrope": "default"}
 # Three-part positions of models that also see images. On text the parts are equal, which leaves the plain rotation, so
@@ -140,6 +152,17 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
             refuse("factor", "is missing: rope_type 'yarn' needs it (or original_max_position_embeddings)")
         if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
             refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
+    elif rope_type == "dual_chunk":
+        if values.get("factor", 1.0) < 1.0:
+            refuse("factor", "must be at least 1")
+        if "factor" not in values:
+            for key in ("attention_factor", "beta_fast", "beta_slow"):
+                if key in values:
+                    refuse(key, "would be ignored without factor: give both or neither")
+        if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
+            refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
+        if values.get("local_size", 1) >= values.get("chunk_size", 2**53):
+            refuse("local_size", "must be smaller than chunk_size")
     elif rope_type == "llama3":
         if values["high_freq_factor"] < values["low_freq_factor"]:
             refuse("high_freq_factor", "must not be smaller than low_freq_factor")
@@ -193,6 +216,13 @@ def _length(value: Any, param: str) -> int:
     return int(number)
 
 
+def _tokens(value: Any, param: str) -> int:
+    number = _number(value, param)
+    if number != int(number) or not 1 <= number < 2**53:
+        raise RequestError(f"{param} must be a whole number of tokens, at least 1, got {shown(value)}", param, INVALID)
+    return int(number)
+
+
 def _sections(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_LIST:
         raise RequestError(f"{param} must be a list of pair counts, got {shown(value)}", param, INVALID)
@@ -227,6 +257,10 @@ _READERS: dict[str, Callable[[Any, str], Value]] = {
     "mscale": _not_negative,
     "mscale_all_dim": _not_negative,
     "truncate": _flag,
+    "chunk_size": _length,
+    "local_size": _tokens,
+    "log_n": _flag,
+    "length_scores": _flag,
     "low_freq_factor": _positive,
     "high_freq_factor": _positive,
     "short_factor": _positives,

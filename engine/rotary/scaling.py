@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary import frequencies
+from windlass.engine.rotary.distances import PLAIN, Distances, distances_of
 from windlass.engine.rotary.fields import INVALID, KINDS, UNKNOWN, Value, read_fields, read_rope_type, shown, shown_key
 
 FULL_ATTENTION = "full_attention"
@@ -24,6 +25,8 @@ NESTED = "nested"  # `rope_type` of an object that names groups
 
 # Kinds that change the base, which learned frequencies do not have.
 _NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")
+# Kinds that change how far keys seem, which needs layers that see as far as there are keys.
+_OF_DISTANCES = ("dual_chunk", "log_n")
 
 # Beyond these a request could only produce infinities or noise, never text.
 _MAX_FREQUENCY = 1e6
@@ -115,6 +118,7 @@ class RotaryBase:
     rotating_pairs: on a proportional model, how many of the rotary_dim/2 pairs rotate at all; None: all of them.
     inv_freq: frequencies learned with the weights, rotary_dim/2 of them, in place of rope_theta; empty until they have
     been read from the checkpoint.
+    own_distances: why this model's distances are not to be changed, None where they may be.
     """
 
     rope_theta: float
@@ -123,6 +127,7 @@ class RotaryBase:
     trained_len: int
     rotating_pairs: int | None = None
     inv_freq: tuple[float, ...] | None = None
+    own_distances: str | None = None
 
     def unscaled(self, theta: float | None = None) -> tuple[float, ...]:
         """The model's own frequencies, radians per token, under another base if one is given; [rotary_dim/2]."""
@@ -149,18 +154,22 @@ class RotarySpec:
     """Everything the rotation of one request in one group depends on.
 
     inv_freq: rotary_dim/2 radians per token, float64. rotary_scale: the attention factor A on cos and sin, so that
-    scores over the rotated dimensions grow by A².
-    fingerprint: sha256 over both; two specs share cached keys only if it is equal.
+    scores over the rotated dimensions grow by A². distances: the rule of how far keys seem.
+    fingerprint: sha256 over all of it; two specs share cached keys only if it is equal.
     """
 
     inv_freq: tuple[float, ...]
     rotary_scale: float = 1.0
+    distances: Distances = PLAIN
 
     @property
     def fingerprint(self) -> str:
         # The 1 stands for a factor on whole scores that no kind has: fingerprints people have noted stay what they are.
         values = (self.rotary_scale, 1.0, *self.inv_freq)
-        return hashlib.sha256(struct.pack(f"<{len(values)}d", *values)).hexdigest()
+        packed = struct.pack(f"<{len(values)}d", *values)
+        if not self.distances.is_plain:
+            packed += repr(self.distances).encode()
+        return hashlib.sha256(packed).hexdigest()
 
 
 def original_len(scaling: RopeScaling, base: RotaryBase) -> int:
@@ -229,7 +238,10 @@ def resolve(
             f"{param}.attention_factor",
             INVALID,
         )
-    return RotarySpec(inv_freq, rotary_scale)
+    distances = distances_of(
+        scaling.rope_type, dict(scaling.parameters), min(original_len(scaling, base), base.trained_len), length, param
+    )
+    return RotarySpec(inv_freq, rotary_scale, distances)
 
 
 def _cause(scaling: RopeScaling) -> str:
@@ -254,6 +266,13 @@ def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
     if scaling.rope_type not in kinds:
         raise RequestError(
             f"{param}.rope_type {scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}",
+            f"{param}.rope_type",
+            INVALID,
+        )
+    if scaling.rope_type in _OF_DISTANCES and base.own_distances is not None:
+        raise RequestError(
+            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model, {base.own_distances}: use one of "
+            f"{', '.join(kind for kind in kinds if kind not in _OF_DISTANCES)}",
             f"{param}.rope_type",
             INVALID,
         )
@@ -294,7 +313,7 @@ def _formulas(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) 
     # Absent factors follow from the two lengths, as in transformers.
     factor = cast(float, given.get("factor", base.trained_len / original))
     match scaling.rope_type:
-        case "default" | "learned":
+        case "default" | "learned" | "log_n":
             return w, 1.0
         case "linear":
             return frequencies.linear(w, factor), 1.0
@@ -308,7 +327,9 @@ def _formulas(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) 
                 reach = cast(float, effective_length(scaling, base, length, exact=exact))
                 alpha = frequencies.dynamic_stretch(factor, reach / base.trained_len)
             return base.unscaled(frequencies.stretched_base(theta, dim, alpha)), 1.0
-        case "yarn":
+        case "dual_chunk" if "factor" not in given:
+            return w, 1.0
+        case "yarn" | "dual_chunk":
             inv_freq = frequencies.yarn(
                 w,
                 theta,

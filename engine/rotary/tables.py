@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from windlass.engine.rotary.distances import PLAIN, Distances
 from windlass.engine.rotary.scaling import RotaryBase, RotarySpec
 from windlass.kernels import Backend
 
@@ -32,7 +33,7 @@ class RotaryTables:
 
     num_rows: at least twice the number of sequences, so that rows cannot run out. Groups with a smaller rotary_dim than
     the widest are padded with frequency 0 (cosine 1, sine 0: no rotation). inv_freq, q_scale: [G, R, D/2] float64 and [G, R]
-    float32, whose memory stays.
+    float32, whose memory stays. distances: of each row, as its first group has them.
     """
 
     def __init__(self, num_rows: int, bases: Sequence[RotaryBase], backend: Backend) -> None:
@@ -44,6 +45,7 @@ class RotaryTables:
         self._backend, self._device = backend, backend.device
         self.inv_freq = torch.zeros(groups, num_rows, half, dtype=torch.float64, device=self._device)  # [G, R, D/2]
         self.q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
+        self.distances: list[Distances] = [PLAIN] * num_rows
         self._row_of: dict[tuple[str, ...], int] = {}
         self._key_of: dict[int, tuple[str, ...]] = {}
         self._content: dict[int, tuple[str, ...]] = {}  # what was written to each row last
@@ -98,6 +100,7 @@ class RotaryTables:
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
             self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
             self.q_scale[group, row] = spec.rotary_scale**2
+        self.distances[row] = specs[0].distances
         self._content[row] = key
 
     def cos_sin(self, rotary_ids: Tensor, positions: Tensor) -> TokenRotations:

@@ -36,6 +36,7 @@ class RawKeyOracle:
         self.query_position = 0
         self.key_positions: list[int] = []
         self.seen: list[bool] = []
+        self.score_scale = 1.0  # on the scores of the next token
 
     def enter(self, specs: Sequence[RotarySpec]) -> None:
         """All keys and queries stand under these frequencies from now on."""
@@ -107,7 +108,7 @@ def _attend(
         k = apply(k / kw, k / kw, *oracle.rotation(oracle.key_positions, spec))[0] * kw
     k = k.repeat_interleave(query.shape[1] // k.shape[1], dim=1)
     v = torch.stack(values, dim=1)[None].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = (query @ k.transpose(-1, -2)) * scaling
+    scores = (query @ k.transpose(-1, -2)) * scaling * oracle.score_scale
     distance = oracle.query_position - torch.tensor(oracle.key_positions)
     window = rest.get("sliding_window")
     hidden = ~torch.tensor(oracle.seen)

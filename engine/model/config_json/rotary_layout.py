@@ -44,6 +44,12 @@ class RotaryLayout:
     layer_groups: tuple[int | None, ...]
     temperature: tuple[float, int] | None = None
 
+    def with_own_distances(self, reason: str) -> RotaryLayout:
+        """The same of a model on which no scaling may change how far keys seem. reason: why, behind "this model, "."""
+        return replace(
+            self, groups=tuple(replace(group, base=replace(group.base, own_distances=reason)) for group in self.groups)
+        )
+
 
 def read_rotary_layout(config: Config, rules: ConfigRules) -> RotaryLayout:
     """The rotary groups of a model of the family with these rules, and the group of each layer.
@@ -63,8 +69,21 @@ def read_rotary_layout(config: Config, rules: ConfigRules) -> RotaryLayout:
         index = dict.fromkeys(GROUP_NAMES, 0)
     else:
         index = {name: i for i, name in enumerate(names)}
+    reason = _own_distances(groups, layers, temperature)
     chosen = tuple(None if layer.group is None else index[layer.group] for layer in layers)
-    return RotaryLayout(groups, layers, chosen, temperature)
+    layout = RotaryLayout(groups, layers, chosen, temperature)
+    return layout if reason is None else layout.with_own_distances(reason)
+
+
+def _own_distances(
+    groups: tuple[RotaryGroup, ...], layers: tuple[LayerPattern, ...], temperature: tuple[float, int] | None
+) -> str | None:
+    """Why a scaling may not change how far keys seem on this model; None where it may."""
+    if any(layer.window is not None for layer in layers):
+        return "some of whose layers see a window only"
+    if len(groups) > 1:
+        return "whose layers rotate in several ways"
+    return "whose scores follow positions already" if temperature is not None else None
 
 
 def _given_by_layer_type(

@@ -42,6 +42,8 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         raise LoadError(quantized)
     refuse_other_mathematics(config)
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
+    if family.qk_norm == "after":
+        layout = layout.with_own_distances("whose queries and keys are normed where they stand")
     layers, kv_groups = _layers(config, family, layout)
     hidden = read_size(config, "hidden_size")
     return ModelSpec(

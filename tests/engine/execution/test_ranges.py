@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from windlass.engine.cache.runs import OPEN_END, SlotLayout, SlotRun
+from windlass.engine.rotary.distances import PLAIN
 from windlass.engine.execution.ranges import NO_BOUND, query_ranges
 
 
@@ -21,7 +22,7 @@ ALTERNATING = [(0, 16, 0, 0), (16, 32, 116, -100), (32, 40, 32, 0), (40, 64, 140
 
 
 def test_runs_moved_alike_share_a_version() -> None:
-    found = query_ranges([(sequence(*ALTERNATING), 64, 3)], [None], anchored=False)
+    found = query_ranges([(sequence(*ALTERNATING), 64, 3)], [PLAIN], [None], anchored=False)
     assert found.ends[0].tolist() == [16, 32, 40, 64, OPEN_END]
     assert found.rows[0].tolist() == [0, 3, 0, 3, 0]  # three queries, and behind them one version of each
     assert found.sources.tolist() == [0, 1, 2] and set(found.turns.tolist()) == {100}
@@ -30,7 +31,7 @@ def test_runs_moved_alike_share_a_version() -> None:
 
 def test_each_sequence_has_versions_of_its_own() -> None:
     other = sequence((0, 16, 300, -300), (16, OPEN_END, 16, 0))
-    found = query_ranges([(sequence(*ALTERNATING), 64, 1), (other, 16, 2)], [None, 8], anchored=False)
+    found = query_ranges([(sequence(*ALTERNATING), 64, 1), (other, 16, 2)], [PLAIN, PLAIN], [None, 8], anchored=False)
     assert found.rows.tolist() == [[0, 3, 0, 3, 0], [4, 1, -1, -1, -1]]
     assert found.sources.tolist() == [0, 1, 2] and found.turns.tolist() == [100, 300, 300]
     assert found.reaches.shape == (2, 2, 5) and (found.reaches[1, 0] == 8).all()
@@ -39,7 +40,7 @@ def test_each_sequence_has_versions_of_its_own() -> None:
 @pytest.mark.parametrize("count", [1, 5])
 def test_sinks_are_met_from_the_edge_and_share_nothing_with_what_follows(count: int) -> None:
     live = sequence((0, OPEN_END, 0, 0), window=8, sinks=4)
-    found = query_ranges([(live, 20, count)], [None], anchored=False)
+    found = query_ranges([(live, 20, count)], [PLAIN], [None], anchored=False)
     assert found.ends[0].tolist() == [4, OPEN_END]
     assert found.rows[0].tolist() == [count, 0]
     # A query at p stands as if at 11, the last place from which the sinks and the window hang together.

@@ -1,0 +1,77 @@
+"""How far keys seem from a query, and how scores grow with its position: what contexts beyond the trained length change
+beside frequencies.
+
+Responsible for the numbers of such a rule as they follow from a scaling's fields. It knows no sequence and no kernel, and
+imports no torch. Symbols: s tokens of a chunk, c one more than the greatest distance, L the trained length, i the position of
+a query and j that of a key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.engine.errors import RequestError
+from windlass.engine.rotary import frequencies
+from windlass.engine.rotary.fields import INVALID
+
+SHORTEST_CHUNK = 16  # tokens; each chunk of a prompt is a row of its own in a step
+
+
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """A rule of distances and scores; the default is that of every model: a key is as far as there are tokens between.
+
+    chunk, most: dual chunk attention (arXiv 2402.17463): a key in the query's own chunk of s tokens is at i - j, one in the
+    chunk before at min(i mod s + s, c - 1) - j mod s, older ones at c - 1 - j mod s. Keys are rotated at j mod s.
+    log_base: scores of the query at i are multiplied by max(1, ln(i + 1) / ln L) (arXiv 2202.12172).
+    score_factor: all scores are multiplied by it.
+    """
+
+    chunk: int | None = None
+    most: int = 0
+    log_base: int | None = None
+    score_factor: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rule changes nothing."""
+        return self == PLAIN
+
+
+PLAIN = Distances()
+
+
+def distances_of(rope_type: str, given: Mapping[str, Any], trained: int, length: int, param: str) -> Distances:
+    """The rule of a scaling. given: its fields. trained: L. length: of the request, in tokens, as far as it may grow.
+
+    Raises RequestError naming the field where chunks do not fit the trained length.
+    """
+    if rope_type == "log_n":
+        return Distances(log_base=trained)
+    if rope_type != "dual_chunk":
+        return PLAIN
+    longest = math.floor(trained * given.get("factor", 1.0))
+    most = int(given.get("chunk_size") or max(longest * 3 // 4, 2))
+    local = int(given.get("local_size") or max(min(longest // 8, most - 1), 1))
+    if most > longest:
+        raise RequestError(
+            f"{param}.chunk_size {most} is beyond the {longest} tokens that distances may reach on this model: use at most "
+            "that, or a factor",
+            f"{param}.chunk_size",
+            INVALID,
+        )
+    if most - local < SHORTEST_CHUNK:
+        raise RequestError(
+            f"{param}.local_size {local} leaves {most - local} of chunk_size {most} to a chunk, at least {SHORTEST_CHUNK} are "
+            "needed: use a smaller local_size or a larger chunk_size",
+            f"{param}.local_size",
+            INVALID,
+        )
+    factor = 1.0
+    if given.get("length_scores") and length > trained:
+        # On a grid, so that requests of similar lengths share cached keys.
+        factor = 0.1 * math.log(frequencies.grid_ratio(trained, length)) + 1.0
+    return Distances(most - local, most, trained if given.get("log_n") else None, factor)
