@@ -9,6 +9,8 @@ from windlass.engine.api.grammar_limits import MAX_CHARACTERS
 from windlass.engine.api.pooling import POOLING_KINDS, PoolingRule
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
+from windlass.engine.rotary.policy import RotaryPlan
+from windlass.engine.rotary.scaling import OF_DISTANCES
 
 MAX_SAMPLES = 64
 MAX_PASSAGES = 1024
@@ -28,6 +30,25 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
         _check_pooling(request.pooling, request.sampling)
     if request.reuse is not None:
         _check_reuse(request.reuse, len(request.prompt_token_ids))
+
+
+def check_distances(request: EngineRequest, rotation: RotaryPlan) -> None:
+    """Raise RequestError for what a rule of distances has no room for: it says itself where every key stands."""
+    kinds = {kind for group in rotation.groups for kind in (group.scaling.rope_type,) if kind in OF_DISTANCES}
+    if not kinds:
+        return
+    asked = {
+        "context_overflow": request.context.overflow == "shift" and "context_overflow 'shift'",
+        "attention_window": request.context.attention_window is not None and "attention_window",
+        "cache_reuse": request.reuse is not None and request.reuse.takes_any and "cache_reuse",
+    }
+    for field, what in asked.items():
+        if what:
+            raise RequestError(
+                f"{what} and rope_type {kinds.pop()!r} both say where keys stand: leave one of them out",
+                field,
+                "unsupported_value",
+            )
 
 
 def _check_pooling(rule: PoolingRule, sampling: SamplingParams) -> None:

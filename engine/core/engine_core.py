@@ -18,7 +18,7 @@ from windlass import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
 from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput
-from windlass.engine.api.validation import validate_request
+from windlass.engine.api.validation import check_distances, validate_request
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
@@ -138,6 +138,7 @@ class EngineCore:
                 "unsupported_value",
             )
         rotation = self.plan_rotation(request)
+        check_distances(request, rotation)
         if not self._compiling.takes(request):
             self.scheduler.add(request, rotation)
 

@@ -17,7 +17,14 @@ from typing import Any, cast
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling, main_group
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, effective_length, original_len, runnable_kinds
+from windlass.engine.rotary.scaling import (
+    OF_DISTANCES,
+    RopeScaling,
+    RotaryBase,
+    effective_length,
+    original_len,
+    runnable_kinds,
+)
 
 AUTO_NAME = "auto"
 AUTO = RopeScaling(AUTO_NAME)  # in place of a scaling: the least that the length needs
@@ -68,7 +75,7 @@ class RotaryLadder:
 def own_ladder(groups: tuple[RotaryGroup, ...], longest: int) -> RotaryLadder:
     """A model's own steps, as many as requests of up to `longest` tokens need."""
     main = main_group(groups)
-    if main.scaling.depends_on_length:
+    if main.scaling.depends_on_length or main.scaling.rope_type in OF_DISTANCES:
         return RotaryLadder(groups, (LadderStep(None),))
     least, growing, reach = _beginning(main.scaling, main.base)
     steps = [LadderStep(reach, least)]
@@ -96,6 +103,8 @@ def checked_ladder(groups: tuple[RotaryGroup, ...], steps: Sequence[LadderStep],
             raise LoadError(error.message) from None
         main = main_group(scaled)
         stretch = _stretch(main.scaling, main.base, step.up_to)
+        if main.scaling.rope_type in OF_DISTANCES:  # which reach further at no factor at all
+            stretch = max(stretch, factor)
         if stretch < factor * (1 - 1e-9):
             raise LoadError(
                 f"{where} scales by {stretch:g}, the one before it by {factor:g}: factors must not go down, since the "

@@ -171,9 +171,18 @@ def make_auto_plan(
     step = ladder.step(longest)
     groups = ladder.groups_under(step)
     policy: RopeUpdate = rope_update or "frozen"
+    if policy == "rotate" and any(_moves_keys(step.scaling) for step in ladder.steps):
+        policy = "recompute"  # keys within chunks stand elsewhere, which no turn by other frequencies makes of them
     if len(ladder.steps) == 1 and not any(group.scaling.depends_on_length for group in groups):
         policy = "frozen"
     return RotaryPlan(groups, policy, longest, exact and policy == "recompute", ladder)
+
+
+def _moves_keys(scaling: RopeScaling | None) -> bool:
+    """Whether a scaling rotates keys elsewhere than where they stand."""
+    if scaling is None:
+        return False
+    return scaling.rope_type == "dual_chunk" or any(_moves_keys(inner) for _, inner in scaling.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ NESTED = "nested"  # `rope_type` of an object that names groups
 # Kinds that change the base, which learned frequencies do not have.
 _NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")
 # Kinds that change how far keys seem, which needs layers that see as far as there are keys.
-_OF_DISTANCES = ("dual_chunk", "log_n")
+OF_DISTANCES = ("dual_chunk", "log_n")
 
 # Beyond these a request could only produce infinities or noise, never text.
 _MAX_FREQUENCY = 1e6
@@ -269,11 +269,17 @@ def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
             f"{param}.rope_type",
             INVALID,
         )
-    if scaling.rope_type in _OF_DISTANCES and base.own_distances is not None:
+    if scaling.rope_type in OF_DISTANCES and base.own_distances is not None:
         raise RequestError(
             f"{param}.rope_type {scaling.rope_type!r} cannot run on this model, {base.own_distances}: use one of "
-            f"{', '.join(kind for kind in kinds if kind not in _OF_DISTANCES)}",
+            f"{', '.join(kind for kind in kinds if kind not in OF_DISTANCES)}",
             f"{param}.rope_type",
+            INVALID,
+        )
+    if base.inv_freq is not None and scaling.rope_type == "dual_chunk" and scaling.get("factor") is not None:
+        raise RequestError(
+            f"{param}.factor asks for YaRN, which has no base to work on: this model's frequencies are learned: leave it out",
+            f"{param}.factor",
             INVALID,
         )
     if base.inv_freq is not None and scaling.get("rope_theta") is not None:

@@ -43,6 +43,24 @@ BUILT = [
         RopeScaling.yarn(4, attention_factor=1.5, beta_fast=64, beta_slow=2),
         {"rope_type": "yarn", "factor": 4, "attention_factor": 1.5, "beta_fast": 64, "beta_slow": 2},
     ),
+    (RopeScaling.dual_chunk(), {"rope_type": "dual_chunk"}),
+    (
+        RopeScaling.dual_chunk(chunk_size=96, local_size=16, factor=2, beta_fast=16, log_n=True, length_scores=False),
+        {
+            "rope_type": "dual_chunk",
+            "chunk_size": 96,
+            "local_size": 16,
+            "factor": 2,
+            "beta_fast": 16,
+            "log_n": True,
+            "length_scores": False,
+        },
+    ),
+    (RopeScaling.log_n(), {"rope_type": "log_n"}),
+    (
+        RopeScaling.log_n(512, rope_theta=1e5),
+        {"rope_type": "log_n", "rope_theta": 1e5, "original_max_position_embeddings": 512},
+    ),
     (
         RopeScaling.llama3(8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192),
         {

@@ -20,6 +20,8 @@ def by_formula(obj: dict[str, Any], length: int, base: RotaryBase) -> tuple[np.n
     w = np.exp(-(2 * j / d) * np.log(b))
     wavelengths = 2 * np.pi / w
     kind = obj.get("rope_type", obj.get("type"))
+    if kind in ("dual_chunk", "log_n"):
+        kind = "yarn" if "factor" in obj else "default"
     if kind in ("default", "mrope"):
         return w, 1.0
     if kind in ("linear", "proportional"):

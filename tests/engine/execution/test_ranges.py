@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from windlass.engine.cache.runs import OPEN_END, SlotLayout, SlotRun
-from windlass.engine.rotary.distances import PLAIN
 from windlass.engine.execution.ranges import NO_BOUND, query_ranges
+from windlass.engine.rotary.distances import PLAIN
 
 
 def sequence(*runs: tuple[int, int, int, int], window: int | None = None, sinks: int = 0) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import make_model
 
+from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
+from windlass.engine.rotary.ladder import AUTO, LadderStep
 from windlass.engine.rotary.scaling import RopeScaling
 
 TRAINED = 32
@@ -225,3 +228,39 @@ def test_models_whose_distances_are_their_own_say_so(family: str, why: str, tmp_
         with pytest.raises(RequestError, match=why) as caught:
             core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling(kind)))
         assert caught.value.param == "rope_scaling.rope_type"
+
+
+@pytest.mark.parametrize("kind", ["dual_chunk", "log_n"])
+def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"], shift_context=64)
+    asked_with: dict[str, dict[str, Any]] = {
+        "context_overflow": {"context": ContextRule("shift")},
+        "attention_window": {"context": ContextRule(attention_window=20)},
+        "cache_reuse": {"reuse": PassageReuse(32)},
+    }
+    for field, options in asked_with.items():
+        with pytest.raises(RequestError, match="leave one of them out") as caught:
+            core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling(kind), **options))
+        assert caught.value.param == field
+
+
+def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"], rope_scaling=RopeScaling.from_dict(SCALINGS["own sizes"]))
+    by_server = run(core, [greedy("a", PROMPT, LENGTH)])["a", 0]
+    by_request = run(core_of(models["llama"]), [asked("own sizes")])["a", 0]
+    assert torch.equal(torch.stack(by_server.logits), torch.stack(by_request.logits))
+    plain = run(core, [greedy("b", PROMPT, 4, rope_scaling=RopeScaling())])["b", 0]
+    assert plain.token_ids == run(core_of(models["llama"]), [greedy("b", PROMPT, 4)])["b", 0].token_ids
+
+
+def test_a_ladder_may_end_in_chunks_and_computes_keys_anew_where_it_does(models: dict[str, Path]) -> None:
+    rule = RopeScaling.from_dict(SCALINGS["dual chunk"])
+    ladder = (LadderStep(80), LadderStep(None, rule, "chunks"))
+    core = core_of(models["llama"], rope_ladder=ladder)
+    request = greedy("a", PROMPT, LENGTH, rope_scaling=AUTO, rope_update="rotate")
+    assert core.plan_rotation(request).policy == "recompute"
+    got = run(core, [request])["a", 0]
+    spelt_out = replace(request, rope_scaling=rule, rope_update=None)
+    right = right_logits(core, models["llama"], spelt_out, PROMPT + got.token_ids)
+    got.logits, got.token_ids = got.logits[-20:], got.token_ids[-20:]
+    check(got, right, prompt=len(PROMPT) + LENGTH - 20)

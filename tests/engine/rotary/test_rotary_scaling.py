@@ -76,6 +76,11 @@ CASES: list[tuple[dict[str, Any], int]] = [
     # On a model that rotates every dimension, proportional leaves no zeros.
     ({"rope_type": "proportional", "factor": 8.0}, 1),
     ({"rope_type": "proportional"}, 1),
+    # What chunks change is the distance; the frequencies within them are plain, or YaRN's.
+    ({"rope_type": "dual_chunk"}, 1),
+    ({"rope_type": "dual_chunk", "chunk_size": 3000, "local_size": 64, "rope_theta": 5e4}, 100_000),
+    ({"rope_type": "dual_chunk", "factor": 4.0, "beta_fast": 16.0, "length_scores": True}, 100_000),
+    ({"rope_type": "log_n"}, 100_000),
     # Sections deal out pairs among three positions, which are equal on text.
     ({"rope_type": "default", "mrope_section": [8, 12, 12]}, 1),
     ({"rope_type": "yarn", "factor": 4.0, "mrope_section": [16, 8, 8], "mrope_interleaved": True}, 1),
@@ -108,7 +113,9 @@ def transformers_frequencies(obj: dict[str, Any], length: int) -> tuple[np.ndarr
         for obj, length in CASES
         # transformers has no ntk, no alpha in this function, and ignores PhiMoE's magnitudes.
         # The plain frequencies are in each of its models: see test_config_names.
-        if obj["rope_type"] not in ("default", "ntk") and "alpha" not in obj and "short_mscale" not in obj
+        if obj["rope_type"] not in ("default", "ntk", "dual_chunk", "log_n")
+        and "alpha" not in obj
+        and "short_mscale" not in obj
     ],
 )
 def test_kind_matches_transformers(obj: dict[str, Any], length: int) -> None:
@@ -199,6 +206,7 @@ PARTIAL = RotaryBase(1e4, 64, 32, 4096)
 )
 def test_a_kind_the_model_cannot_run_is_refused_with_those_it_can(base: RotaryBase, refused: set[str]) -> None:
     examples = {obj["rope_type"]: obj for obj, _ in CASES} | {"learned": {"rope_type": "learned"}}
+    examples["dual_chunk"] = {"rope_type": "dual_chunk"}
     examples["longrope"] = {
         "rope_type": "longrope",
         "short_factor": [1.0] * (base.rotary_dim // 2),
@@ -301,12 +309,14 @@ def test_which_kinds_depend_on_length() -> None:
         "dynamic": True,
         "longrope": True,
         "proportional": False,
+        "dual_chunk": False,
+        "log_n": False,
     }
     for obj, _ in CASES:
         scaling = RopeScaling.from_dict(obj)
         assert scaling.depends_on_length == (depends[scaling.rope_type] and "alpha" not in obj)
         fingerprints = {resolve(scaling, BASE, length).fingerprint for length in (1, 100_000)}
-        assert (len(fingerprints) == 2) == scaling.depends_on_length
+        assert (len(fingerprints) == 2) == (scaling.depends_on_length or "length_scores" in obj)
 
 
 # --- the object -------------------------------------------------------------------------------------------------------
@@ -393,7 +403,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
             "'yarm' is not known (did you mean 'yarn'?): use one of default, linear, ntk",
         ),
         ({"type": "axial"}, ".type", "'axial' is not known: use one of default, linear, ntk, dynamic, yarn, llama3"),
-        ({"rope_type": "spiral"}, ".rope_type", "longrope, proportional, learned, su, mrope"),
+        ({"rope_type": "spiral"}, ".rope_type", "longrope, proportional, learned, dual_chunk, log_n, su, mrope"),
         ({"rope_type": "learned", "rope_theta": 1e4}, ".rope_theta", "not a field of rope_type 'learned'"),
         ({**YARN, "mrope_section": 64}, ".mrope_section", "list of pair counts"),
         ({**YARN, "mrope_section": [16.5, 15.5]}, ".mrope_section", "whole numbers"),
