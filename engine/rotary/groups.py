@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.fields import INVALID
-from windlass.engine.rotary.scaling import FULL_ATTENTION, RopeScaling, RotaryBase, check
+from windlass.engine.rotary.scaling import FULL_ATTENTION, RopeScaling, RotaryBase, check, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,9 @@ class RotaryGroup:
         """The scaling's fields as a JSON object without `rope_type`, theta included."""
         given = self.scaling.to_dict()
         given.pop("rope_type")
+        if self.scaling.rope_type == "dual_chunk":  # whose sizes nobody can tell from the model's length by heart
+            rule = resolve(self.scaling, self.base, 1).distances
+            given |= {"chunk_size": rule.most, "local_size": rule.most - (rule.chunk or 0)}
         # Learned frequencies follow from no base.
         return given if self.base.inv_freq is not None else {"rope_theta": self.base.rope_theta, **given}
 

@@ -244,6 +244,14 @@ def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str,
         assert caught.value.param == field
 
 
+def test_answers_tell_the_sizes_of_chunks(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    for name, sizes in (("dual chunk", (24, 4)), ("own sizes", (29, 9)), ("yarn inside", (48, 8))):
+        report = run(core, [asked(name, length=2)])["a", 0].outputs[-1].rotary
+        assert report is not None and report.rope_type == "dual_chunk"
+        assert (report.parameters["chunk_size"], report.parameters["local_size"]) == sizes
+
+
 def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:
     core = core_of(models["llama"], rope_scaling=RopeScaling.from_dict(SCALINGS["own sizes"]))
     by_server = run(core, [greedy("a", PROMPT, LENGTH)])["a", 0]
