@@ -188,8 +188,30 @@ class Backend(ABC):
         """Add x to `residual` in place, rounded to its dtype, and return the sum's `rms_norm`. Both [T, D], of one dtype."""
 
     @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dim (1607.06450), in float32.
+
+        x: [T, D]. weight, bias: [D] float32. Returns x's shape and dtype, contiguous.
+        """
+
+    @abstractmethod
+    def add(self, residual: Tensor, x: Tensor) -> None:
+        """Add x to `residual` in place, rounded to its dtype. Both [T, D], of one dtype."""
+
+    @abstractmethod
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        """x times factor, [T, N] float32."""
+
+    @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up of [T, 2F] holding (gate, up). activation: "silu" or "gelu_tanh". Returns [T, F]."""
+        """activation(gate) * up of [T, 2F] holding (gate, up). Returns [T, F].
+
+        activation: "silu", "gelu_tanh", "gelu" (by the error function) or "relu2" (the square of what is positive).
+        """
+
+    @abstractmethod
+    def activation(self, x: Tensor, activation: str) -> Tensor:
+        """activation(x) of [T, F], one of those that `gated_activation` has."""
 
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:

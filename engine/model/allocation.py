@@ -38,7 +38,7 @@ def storage_of(name: str) -> Storage:
 
 
 def _one(backend: Backend, spec: WeightSpec, parts: tuple[StoredPart, ...] | None) -> Weight:
-    if spec.kind in ("norm", "score"):
+    if spec.kind in ("norm", "shift", "score"):
         return backend.empty(spec.shape, torch.float32)
     if spec.kind == "bias":
         return backend.empty(spec.shape, backend.dtype)

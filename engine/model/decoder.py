@@ -5,7 +5,9 @@ It is the loop: embedding, layers with their norms, head. What a layer does lies
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -15,35 +17,29 @@ from windlass.engine.errors import RequestError
 from windlass.engine.model.allocation import allocate, of_layer
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.feed_forward.plain import PlainFeedForward
 from windlass.engine.model.mixers.attention import Attention, SharedAttention
+from windlass.engine.model.norm import Norm
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.model.storage import StoragePlan
 from windlass.kernels import Backend, BlockWeight, Weight
 
 
 @dataclass(slots=True)
-class LayerNormWeights:
-    """Of one layer, as `LayerSpec.weights` lists them: [hidden] each, float32, offset applied."""
-
-    mixer_norm: Tensor
-    feed_forward_norm: Tensor
-    mixer_output_norm: Tensor | None = None
-    feed_forward_output_norm: Tensor | None = None
-
-
-@dataclass(slots=True)
 class DecoderLayer:
-    """One layer: x + mixer(norm(x)), then the same of the feed-forward."""
+    """One layer: x + mixer(norm(x)), then the same of the feed-forward; or the sum of both, where they are parallel.
 
-    norms: LayerNormWeights
+    feed_forward_norm None: the feed-forward takes what the mixer took (parallel layers only).
+    """
+
+    mixer_norm: Norm
     mixer: Attention
-    feed_forward: GatedFeedForward
-
-    def weights(self) -> dict[str, Weight]:
-        """By the names that `LayerSpec.weights` gives them."""
-        parts = (self.norms, self.mixer.weights, self.feed_forward.weights)
-        found = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
-        return {name: weight for name, weight in found.items() if weight is not None}
+    mixer_output_norm: Norm
+    feed_forward_norm: Norm | None
+    feed_forward: GatedFeedForward | PlainFeedForward
+    feed_forward_output_norm: Norm
+    parallel: bool
 
 
 class Decoder:
@@ -60,11 +56,12 @@ class Decoder:
         self.spec, self.backend = spec, backend
         self.plan: StoragePlan = plan or {}
         self.dtype, self.device, self.weight_dtype = backend.dtype, backend.device, backend.weight_dtype
-        weights = allocate(backend, spec.weights(), self.plan)
+        self._weights = weights = allocate(backend, spec.weights(), self.plan)
         self.embedding: Tensor | BlockWeight = weights["embedding"]
         self.head: Weight = weights.get("head", self.embedding)
+        self._head_bias: Tensor | None = weights.get("head_bias")  # [V]
         self.score: Tensor | None = weights.get("score")  # [classes, hidden], float32
-        self.final_norm: Tensor = weights["final_norm"]
+        self._final_norm = self._norm(weights, "final_norm")
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
         self.layers = [
@@ -77,11 +74,21 @@ class Decoder:
         norms = of_layer(weights, prefix, layer.norms.weights(hidden))
         mixer = of_layer(weights, prefix, layer.mixer.weights(hidden))
         feed_forward = of_layer(weights, prefix, layer.feed_forward.weights(hidden))
+        shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
         return DecoderLayer(
-            LayerNormWeights(**norms),
-            Attention(layer.mixer, mixer, self.spec.norm_eps, kind, backend),
-            GatedFeedForward(layer.feed_forward, feed_forward, backend),
+            mixer_norm=self._norm(norms, "mixer_norm"),
+            mixer=Attention(layer.mixer, mixer, self.spec.norm_eps, kind, backend),
+            mixer_output_norm=self._norm(norms, "mixer_output_norm"),
+            feed_forward_norm=None if shares_norm else self._norm(norms, "feed_forward_norm"),
+            feed_forward=GatedFeedForward(layer.feed_forward, feed_forward, backend)
+            if isinstance(layer.feed_forward, GatedSpec)
+            else PlainFeedForward(layer.feed_forward, feed_forward, backend),
+            feed_forward_output_norm=self._norm(norms, "feed_forward_output_norm"),
+            parallel=layer.norms.parallel,
         )
+
+    def _norm(self, weights: Mapping[str, Any], name: str) -> Norm:
+        return Norm(self.spec.norm, weights.get(name), weights.get(f"{name}_bias"), self.spec.norm_eps, self.backend)
 
     def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden]."""
@@ -99,26 +106,28 @@ class Decoder:
 
     def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """The rest of `forward`. x: [T, hidden] as `embed` gave it; it is overwritten."""
-        backend, eps = self.backend, self.spec.norm_eps
         inputs = self._attention.inputs(batch)
-        normed = backend.rms_norm(x, self.layers[0].norms.mixer_norm, eps)
-        following = [layer.norms.mixer_norm for layer in self.layers[1:]] + [self.final_norm]
+        normed = self.layers[0].mixer_norm(x)
+        following = [layer.mixer_norm for layer in self.layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            norms = layer.norms
-            changes = None if batch.adapters is None else batch.adapters.of_layer(index, backend)
-            y = layer.mixer.forward(normed, inputs, cache.pages(index), changes)
-            if norms.mixer_output_norm is not None:
-                y = backend.rms_norm(y, norms.mixer_output_norm, eps)
-            normed = backend.add_rms_norm(x, y, norms.feed_forward_norm, eps)
-            y = layer.feed_forward.forward(normed, changes)
-            if norms.feed_forward_output_norm is not None:
-                y = backend.rms_norm(y, norms.feed_forward_output_norm, eps)
-            normed = backend.add_rms_norm(x, y, next_norm, eps)
+            changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
+            y = layer.mixer_output_norm(layer.mixer.forward(normed, inputs, cache.pages(index), changes))
+            if layer.parallel:
+                own = layer.feed_forward_norm
+                z = layer.feed_forward.forward(normed if own is None else own(x), changes)
+                self.backend.add(x, layer.feed_forward_output_norm(z))
+            else:
+                assert layer.feed_forward_norm is not None
+                normed = layer.feed_forward_norm.after_adding(x, y)
+                y = layer.feed_forward_output_norm(layer.feed_forward.forward(normed, changes))
+            normed = next_norm.after_adding(x, y)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]."""
-        logits = self.backend.linear(hidden, self.head).float()
+        logits = self.backend.linear(hidden, self.head, self._head_bias).float()
+        if self.spec.logit_scale != 1:
+            logits = self.backend.scaled(logits, self.spec.logit_scale)
         if self.spec.logit_soft_cap is not None:
             logits = self.backend.soft_cap(logits, self.spec.logit_soft_cap)
         return logits
@@ -144,11 +153,4 @@ class Decoder:
 
     def weights(self) -> dict[str, Weight]:
         """Every distinct weight by the name that `ModelSpec.weights` gives it, in that order."""
-        found: dict[str, Weight] = {"embedding": self.embedding, "final_norm": self.final_norm}
-        if self.score is not None:
-            found["score"] = self.score
-        elif not self.spec.tied_embeddings:
-            found["head"] = self.head
-        for index, layer in enumerate(self.layers):
-            found |= {f"layers.{index}.{name}": weight for name, weight in layer.weights().items()}
-        return {spec.name: found[spec.name] for spec in self.spec.weights()}
+        return dict(self._weights)

@@ -6,13 +6,15 @@ belong to `config_json`, what distinguishes families to `families`. Imports no t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from windlass.engine.api.model_heads import ClassifierInfo
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm
+from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.groups import RotaryGroup
 
 HEAD_TENSOR = "lm_head.weight"  # stored by some checkpoints although it is the embedding
@@ -20,12 +22,18 @@ HEAD_TENSOR = "lm_head.weight"  # stored by some checkpoints although it is the 
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
-    """Where a layer has norms, by the names of a checkpoint's tensors within it. The outputs' are there or not (Gemma, GLM 4)."""
+    """Where a layer has norms, by the names of a checkpoint's tensors within it; None where it has none.
 
-    mixer: str = "input_layernorm"
+    parallel: mixer and feed-forward both see the layer's input, and the feed-forward takes the mixer's norm where it has
+    none of its own (GPT-J); otherwise it sees what the mixer made of it.
+    """
+
+    mixer: str | None = "input_layernorm"
     mixer_output: str | None = None
-    feed_forward: str = "post_attention_layernorm"
+    feed_forward: str | None = "post_attention_layernorm"
     feed_forward_output: str | None = None
+    form: NormForm = field(default_factory=NormForm)
+    parallel: bool = False
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `LayerNormWeights`."""
@@ -35,7 +43,12 @@ class LayerNorms:
             "mixer_output_norm": self.mixer_output,
             "feed_forward_output_norm": self.feed_forward_output,
         }
-        return tuple(norm(name, tensor, hidden_size) for name, tensor in stored.items() if tensor is not None)
+        return tuple(
+            weight
+            for name, tensor in stored.items()
+            if tensor is not None
+            for weight in self.form.weights(name, tensor, hidden_size)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +56,25 @@ class LayerSpec:
     """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place."""
 
     mixer: AttentionSpec
-    feed_forward: GatedSpec
+    feed_forward: GatedSpec | PlainSpec
     norms: LayerNorms = LayerNorms()
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """Every weight of the layer, about in the order in which they are used."""
-        first, *norms = self.norms.weights(hidden_size)
-        return first, *self.mixer.weights(hidden_size), *norms, *self.feed_forward.weights(hidden_size)
+        norms = self.norms.weights(hidden_size)
+        first = [norm for norm in norms if norm.name.removesuffix("_bias") == "mixer_norm"]
+        rest = [norm for norm in norms if norm not in first]
+        return *first, *self.mixer.weights(hidden_size), *rest, *self.feed_forward.weights(hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class OuterNames:
+    """Of the tensors around the layers. layers: of those in a layer, "<layers>.<index>.<name>"."""
+
+    embedding: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +82,7 @@ class ModelSpec:
     """norm_offset: norms multiply by (offset + weight), 1 for Gemma. trained_len: the model's own context length M.
 
     classifier: the classes that the head has in place of a vocabulary; such a model generates nothing.
+    logit_scale: multiplies the logits. norm: what the norms of the stream are. head_bias: the head adds one.
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
     """
 
@@ -76,6 +102,10 @@ class ModelSpec:
     temperature: tuple[float, int] | None = None
     classifier: ClassifierInfo | None = None
     notices: tuple[str, ...] = ()
+    logit_scale: float = 1.0
+    norm: NormForm = field(default_factory=NormForm)
+    head_bias: bool = False
+    names: OuterNames = field(default_factory=OuterNames)
 
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
@@ -90,7 +120,7 @@ class ModelSpec:
     def weights(self) -> tuple[WeightSpec, ...]:
         """Every weight of the model, each once. Names are those of a layer's fields behind "layers.0." and so on."""
         return self.outer_weights() + tuple(
-            weight.below(f"layers.{index}.", f"model.layers.{index}.")
+            weight.below(f"layers.{index}.", f"{self.names.layers}.{index}.")
             for index, layer in enumerate(self.layers)
             for weight in layer.weights(self.hidden_size)
         )
@@ -98,13 +128,18 @@ class ModelSpec:
     def outer_weights(self) -> tuple[WeightSpec, ...]:
         """Those around the layers. A head that is the embedding is not listed beside it."""
         hidden, vocab = self.hidden_size, self.vocab_size
-        table = (StoredTensor("model.embed_tokens.weight", vocab),)
-        final_norm = norm("final_norm", "model.norm", hidden)
+        table = (StoredTensor(f"{self.names.embedding}.weight", vocab),)
+        final_norm = self.norm.weights("final_norm", self.names.final_norm, hidden)
         if self.classifier is not None:
             classes = len(self.classifier.labels)
             score = WeightSpec("score", "score", (classes, hidden), (StoredTensor("score.weight", classes),))
-            return WeightSpec("embedding", "table", (vocab, hidden), table), score, final_norm
+            return WeightSpec("embedding", "table", (vocab, hidden), table), score, *final_norm
         if self.tied_embeddings:
-            return WeightSpec("embedding", "table and head", (vocab, hidden), table), final_norm
-        head = WeightSpec("head", "head", (vocab, hidden), (StoredTensor(HEAD_TENSOR, vocab),))
-        return WeightSpec("embedding", "table", (vocab, hidden), table), head, final_norm
+            return WeightSpec("embedding", "table and head", (vocab, hidden), table), *final_norm
+        name = self.names.head
+        head: tuple[WeightSpec, ...] = (
+            WeightSpec("head", "head", (vocab, hidden), (StoredTensor(f"{name}.weight", vocab),)),
+        )
+        if self.head_bias:
+            head += (WeightSpec("head_bias", "bias", (vocab,), (StoredTensor(f"{name}.bias", vocab),)),)
+        return WeightSpec("embedding", "table", (vocab, hidden), table), *head, *final_norm

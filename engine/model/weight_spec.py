@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 # "table": rows are gathered from it. "head": it is multiplied by and kept at 8 bits where matrices are narrower.
-# "score": a head of few classes, in float32 as norms are.
-WeightKind = Literal["table", "head", "table and head", "matrix", "bias", "norm", "score"]
+# "score": a head of few classes, in float32 as norms are; "shift": what a norm adds.
+WeightKind = Literal["table", "head", "table and head", "matrix", "bias", "norm", "shift", "score"]
 # What a tensor of a layer's matrix does there. Some lose more than others when they are rounded.
 TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "down"]
 

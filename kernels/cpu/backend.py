@@ -66,6 +66,7 @@ class CompiledBackend(Backend):
         else:
             self._most_rows = linear.MOST_ROWS
             self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.MOST_ROWS
+        self._ones: dict[int, Tensor] = {}  # weights of a norm that is not looked at, by size
         self._most_panel_rows = sys.maxsize if options.deterministic else panels.MOST_ROWS
 
     @staticmethod
@@ -140,7 +141,25 @@ class CompiledBackend(Backend):
         return ops.rms_norm(x, weight, eps, residual, library=self._library)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        if activation not in ops.ACTIVATIONS:
+            return self._torch.gated_activation(gate_up, activation)
         return ops.gated_activation(gate_up, activation, library=self._library)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._torch.layer_norm(x, weight, bias, eps)
+
+    def add(self, residual: Tensor, x: Tensor) -> None:
+        # The sum is what the norm's kernel leaves in its residual; unlike torch's addition it can be recorded.
+        ones = self._ones.get(x.shape[1])
+        if ones is None:
+            ones = self._ones[x.shape[1]] = torch.ones(x.shape[1], dtype=torch.float32)
+        ops.rms_norm(x, ones, 1.0, residual, library=self._library)
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        return self._torch.scaled(x, factor)
+
+    def activation(self, x: Tensor, activation: str) -> Tensor:
+        return self._torch.activation(x, activation)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return ops.soft_cap(x, cap, library=self._library)

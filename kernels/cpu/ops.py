@@ -12,7 +12,7 @@ from torch import Tensor
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def rms_norm(
@@ -69,14 +69,14 @@ def gated_activation(gate_up: Tensor, activation: str, *, library: Library | Non
         f"gated_activation: gate_up is {gate_up.dtype} {tuple(gate_up.shape)}, not a float CPU tensor [T, 2F]",
     )
     check(gate_up.shape[1] < 2 or gate_up.stride(1) == 1, "gated_activation: the last dimension is not contiguous")
-    check(activation in _ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(_ACTIVATIONS)}")
+    check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, dim), dtype=gate_up.dtype)
     (library or load()).gated_activation(
         gate_up.data_ptr(),
         gate_up.stride(0),
         TYPE_CODES[gate_up.dtype],
-        _ACTIVATIONS[activation],
+        ACTIVATIONS[activation],
         out.data_ptr(),
         rows,
         dim,

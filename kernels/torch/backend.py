@@ -100,6 +100,18 @@ class TorchBackend(Backend):
         residual += x
         return self.rms_norm(residual, weight, eps)
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return reference.layer_norm(x, weight, bias, eps)
+
+    def add(self, residual: Tensor, x: Tensor) -> None:
+        residual += x
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def activation(self, x: Tensor, activation: str) -> Tensor:
+        return reference.activated(x, activation)
+
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)
 
@@ -174,6 +186,12 @@ class RowIndependentBackend(TorchBackend):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rowwise.rms_norm(x, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return rowwise.layer_norm(x, weight, bias, eps)
+
+    def activation(self, x: Tensor, activation: str) -> Tensor:
+        return rowwise.activated(x, activation)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return rowwise.gated_activation(gate_up, activation)

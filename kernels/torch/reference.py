@@ -221,13 +221,27 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up of [T, 2F] holding (gate, up). activation: "silu" or "gelu_tanh". Returns [T, F]."""
+    """activation(gate) * up of [T, 2F] holding (gate, up), see `Backend`. Returns [T, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
+    return activated(gate, activation) * up
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """activation(x) of [T, F], see `Backend`."""
     if activation == "silu":
-        return F.silu(gate) * up
+        return F.silu(x)
     if activation == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh") * up
+        return F.gelu(x, approximate="tanh")
+    if activation == "gelu":
+        return F.gelu(x)
+    if activation == "relu2":
+        return F.relu(x).square()
     raise ValueError(f"unknown activation {activation!r}")
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Norm around the mean over the last dim, in float32. weight, bias: [D] float32. Returns x's dtype."""
+    return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps).to(x.dtype)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

@@ -66,6 +66,16 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     return torch.cat([reference.gated_activation(row, activation) for row in rows])
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See `reference.layer_norm`."""
+    return torch.cat([reference.layer_norm(row, weight, bias, eps) for row in _rows(x) or [x]])
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """See `reference.activated`."""
+    return torch.cat([reference.activated(row, activation) for row in _rows(x) or [x]])
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """See `reference.soft_cap`."""
     return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from helpers import tiny_families
 
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -89,16 +90,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Save a random model of the family to `directory`; 1-D parameters are random too, so no bias or norm hides."""
-    name, settings = FAMILIES[family]
+    name, settings = FAMILIES.get(family) or tiny_families.FAMILIES[family]
     config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
-    config = config_class(**{**_COMMON, **settings, **overrides})
+    common = tiny_families.COMMON.get(family, _COMMON)
+    config = config_class(**{**common, **settings, **overrides})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             # Wide enough that attention is peaked and every mistake shows in the logits.
             parameter.normal_(0.0, 0.3) if parameter.dim() == 1 else parameter.mul_(4.0)
-            if parameter.dim() == 1 and name != "Gemma3":
+            if parameter.dim() == 1 and name not in tiny_families.OFFSET_NORMS:
                 parameter.add_(1.0)
     model.save_pretrained(directory)
     return directory
@@ -113,15 +115,18 @@ class Reference:
         ).eval()
         by_name = dict(zip(names, specs, strict=True))
         fallback = specs[0]
+        repeats = type(self.model).__name__.startswith("Cohere")
 
         def rotary(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
             spec = by_name.get(layer_type or "", fallback)
             inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float64)
             angle = position_ids[..., None].double() * inv_freq
-            angle = torch.cat((angle, angle), dim=-1)
+            angle = torch.cat((angle, angle), dim=-1) if not repeats else angle.repeat_interleave(2, dim=-1)
             return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()
 
-        self.model.model.rotary_emb.forward = rotary
+        for name, module in self.model.named_modules():
+            if name.endswith("rotary_emb"):
+                module.forward = rotary
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:

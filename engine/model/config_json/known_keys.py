@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from windlass.engine.errors import LoadError
@@ -37,7 +38,7 @@ _READ = frozenset(
     "rope_theta rope_scaling rope_parameters rope_local_base_freq partial_rotary_factor original_max_position_embeddings "
     "attention_bias mlp_bias use_bias sliding_window sliding_window_pattern _sliding_window_pattern layer_types "
     "use_sliding_window max_window_layers no_rope_layers no_rope_layer_interval layer_rope_theta query_pre_attn_scalar "
-    "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config "
+    "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config attention_out_bias "
     "compression_config id2label num_labels problem_type".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
@@ -51,10 +52,10 @@ _HARMLESS = frozenset(
 )
 
 
-def refuse_other_mathematics(config: Config) -> None:
-    """LoadError for a key that would make another model of it."""
+def refuse_other_mathematics(config: Config, read: Container[str] = ()) -> None:
+    """LoadError for a key that would make another model of it. read: those that the family reads."""
     for key, neutral in _MUST_BE_NEUTRAL.items():
-        if key in config and config[key] not in neutral:
+        if key in config and key not in read and config[key] not in neutral:
             raise LoadError(f"config.json sets {key}={config[key]!r}, which changes the model and is not supported")
 
 

@@ -5,7 +5,7 @@ A pattern says of each layer what it sees ("full_attention" or "sliding_attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from windlass.engine.errors import LoadError
@@ -27,7 +27,8 @@ class LayerFacts:
 
 
 # What each layer sees and the rotary group of each, both by the names of `rotary.scaling.GROUP_NAMES`. Raises LoadError.
-Pattern = Callable[[Config, LayerFacts], tuple[list[str], list[str]]]
+# None: the layer does not rotate.
+Pattern = Callable[[Config, LayerFacts], tuple[Sequence[str], Sequence[str | None]]]
 
 
 def full_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
@@ -42,6 +43,23 @@ def windowed_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[
     full, sliding = [FULL_ATTENTION] * facts.count, [SLIDING_ATTENTION] * facts.count
     _refuse_mixture(config, facts, sliding if facts.windowed else full)
     return sliding, full
+
+
+def every_nth_full(interval: int, *, first: bool = False, groups: bool = False) -> Pattern:
+    """Every n-th layer sees everything, the others `sliding_window` tokens; `layer_types` says it layer by layer.
+
+    first: the first of each n layers does, instead of the last. groups: the two kinds may rotate differently.
+    """
+
+    def pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+        full = [FULL_ATTENTION] * facts.count
+        own = [i % interval == (0 if first else interval - 1) for i in range(facts.count)]
+        kinds = facts.given or [FULL_ATTENTION if one else SLIDING_ATTENTION for one in own]
+        if not facts.windowed:
+            kinds = full
+        return kinds, list(kinds if groups else full)
+
+    return pattern
 
 
 def _refuse_mixture(config: Config, facts: LayerFacts, expected: list[str]) -> None:

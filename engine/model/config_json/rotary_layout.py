@@ -118,7 +118,7 @@ def _given_by_layer_type(
         if name not in given:
             raise LoadError(f"config.json: rope_parameters says nothing about the {name} layers")
     if old:
-        for name in (FULL_ATTENTION,) if own_local else tuple(given):
+        for name in (FULL_ATTENTION,) if own_local or rules.scales_full_layers_alone else tuple(given):
             given[name] = _merged(given[name], dict(old))
     theta = config.get("rope_theta")
     local = config.get("rope_local_base_freq") if own_local else theta

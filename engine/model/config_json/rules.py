@@ -19,7 +19,8 @@ class ConfigRules:
     num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads. local_rope_theta: set
     where sliding layers have a theta of their own. rope_parameters: the object used when config.json has none.
     no_rope_layer_interval: every n-th layer does not rotate. query_temperature: whether the rotary object may carry
-    Ministral's `llama_4_scaling_beta`. longrope_names: older names of longrope that mean something else elsewhere.
+    Ministral's `llama_4_scaling_beta`. scales_full_layers_alone: `rope_scaling` is not for layers with a window (OLMo 3).
+    longrope_names: older names of longrope that mean something else elsewhere.
     """
 
     max_position_embeddings: int
@@ -40,4 +41,5 @@ class ConfigRules:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     no_rope_layer_interval: int | None = None
     query_temperature: bool = False
+    scales_full_layers_alone: bool = False
     longrope_names: tuple[str, ...] = ("su",)

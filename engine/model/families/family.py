@@ -11,8 +11,9 @@ from typing import Literal
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.feed_forward.plain_spec import PlainNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.spec import LayerNorms
+from windlass.engine.model.spec import LayerNorms, OuterNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,34 @@ MLP_BIAS = Flag("mlp_bias")
 
 
 @dataclass(frozen=True, slots=True)
+class SoftCaps:
+    """Where config.json says nothing of them."""
+
+    attention: float | None = None
+    logits: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """The keys under which config.json has them; what it leaves out is 1. attention: multiplies q·k.
+
+    residual: what a layer's parts add to the stream. logits_divided_by, logits: of the head's.
+    """
+
+    embedding: str | None = None
+    residual: str | None = None
+    attention: str | None = None
+    logits_divided_by: str | None = None
+    logits: str | None = None
+    logits_default: float = 1.0
+
+    @property
+    def keys(self) -> frozenset[str]:
+        found = (self.embedding, self.residual, self.attention, self.logits_divided_by, self.logits)
+        return frozenset(key for key in found if key is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One architecture as it differs from the plain decoder: Llama's norms and names, a silu-gated feed-forward, no biases.
 
@@ -35,8 +64,10 @@ class Family:
     A bias is there always, never, or where config.json says so.
     activation: of the feed-forward where config.json names none under `activation_key`. norm_offset: norms multiply by
     (offset + weight). scaled_embeddings: by the root of hidden_size. query_pre_attn_scalar: the default of the number
-    whose inverse root scales q·k; None: the head's dimension. soft_caps: those of config.json hold. interleaved:
-    checkpoints hold rotated pairs as (2j, 2j + 1). norms: where there are norms, with their names.
+    whose inverse root scales q·k; None: the head's dimension. soft_caps: what config.json says of them holds.
+    multipliers: and those of Granite. gelu_by_tanh: "gelu" in config.json means the approximation. interleaved:
+    checkpoints hold rotated pairs as (2j, 2j + 1). norms: where there are norms, with their names. feed_forward_names:
+    those of a feed-forward with a gate or without.
     """
 
     architecture: str
@@ -45,17 +76,21 @@ class Family:
     qkv_bias: bool | Flag = False
     out_bias: bool | Flag = False
     feed_forward_bias: bool | Flag = False
-    qk_norm: Literal["before", "after"] | None = None
+    qk_norm: Literal["before", "after", "all heads"] | None = None
     norm_offset: float = 0.0
     activation: str = "silu"
     activation_key: str = "hidden_act"
     scaled_embeddings: bool = False
     query_pre_attn_scalar: float | None = None
-    soft_caps: bool = False
+    soft_caps: SoftCaps | None = None
+    multipliers: Multipliers | None = None
+    gelu_by_tanh: bool = False
     interleaved: bool = False
     attention_names: AttentionNames = field(default_factory=AttentionNames)
-    feed_forward_names: GatedNames = field(default_factory=GatedNames)
+    feed_forward_names: GatedNames | PlainNames = field(default_factory=GatedNames)
     norms: LayerNorms = field(default_factory=LayerNorms)
+    outer_names: OuterNames = field(default_factory=OuterNames)
+    head_bias: bool = False
     text_part: str = ""
 
     @property

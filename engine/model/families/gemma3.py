@@ -6,7 +6,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_size
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
 from windlass.engine.model.spec import LayerNorms
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
@@ -49,7 +49,7 @@ GEMMA3 = Family(
     activation_key="hidden_activation",
     scaled_embeddings=True,
     query_pre_attn_scalar=256.0,
-    soft_caps=True,
+    soft_caps=SoftCaps(),
     norms=LayerNorms(
         mixer="input_layernorm",
         mixer_output="post_attention_layernorm",

@@ -13,9 +13,10 @@ from windlass.engine.model.config_json.known_keys import refuse_other_mathematic
 from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
 from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.family import Family, Flag
+from windlass.engine.model.families.family import Family, Flag, Multipliers
 from windlass.engine.model.families.registry import FAMILIES
-from windlass.engine.model.feed_forward.gated_spec import Activation, GatedSpec
+from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown
@@ -26,6 +27,9 @@ _ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
 }
 
 
@@ -40,12 +44,16 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     quantized = describe_quantized(config)
     if quantized is not None:
         raise LoadError(quantized)
-    refuse_other_mathematics(config)
+    multipliers = family.multipliers or Multipliers()
+    refuse_other_mathematics(config, multipliers.keys)
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
     if family.qk_norm == "after":
         layout = layout.with_own_distances("whose queries and keys are normed where they stand")
     layers, kv_groups = _layers(config, family, layout)
     hidden = read_size(config, "hidden_size")
+    # Parts that add r times what they make: the same as a stream that is 1 / r as large, of which norms take the scale out.
+    residual = _multiplier(config, multipliers.residual)
+    caps = family.soft_caps
     return ModelSpec(
         architecture=family.classifier if classifies else family.architecture,
         vocab_size=read_size(config, "vocab_size"),
@@ -54,11 +62,19 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         rotary_groups=layout.groups,
         kv_groups=kv_groups,
         trained_len=layout.groups[0].base.trained_len,
-        norm_eps=read_number(config, "rms_norm_eps") or family.rules.rms_norm_eps,
+        norm_eps=(read_number(config, "rms_norm_eps") or family.rules.rms_norm_eps) / residual**2,
         norm_offset=family.norm_offset,
-        embedding_scale=float(hidden) ** 0.5 if family.scaled_embeddings else 1.0,
+        embedding_scale=(
+            (float(hidden) ** 0.5 if family.scaled_embeddings else _multiplier(config, multipliers.embedding))
+            / residual
+        ),
         tied_embeddings=read_flag(config, "tie_word_embeddings", family.rules.tie_word_embeddings),
-        logit_soft_cap=read_number(config, "final_logit_softcapping") if family.soft_caps else None,
+        logit_soft_cap=None if caps is None else _soft_cap(config, "final_logit_softcapping", caps.logits),
+        logit_scale=_multiplier(config, multipliers.logits, multipliers.logits_default)
+        / _multiplier(config, multipliers.logits_divided_by),
+        norm=family.norms.form,
+        head_bias=family.head_bias,
+        names=family.outer_names,
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
         classifier=read_classifier(config) if classifies else None,
@@ -124,11 +140,15 @@ def _layers(
     scaled_by: float = dim
     if family.query_pre_attn_scalar is not None:
         scaled_by = read_number(config, "query_pre_attn_scalar") or family.query_pre_attn_scalar
-    feed_forward = GatedSpec(
-        intermediate_size=read_size(config, "intermediate_size"),
-        activation=_activation(config, family),
-        bias=_is_set(config, family.feed_forward_bias),
-        names=family.feed_forward_names,
+    scale = scaled_by**-0.5
+    if family.multipliers is not None and family.multipliers.attention is not None:
+        scale = _multiplier(config, family.multipliers.attention)
+    width, activation = read_size(config, "intermediate_size"), _activation(config, family)
+    names, bias, caps = family.feed_forward_names, _is_set(config, family.feed_forward_bias), family.soft_caps
+    feed_forward = (
+        GatedSpec(width, activation, bias, names)
+        if isinstance(names, GatedNames)
+        else PlainSpec(width, activation, bias, names)
     )
     windows = list(dict.fromkeys(layer.window for layer in layout.layers))
     layers = tuple(
@@ -137,11 +157,11 @@ def _layers(
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=dim,
-                scale=scaled_by**-0.5,
+                scale=scale,
                 rotary_group=group,
                 kv_group=windows.index(layer.window),
                 window=layer.window,
-                soft_cap=read_number(config, "attn_logit_softcapping") if family.soft_caps else None,
+                soft_cap=None if caps is None else _soft_cap(config, "attn_logit_softcapping", caps.attention),
                 qkv_bias=_is_set(config, family.qkv_bias),
                 out_bias=_is_set(config, family.out_bias),
                 qk_norm=family.qk_norm,
@@ -166,8 +186,19 @@ def _is_set(config: Config, switch: bool | Flag) -> bool:
     return read_flag(config, switch.key, switch.default) if isinstance(switch, Flag) else switch
 
 
+def _multiplier(config: Config, key: str | None, default: float = 1.0) -> float:
+    return default if key is None else read_number(config, key) or default
+
+
+def _soft_cap(config: Config, key: str, default: float | None) -> float | None:
+    """None where nothing is capped: also where config.json says null."""
+    return read_number(config, key) if key in config else default
+
+
 def _activation(config: Config, family: Family) -> Activation:
     name = config.get(family.activation_key) or family.activation
+    if name == "gelu" and family.gelu_by_tanh:
+        name = "gelu_pytorch_tanh"
     activation = _ACTIVATIONS.get(name) if isinstance(name, str) else None
     if activation is None:
         raise LoadError(f"config.json: activation {name!r} is not supported: use one of {', '.join(_ACTIVATIONS)}")

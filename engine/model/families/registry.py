@@ -6,12 +6,16 @@ Defaults follow the configuration classes of transformers 5.23, since checkpoint
 from __future__ import annotations
 
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
+from windlass.engine.model.families.exaone4 import EXAONE4
+from windlass.engine.model.families.gemma import GEMMA, GEMMA2, VAULT_GEMMA
 from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.glm import GLM, GLM4
 from windlass.engine.model.families.helium import HELIUM
 from windlass.engine.model.families.hunyuan import HUNYUAN
 from windlass.engine.model.families.llama import LLAMA
+from windlass.engine.model.families.llama_like import ARCEE, CWM, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
+from windlass.engine.model.families.olmo import OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
 from windlass.engine.model.families.smollm3 import SMOLLM3
@@ -30,4 +34,14 @@ FAMILIES = (
     GLM4,
     PHI3,
     HUNYUAN,
+    GEMMA,
+    GEMMA2,
+    VAULT_GEMMA,
+    OLMO2,
+    OLMO3,
+    EXAONE4,
+    SEED_OSS,
+    CWM,
+    GRANITE,
+    ARCEE,
 )

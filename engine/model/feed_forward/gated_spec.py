@@ -10,7 +10,7 @@ from typing import Literal
 
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projection
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)

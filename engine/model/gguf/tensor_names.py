@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.spec import HEAD_TENSOR, ModelSpec
 from windlass.engine.rotary.fields import shown_key
@@ -74,10 +75,11 @@ def _layer_names(family: Family) -> dict[str, str]:
         "attn_k": attention.k,
         "attn_v": attention.v,
         "attn_output": attention.out,
-        "ffn_gate": feed_forward.gate,
-        "ffn_up": feed_forward.gate_up or feed_forward.up,
+        "ffn_up": feed_forward.up,
         "ffn_down": feed_forward.down,
     }
+    if isinstance(feed_forward, GatedNames):
+        names |= {"ffn_gate": feed_forward.gate, "ffn_up": feed_forward.gate_up or feed_forward.up}
     if family.qk_norm is not None:
         names |= {"attn_q_norm": attention.q_norm, "attn_k_norm": attention.k_norm}
     if attention.qkv is not None:

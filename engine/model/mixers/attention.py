@@ -26,8 +26,8 @@ class AttentionWeights:
     out: Weight  # [hidden, Hq * D]
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
-    q_norm: Tensor | None = None  # [D]
-    k_norm: Tensor | None = None  # [D]
+    q_norm: Tensor | None = None  # [D], or [Hq * D] over all heads
+    k_norm: Tensor | None = None  # [D], or [Hkv * D]
 
 
 @dataclass(slots=True)
@@ -129,7 +129,11 @@ class Attention:
             grown = q_scale.sqrt()[:, None, None]  # [T, 1, 1]
             q, k = (q * grown).to(x.dtype), (k * grown).to(x.dtype)
             q_scale = torch.ones_like(q_scale)
-        if w.q_norm is not None and w.k_norm is not None:
+        if spec.qk_norm == "all heads" and w.q_norm is not None and w.k_norm is not None:
+            rows_q, rows_k, _ = projected.split_with_sizes((heads * dim, kv_heads * dim, kv_heads * dim), 1)
+            q = backend.rms_norm(rows_q, w.q_norm, self._eps).view(-1, heads, dim)
+            k = backend.rms_norm(rows_k, w.k_norm, self._eps).view(-1, kv_heads, dim)
+        elif w.q_norm is not None and w.k_norm is not None:
             # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
             q = backend.rms_norm(q, self._unit_norm if after else w.q_norm, self._eps)
             k = backend.rms_norm(k, self._unit_norm if after else w.k_norm, self._eps)

@@ -30,8 +30,9 @@ class AttentionSpec:
     """One attention layer. scale multiplies q·k; window: keys a query sees, itself included; soft_cap: see kernels.
 
     rotary_group and kv_group index into the model's groups; rotary_group None: the layer does not rotate (NoPE).
-    qk_norm: RMS norm per head, before or after the rotation. interleaved_dims: how many dims of each head the checkpoint
-    holds as pairs (2j, 2j + 1); 0: its pairs are (j, j + d/2) already.
+    qk_norm: RMS norm per head, before or after the rotation; "all heads": one over all of them, before it.
+    interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
+    0: its pairs are (j, j + d/2) already.
     """
 
     num_heads: int
@@ -44,7 +45,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["before", "after"] | None = None
+    qk_norm: Literal["before", "after", "all heads"] | None = None
     interleaved_dims: int = 0
     names: AttentionNames = AttentionNames()
 
@@ -65,9 +66,10 @@ class AttentionSpec:
         if self.qk_norm is not None:
             # A norm's weights apply to rotated dims as the checkpoint numbers them.
             pairs = self._interleaved(1)
+            over_all = self.qk_norm == "all heads"
             result += (
-                norm("q_norm", names.q_norm, self.head_dim, pairs),
-                norm("k_norm", names.k_norm, self.head_dim, pairs),
+                norm("q_norm", names.q_norm, q_size if over_all else self.head_dim, pairs),
+                norm("k_norm", names.k_norm, kv_size if over_all else self.head_dim, pairs),
             )
         return result
 

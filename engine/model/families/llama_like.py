@@ -1,0 +1,80 @@
+"""Families that differ from Llama in defaults, biases, windows or multipliers: Seed-OSS, CWM, Granite, Arcee."""
+
+from __future__ import annotations
+
+from windlass.engine.model.config_json.patterns import every_nth_full
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag, Multipliers
+from windlass.engine.model.feed_forward.plain_spec import PlainNames
+
+SEED_OSS = Family(
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    rules=ConfigRules(
+        max_position_embeddings=524_288,
+        num_hidden_layers=64,
+        num_attention_heads=80,
+        num_key_value_heads=8,
+        head_dim=128,
+    ),
+    qkv_bias=Flag("attention_bias", default=True),
+    out_bias=Flag("attention_out_bias"),
+    feed_forward_bias=MLP_BIAS,
+)
+
+CWM = Family(
+    architecture="CwmForCausalLM",
+    model_type="cwm",
+    rules=ConfigRules(
+        layer_pattern=every_nth_full(4, first=True),
+        max_position_embeddings=131_072,
+        hidden_size=6144,
+        num_hidden_layers=64,
+        num_attention_heads=48,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        eos_token_id=(128_001, 128_008, 128_009),
+        sliding_window=8192,
+        rope_theta=1_000_000.0,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    feed_forward_bias=MLP_BIAS,
+)
+
+GRANITE = Family(
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    rules=ConfigRules(max_position_embeddings=2048),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    multipliers=Multipliers(
+        embedding="embedding_multiplier",
+        residual="residual_multiplier",
+        attention="attention_multiplier",
+        logits_divided_by="logits_scaling",
+    ),
+)
+
+ARCEE = Family(
+    architecture="ArceeForCausalLM",
+    model_type="arcee",
+    rules=ConfigRules(
+        max_position_embeddings=4096,
+        hidden_size=2560,
+        rms_norm_eps=1e-5,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    activation="relu2",
+    feed_forward_names=PlainNames(),
+)

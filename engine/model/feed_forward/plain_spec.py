@@ -1,0 +1,37 @@
+"""The description of a feed-forward without a gate: its width and activation, and its weights with their names in checkpoints.
+
+Imports no torch: the API process reads specs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windlass.engine.model.feed_forward.gated_spec import Activation
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projection
+
+
+@dataclass(frozen=True, slots=True)
+class PlainNames:
+    """Of a checkpoint's tensors, within their layer."""
+
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSpec:
+    """down(activation(up(x))); bias: on both."""
+
+    intermediate_size: int
+    activation: Activation
+    bias: bool = False
+    names: PlainNames = PlainNames()
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The fields of `PlainWeights`."""
+        names, size = self.names, self.intermediate_size
+        return (
+            *projection("up", [StoredTensor(names.up, size, role="up")], hidden_size, bias=self.bias),
+            *projection("down", [StoredTensor(names.down, hidden_size, role="down")], size, bias=self.bias),
+        )

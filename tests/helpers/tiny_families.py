@@ -1,0 +1,49 @@
+"""More families for `tiny_models`: those that the tests of every family's logits run over, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+OFFSET_NORMS = ("Gemma", "Gemma2", "Gemma3", "VaultGemma", "Nemotron")
+# Where a family has other names for its sizes.
+COMMON: dict[str, dict[str, Any]] = {}
+
+_LOCAL = {"sliding_window": 8}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {}),
+    "gemma2": ("Gemma2", {**_LOCAL, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
+    "vaultgemma": ("VaultGemma", {**_LOCAL, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **_LOCAL,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500_000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 32,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
+    "exaone4": ("Exaone4", {**_LOCAL, "sliding_window_pattern": 2}),
+    "exaone4_full": ("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "seed_oss": ("SeedOss", {"mlp_bias": True, "attention_out_bias": True}),
+    "cwm": ("Cwm", _LOCAL),
+    "granite": (
+        "Granite",
+        {
+            "attention_bias": True,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 8.0,
+        },
+    ),
+    "arcee": ("Arcee", {"mlp_bias": True}),
+}
