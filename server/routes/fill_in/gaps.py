@@ -133,10 +133,11 @@ async def _encode_end(
     job: GenerationJob, text: str, most: int, param: str, *, keep_first: bool
 ) -> tuple[list[int], bool]:
     """The first or last ids of a text, at most so many, and whether any are missing."""
-    service = job.state.text
-    short = (
-        text[: job.state.settings.max_tokenize_chars] if keep_first else text[-job.state.settings.max_tokenize_chars :]
-    )
+    service, tokenizer = job.state.text, job.state.tokenizer
+    # So many characters come to enough tokens for certain; what is beyond them need not be looked at.
+    enough = await service.on_thread(lambda: (most + 1) * tokenizer.max_token_chars)
+    enough = min(enough, job.state.settings.max_tokenize_chars)
+    short = text[:enough] if keep_first else text[-enough:]
     pieces = await service.on_thread(fill_in_of(job, param).pieces, short)
     kept = pieces[:most] if keep_first else pieces[-most:]  # each has a token at least
     encoded = await service.encode(
