@@ -28,10 +28,10 @@ class CommonFields(SectionFields, total=False):
 class RopeScaling(dict[str, Any]):
     """A `rope_scaling` object. It is a dict, so everything that writes JSON takes it, `extra_body` of `openai` included.
 
-    One builder per kind; docs/rotary.md says what the fields do. None leaves a field out, and the server fills it
-    in from the model. `in_groups` nests one object per group of layers. Numbers may be numpy's. Each raises ValueError,
-    naming the field, for a value that no model could run under. `RopeScaling(obj)` takes an object as it is, unchecked;
-    `from_dict` checks it.
+    One builder per kind; docs/rotary.md says what the fields do; the string "auto" in its place has the server choose by
+    length. None leaves a field out, and the server fills it in from the model. `in_groups` nests one object per group of
+    layers. Numbers may be numpy's. Each raises ValueError, naming the field, for a value that no model could run under.
+    `RopeScaling(obj)` takes an object as it is, unchecked; `from_dict` checks it.
     """
 
     @classmethod

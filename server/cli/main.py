@@ -77,8 +77,8 @@ def generate(
         option(
             "--url",
             help="Ask a running server, such as http://127.0.0.1:8000, rather than load a model. Then "
-            "--model names a model of that server, and of the engine's options only --rope-scaling (JSON, or a profile "
-            "of that server) and --rope-update count.",
+            "--model names a model of that server, and of the engine's options only --rope-scaling (JSON, a profile of "
+            "that server, or auto) and --rope-update count.",
         ),
     ] = None,
     api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,

@@ -63,10 +63,7 @@ def check_prompt_request(
         raise bad_request("attention_sinks goes with attention_window", "attention_sinks")
     rule = ContextRule(attention_window=window, attention_sinks=sinks or 0)
     rotation = rotation_of(body.rope_scaling, body.rope_update, settings, info)
-    size, truncate = size_of(rule, info), body.truncate_prompt_tokens
-    longest = size.longest_prompt
-    if rotation.longest is not None and size.rotary_length > rotation.longest:
-        longest = min(longest, rotation.longest)
+    longest, truncate = rotation.within(size_of(rule, info)).longest_prompt, body.truncate_prompt_tokens
     if truncate == 0 or (truncate is not None and truncate > longest):
         raise bad_request(
             f"truncate_prompt_tokens must lie between 1 and the context of {longest} tokens, or be -1 for that; got {truncate}",

@@ -7,7 +7,7 @@ neither HTTP nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -47,30 +47,25 @@ class Rotation:
         ladder = self.planner.ladder
         return ladder.end if ladder is not None and self.planner.chooses(self.scaling) else None
 
-    def fit(self, max_tokens: int, prompt_tokens: int, size: ContextSize, *, given: bool, param: str) -> int:
-        """`max_tokens` as far as some step of the ladder holds the request; raises RequestError where none does.
+    def within(self, size: ContextSize) -> ContextSize:
+        """What a context of this size may hold, where the steps of a ladder end before it does."""
+        most = self.longest
+        return size if most is None or size.rotary_length <= most else replace(size, longest=min(size.longest, most))
 
-        size: what the context holds. given: the request itself said so many tokens, and gets an error rather than fewer.
-        param: the field of the prompt.
+    def check_length(self, prompt_tokens: int, max_tokens: int, size: ContextSize) -> None:
+        """Raise RequestError for output that was asked for and that no step of the ladder holds behind such a prompt.
+
+        size: what the context holds, before `within`.
         """
         most = self.longest
-        if most is None or min(prompt_tokens + max_tokens, size.rotary_length) <= most:
-            return max_tokens
-        if prompt_tokens + min(max_tokens, 1) > most:
-            raise RequestError(
-                f"the prompt has {prompt_tokens} tokens, and under rope_scaling auto this server takes {most} with the "
-                "output: shorten it, or name a scaling",
-                param,
-                "context_length_exceeded",
-            )
-        if given:
-            raise RequestError(
-                f"max_tokens: {prompt_tokens} tokens of prompt and {max_tokens} of output are more than the {most} that "
-                f"rope_scaling auto takes on this server: ask for at most {most - prompt_tokens}, or name a scaling",
-                "max_tokens",
-                "context_length_exceeded",
-            )
-        return most - prompt_tokens
+        if most is None or prompt_tokens >= most or min(prompt_tokens + max_tokens, size.rotary_length) <= most:
+            return
+        raise RequestError(
+            f"max_tokens: {prompt_tokens} tokens of prompt and {max_tokens} of output are more than the {most} that "
+            f"rope_scaling auto takes on this server: ask for at most {most - prompt_tokens}, or name a scaling",
+            "max_tokens",
+            "context_length_exceeded",
+        )
 
 
 def planner_of(settings: ServerSettings, info: ModelInfo) -> RotaryPlanner:

@@ -81,7 +81,7 @@ async def prepare(chat: CheckedChat) -> tuple[list[Prompt], GenerationJob]:
         fitted = await fit_turns(
             body.messages,
             lambda messages: _counted(job, body, tools, messages),
-            context=job.info.max_model_len,
+            context=job.size.longest_prompt,
             room=_room(job, body),
         )
         text, prompts = fitted.made
@@ -104,13 +104,13 @@ async def _keeping_system_prompt(
         return job
     _, heads = await _render(job, body, tools, system)
     rule = keeping(job.rule, heads[0].token_ids, prompt, job.info)
-    return replace(job, rule=rule, size=size_of(rule, job.info))
+    return replace(job, rule=rule, size=job.rotation.within(size_of(rule, job.info)))
 
 
 def _room(job: GenerationJob, body: ChatRequest) -> int:
     """Tokens that dropped turns shall leave to the answer: those it asks for, else up to a quarter of the context."""
     if body.max_tokens is None and body.max_completion_tokens is None:
-        return min(job.sampling.max_tokens, max(1, job.info.max_model_len // 4))
+        return min(job.sampling.max_tokens, max(1, job.size.longest_prompt // 4))
     return job.sampling.max_tokens
 
 

@@ -130,6 +130,7 @@ def check(
         prompt_logprobs=max(wanted) if wanted else None,
         defaults=state.settings.sampling,
     )
+    rotation = rotation_of(body.rope_scaling, body.rope_update, state.settings, info)
     seconds = state.settings.default_timeout if body.timeout is None else body.timeout
     usage = body.stream_options
     return GenerationJob(
@@ -141,7 +142,7 @@ def check(
         arrival=arrival,
         deadline=None if seconds is None else arrival + seconds,
         sampling=sampling,
-        rotation=rotation_of(body.rope_scaling, body.rope_update, state.settings, info),
+        rotation=rotation,
         options=AnswerOptions(
             n=n,
             samples=samples,
@@ -159,7 +160,7 @@ def check(
         overflow=overflow,
         rule=rule,
         reuse=reuse_of(body, _scope(body, caller, state.settings), state.settings, chat=chat),
-        size=size_of(rule, info),
+        size=rotation.within(size_of(rule, info)),
         parsing=parsing,
         structured=forced or (structured and replace(structured, instead=calls)),
         adapter=state.adapters.find(body.model),
@@ -280,11 +281,11 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
     for prompt in prompts:
         if not prompt.token_ids:
             raise bad_request("the prompt is empty: give at least one token", param)
+        if body.max_tokens is not None or body.max_completion_tokens is not None:
+            rotation.check_length(len(prompt.token_ids), sampling.max_tokens, size_of(job.rule, info))
         max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
-        given = body.max_tokens is not None or body.max_completion_tokens is not None
-        max_tokens = rotation.fit(max_tokens, len(prompt.token_ids), job.size, given=given, param=param)
         if job.overflow == "error" and max_tokens < sampling.max_tokens:
-            raise answer_exceeds_context(info.max_model_len, len(prompt.token_ids), sampling.max_tokens)
+            raise answer_exceeds_context(job.size.longest, len(prompt.token_ids), sampling.max_tokens)
         requests.append(
             EngineRequest(
                 request_id=state.unique_id(job.request_id),

@@ -12,7 +12,7 @@ from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.api.context import ContextRule, PassageReuse
-from windlass.engine.api.request import EngineRequest
+from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.ladder import AUTO, LadderStep
@@ -126,20 +126,36 @@ def test_who_asks_for_it_has_the_choice_follow_the_context(model: Path, policy: 
         assert core.stats().recomputed_tokens["rope_update"] >= 128 + 256 - 2
 
 
+def preempt_once(core: EngineCore) -> None:
+    """Take everything from a sequence that has drawn some tokens."""
+    step = core.step
+
+    def step_and_preempt() -> list[RequestOutput]:
+        for sequence in core.scheduler.live_sequences():
+            if sequence.num_output_tokens == 3 and core.stats().num_preemptions == 0:
+                core.scheduler._places.preempt(sequence)
+        return step()
+
+    core.step = step_and_preempt  # type: ignore[method-assign]
+
+
 def test_nothing_beside_it_changes_an_answer(model: Path) -> None:
     """Samples, an int8 cache, windows, passages, preemption: each as under the scaling that the length needs."""
     cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "samples": ({}, {"n": 3}),
         "int8": ({"kv_cache_dtype": "int8"}, {}),
-        "preempted": (
-            {"kv_cache_memory": make_core(model).info.kv_bytes_per_token * 16 * 18, "max_model_len": 256},
-            {"n": 2},
-        ),
+        "preempted": ({"deterministic": True}, {"n": 2}),
         "passages": ({}, {"reuse": PassageReuse(32)}),
         "logprobs": ({}, {"prompt_logprobs": 0}),
+        "draft": ({"speculative_model": str(model), "speculative_tokens": 3, "speculative_adaptive": False}, {}),
     }
     for name, (options, fields) in cases.items():
-        chosen = run(core_of(model, **options), [auto("a", 200, **fields), auto("b", 201, **fields)])
+        core = core_of(model, **options)
+        if name == "preempted":
+            preempt_once(core)
+        chosen = run(core, [auto("a", 200, **fields), auto("b", 201, **fields)])
+        assert (core.stats().num_preemptions > 0) == (name == "preempted")
+        assert name != "draft" or core.stats().spec_decode_num_accepted_tokens > 0
         core = core_of(model, **options)
         named = [
             greedy(n, TEXT[: length - TOKENS], TOKENS, rope_scaling=YARN[2.0], **fields)

@@ -119,6 +119,9 @@ def test_max_tokens_is_part_of_the_length_said_or_not(server: RealServer) -> Non
         body = {"prompt": prompt, "max_tokens": tokens, "stop": ["e", "a", " "]}
         assert factor(post(server, **body)) == wanted
     assert post(server, prompt=prompt)["rotary"]["auto"] == {"length": 116, "up_to": M}  # 16, as completions have it
+    # Where the steps go as far as the context, it is the context that an answer ends at, as ever.
+    full = complete(server, 1100, 108, rope_scaling="auto")
+    assert full["usage"]["completion_tokens"] == 32 and full["rotary"]["auto"] == {"length": 1024, "up_to": 1024}
     chat = post(server, "chat/completions", messages=[{"role": "user", "content": "hello"}], stop=["e"])
     assert chat["rotary"]["auto"]["length"] == chat["usage"]["prompt_tokens"] + 40  # --default-max-tokens
 
@@ -195,7 +198,9 @@ def test_an_operators_ladder_and_its_end(model: Path) -> None:
                 client.completions(prompt=list(range(20, 280)), max_tokens=41, rope_scaling="auto")
             assert (caught.value.param, caught.value.code) == ("max_tokens", "context_length_exceeded")
             for prompt in (300, 800):
-                with pytest.raises(BadRequestError, match="takes 300 with the output") as caught:
+                with pytest.raises(
+                    BadRequestError, match="context holds 300 tokens, prompt and answer together"
+                ) as caught:
                     client.completions(prompt=list(range(20, 20 + prompt)), max_tokens=1, rope_scaling="auto")
                 assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
             with pytest.raises(BadRequestError) as caught:
@@ -204,3 +209,14 @@ def test_an_operators_ladder_and_its_end(model: Path) -> None:
             unsaid = client.completions(prompt=list(range(20, 310)), rope_scaling="auto", ignore_eos=True)
             assert unsaid.usage.completion_tokens == 10 and unsaid.choices[0].finish_reason == "length"
             assert client.inspect("auto").length == 300
+            # What makes a prompt shorter goes by the steps, too.
+            old = [{"role": "user", "content": "the sea " * 60}, {"role": "assistant", "content": "the ship " * 60}]
+            chat = client.chat(
+                [*old, {"role": "user", "content": "and"}], context_overflow="drop_turns", rope_scaling="auto"
+            )
+            assert (
+                chat.rotary is not None and chat.rotary.context is not None and chat.rotary.context.dropped_turns == 1
+            )
+            shift = {"context_overflow": "shift", "ignore_eos": True, "rope_scaling": "auto"}
+            with pytest.raises(BadRequestError, match="ask for at most 200"):
+                client.completions(prompt=list(range(20, 120)), max_tokens=400, **shift)

@@ -84,6 +84,7 @@ def test_scalings_are_switched_between_answers(server, terminal):
         ),
         ("/rope long", "long", "yarn, .*factor 2"),
         ("/rope default", {"rope_type": "default"}, "default, rope_theta 10000"),
+        ("/rope auto", "auto", r"default, rope_theta 10000, chosen for \d+ tokens"),
     ):
         terminal.ask("/new", "forgotten")
         terminal.ask(command, r"next answers: .*\n")
