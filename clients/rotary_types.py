@@ -92,7 +92,8 @@ class RotaryInspectionGroup:
     """What a scaling means for one group of layers. inv_freq: radians per token, one per rotated pair.
 
     wavelengths: tokens per turn, None for a pair that never turns. attention_factor: on cosines and sines.
-    effective_length: tokens the frequencies are formed for, None for kinds that do not depend on length.
+    effective_length: tokens the frequencies are formed for, None for kinds that do not depend on length. distances: how far
+    keys seem, where the kind changes that: chunk_size, local_size, log_n_length.
     """
 
     rope_type: str
@@ -101,6 +102,7 @@ class RotaryInspectionGroup:
     parameters: dict[str, Any] = field(default_factory=dict)
     attention_factor: float = 1.0
     softmax_scale: float = 1.0
+    distances: dict[str, int] | None = None
     fingerprint: str | None = None
     effective_length: float | None = None
 

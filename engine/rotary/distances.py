@@ -40,6 +40,15 @@ class Distances:
         """Whether the rule changes nothing."""
         return self == PLAIN
 
+    def described(self) -> dict[str, int]:
+        """As answers show it, in the names of a scaling's fields where they have one: what applies alone."""
+        shown: dict[str, int] = {}
+        if self.chunk is not None:
+            shown |= {"chunk_size": self.most, "local_size": self.most - self.chunk}
+        if self.log_base is not None:
+            shown["log_n_length"] = self.log_base
+        return shown
+
 
 PLAIN = Distances()
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 
+from windlass.engine.rotary.distances import PLAIN, Distances
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RotaryBase, RotarySpec, resolve
 
@@ -33,10 +35,16 @@ class RotationTransfer:
         """
         found = []
         for group, origin, default in zip(self._target, self._origin, self._default, strict=True):
-            spec = specs[origin]
-            own = spec == self._own[origin]
-            found.append(default if own else _transferred(spec, self._source[origin].base, group.base, default))
+            distances, spec = specs[origin].distances, replace(specs[origin], distances=PLAIN)
+            own = spec == replace(self._own[origin], distances=PLAIN)
+            moved = default if own else _transferred(spec, self._source[origin].base, group.base, default)
+            found.append(replace(moved, distances=distances if _can_follow(group.base, distances) else PLAIN))
         return tuple(found)
+
+
+def _can_follow(base: RotaryBase, distances: Distances) -> bool:
+    """Whether the rule of the model makes sense on its draft model too, which otherwise goes on by its own distances."""
+    return base.own_distances is None and distances.most <= base.trained_len
 
 
 def _transferred(spec: RotarySpec, source: RotaryBase, target: RotaryBase, default: RotarySpec) -> RotarySpec:

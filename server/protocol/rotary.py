@@ -49,6 +49,13 @@ class InspectedGroup(StrictModel):
     wavelengths: list[float | None]
     attention_factor: float
     softmax_scale: float
+    distances: Annotated[
+        dict[str, int] | None,
+        Field(
+            description="How far keys seem, where a kind changes that: `chunk_size` and `local_size` of `dual_chunk`, and "
+            "`log_n_length`, beyond which scores grow; `null`: as many tokens as there are between."
+        ),
+    ] = None
     effective_length: float | None
     fingerprint: str
 

@@ -82,7 +82,8 @@ def _resolved(group: RotaryGroup, spec: RotarySpec, effective_length: float | No
         "inv_freq": list(spec.inv_freq),
         "wavelengths": [2 * math.pi / w if w else None for w in spec.inv_freq],  # tokens per turn; null: never turns
         "attention_factor": spec.rotary_scale,
-        "softmax_scale": 1.0,  # no kind of scaling changes it
+        "softmax_scale": spec.distances.score_factor,
+        "distances": spec.distances.described() or None,
         "effective_length": effective_length,
         "fingerprint": spec.fingerprint,
     }

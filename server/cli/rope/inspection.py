@@ -55,7 +55,8 @@ class GroupInspection:
             "inv_freq": list(self.scaled.inv_freq),
             "wavelengths": [wavelength(w) for w in self.scaled.inv_freq],
             "attention_factor": self.scaled.rotary_scale,
-            "softmax_scale": 1.0,  # no kind of scaling changes it
+            "softmax_scale": self.scaled.distances.score_factor,
+            "distances": self.scaled.distances.described() or None,
             "fingerprint": self.scaled.fingerprint,
             "model": {
                 "rope_type": self.own_type,

@@ -61,3 +61,14 @@ def test_frequencies_that_were_learned_stay() -> None:
     plain, scaled = group(4), resolve(RopeScaling.from_dict(KINDS[0]), group(4).base, 2048)
     assert RotationTransfer([plain], [learned])([scaled]) == (resolve(learned.scaling, learned.base, 2048),)
     assert RotationTransfer([learned], [plain])([scaled]) == (resolve(plain.scaling, plain.base, 2048),)
+
+
+def test_a_draft_model_sees_keys_as_far_as_it_knows_distances() -> None:
+    chunks = RopeScaling.from_dict({"rope_type": "dual_chunk", "chunk_size": 1024})
+    source, target = group(64), group(32, KINDS[0])
+    spec = resolve(chunks, source.base, 2048)
+    (found,) = RotationTransfer([source], [target])([spec])
+    own = resolve(target.scaling, target.base, 2048)
+    assert found.distances == spec.distances and found.inv_freq == own.inv_freq
+    for shorter in (group(32, KINDS[0], trained_len=1023), group(32, KINDS[0], own_distances="whose are its own")):
+        assert RotationTransfer([source], [shorter])([spec]) == (resolve(shorter.scaling, shorter.base, 2048),)

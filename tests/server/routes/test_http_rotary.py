@@ -95,6 +95,16 @@ def test_inspection(live: Live) -> None:
     assert live.post(INSPECT, {"rope_scaling": "long"}).json() == yarn
 
 
+def test_inspect_tells_what_a_rule_of_distances_comes_to(live: Live) -> None:
+    chunks = {"rope_type": "dual_chunk", "length_scores": True, "log_n": True}
+    answer = live.post(INSPECT, {"rope_scaling": chunks, "length": 250}).json()
+    assert answer["distances"] == {"chunk_size": 96, "local_size": 16, "log_n_length": 128}
+    assert answer["softmax_scale"] == pytest.approx(0.1 * math.log(2) + 1)  # 250 tokens are 256 on the grid
+    assert answer["inv_freq"] == pytest.approx(PLAIN, rel=1e-12)
+    plain = live.post(INSPECT, {"rope_scaling": {"rope_type": "default"}}).json()
+    assert plain["distances"] is None and plain["softmax_scale"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("update", "policy", "reach"),
     [

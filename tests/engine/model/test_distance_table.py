@@ -1,0 +1,133 @@
+"""Rules of distances against a table of distances in float64: compiled kernels and plain torch, few heads, drafts, bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.distance_oracle import DistanceOracle, dual_chunk, log_n
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.tiny_models import make_model
+
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.rotary.scaling import RopeScaling, resolve
+from windlass.kernels.cpu import library
+
+TRAINED = 64
+PROMPT = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(7)).tolist()
+MADE = 20
+
+# Each with (s, c) and the length from which scores grow, as the scaling is to be understood.
+KINDS: dict[str, tuple[dict[str, Any], tuple[int, int] | None, int | None]] = {
+    "defaults": ({"rope_type": "dual_chunk"}, (40, 48), None),
+    "small chunks": ({"rope_type": "dual_chunk", "chunk_size": 25, "local_size": 8}, (17, 25), None),
+    "yarn": ({"rope_type": "dual_chunk", "chunk_size": 90, "local_size": 50, "factor": 2}, (40, 90), None),
+    "all": (
+        {"rope_type": "dual_chunk", "chunk_size": 42, "local_size": 9, "log_n": True, "length_scores": True},
+        (33, 42),
+        TRAINED,
+    ),
+    "log_n": ({"rope_type": "log_n", "original_max_position_embeddings": 40}, None, 40),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=TRAINED)
+
+
+@pytest.fixture(params=["compiled", "plain torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "plain torch":
+        monkeypatch.setenv(library.ISA_VARIABLE, "off")
+    library._attempt.cache_clear()
+    yield request.param
+    monkeypatch.undo()
+    library._attempt.cache_clear()
+
+
+def core_of(model: Path, **options: Any) -> EngineCore:
+    return make_core(model, **{"max_model_len": 256, "max_num_batched_tokens": 37, **options})
+
+
+def asked(kind: str, prompt: list[int] = PROMPT) -> EngineRequest:
+    scaling = None if kind == "plain" else RopeScaling.from_dict(KINDS[kind][0])
+    return greedy(kind, prompt, MADE, rope_scaling=scaling)
+
+
+def right_logits(model: Path, core: EngineCore, kind: str, tokens: list[int]) -> torch.Tensor:
+    """Of every token by the table; the frequencies are those of the kind that chunks have inside."""
+    fields, chunk, logarithm = KINDS.get(kind, ({}, None, None))
+    inside = {"rope_type": "yarn", "factor": fields["factor"]} if "factor" in fields else {"rope_type": "default"}
+    spec = resolve(RopeScaling.from_dict(inside), core.info.model_rotary_groups[0].base, 1)
+    longest = TRAINED * 2 ** (math.ceil(4 * math.log2(len(tokens) / TRAINED)) / 4)  # prompt and output, on the grid
+    factor = 0.1 * math.log(longest / TRAINED) + 1 if fields.get("length_scores") else 1.0
+    grows = log_n(logarithm) if logarithm else lambda i: 1.0
+    given: dict[str, Any] = {"distance": dual_chunk(*chunk)} if chunk else {}
+    oracle = DistanceOracle(
+        model, spec.inv_freq, growth=lambda i: factor * grows(i), rotary_scale=spec.rotary_scale, **given
+    )
+    return oracle.logits(tokens)
+
+
+def check(got: Finished, prompt: list[int], right: torch.Tensor) -> None:
+    right = right[len(prompt) - 1 : len(prompt) - 1 + len(got.logits)]
+    assert (torch.stack(got.logits) - right).abs().max() / right.abs().max() < 1e-5
+    assert got.token_ids == right.argmax(-1).tolist()
+
+
+def test_logits_are_those_of_the_table(kernels: str, model: Path) -> None:
+    core = core_of(model)
+    assert core.runner.decoder.backend.explain().startswith("plain torch") == (kernels == "plain torch")
+    for kind in KINDS:
+        got = run(core, [asked(kind)])[kind, 0]
+        check(got, PROMPT, right_logits(model, core, kind, PROMPT + got.token_ids))
+
+
+def test_one_head_of_keys(tmp_path: Path) -> None:
+    model = make_model("qwen3", tmp_path, max_position_embeddings=TRAINED, num_key_value_heads=1)
+    core = core_of(model)
+    got = run(core, [asked("all")])["all", 0]
+    check(got, PROMPT, right_logits(model, core, "all", PROMPT + got.token_ids))
+
+
+def crowd() -> list[EngineRequest]:
+    """Requests of every kind and of several lengths."""
+    return [asked(kind, PROMPT[: 150 - 13 * n]) for n, kind in enumerate([*KINDS, "plain"])]
+
+
+def test_all_kinds_in_one_batch(kernels: str, model: Path) -> None:
+    core = core_of(model, max_num_seqs=16)
+    got = run(core, crowd())
+    for request in crowd():
+        prompt, found = list(request.prompt_token_ids), got[request.request_id, 0]
+        check(found, prompt, right_logits(model, core, request.request_id, prompt + found.token_ids))
+
+
+@pytest.mark.parametrize("pages", ["auto", "int8"])
+def test_the_same_bits_in_any_chunks_and_company_where_that_is_promised(pages: str, model: Path) -> None:
+    fixed = {"deterministic": True, "max_num_seqs": 16, "kv_cache_dtype": pages, "prefix_caching": False}
+    together = run(core_of(model, **fixed), crowd())
+    for budget in (16, 2048):
+        core = core_of(model, **fixed, max_num_batched_tokens=budget)
+        for request in crowd():
+            alone, other = run(core, [request])[request.request_id, 0], together[request.request_id, 0]
+            assert torch.equal(torch.stack(alone.logits), torch.stack(other.logits)), (request.request_id, budget)
+
+
+def test_a_draft_model_follows_the_rule(model: Path) -> None:
+    """The model as its own draft model proposes what it would say itself, as long as both see keys at the same distances."""
+    core = core_of(model, speculative_model=str(model), speculative_adaptive=False)
+    alone = core_of(model)
+    for kind in KINDS:
+        before = core.stats()
+        got = run(core, [asked(kind)])[kind, 0]
+        assert got.token_ids == run(alone, [asked(kind)])[kind, 0].token_ids
+        after = core.stats()
+        proposed = after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
+        assert proposed and after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens == proposed, kind
