@@ -105,7 +105,9 @@ class RotaryPlan:
             ends.append(step.up_to)
         for group in groups:
             scaling, base = group.scaling, group.base
-            specs.append(resolve(scaling, base, length, exact=self.exact))
+            # A factor on scores that goes by the length is fixed when the request arrives, whatever the policy.
+            formed = length if scaling.depends_on_length else self.longest
+            specs.append(resolve(scaling, base, formed, exact=self.exact))
             lengths.append(effective_length(scaling, base, length, exact=self.exact))
             ends.append(last_length(scaling, base, length, exact=self.exact))
             single |= self.exact and scaling.rope_type == "dynamic" and lengths[-1] == length > base.trained_len

@@ -130,4 +130,6 @@ def test_a_draft_model_follows_the_rule(model: Path) -> None:
         assert got.token_ids == run(alone, [asked(kind)])[kind, 0].token_ids
         after = core.stats()
         proposed = after.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens
-        assert proposed and after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens == proposed, kind
+        assert (
+            proposed and after.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens == proposed
+        ), kind

@@ -201,3 +201,12 @@ def test_factors_may_stay_and_the_last_step_may_be_open() -> None:
     with pytest.raises(LoadError, match="step 3 scales by 1"):
         checked_ladder(groups(), given, "--x")
     assert checked_ladder(groups(), steps((256, YARN2), (None, YARN2)), "--x").end is None
+
+
+def test_scores_that_go_by_the_length_are_fixed_on_arrival_whenever_a_step_is_come_to() -> None:
+    given = steps((M, None), (None, {"rope_type": "dual_chunk", "length_scores": True}))
+    climbing = RotaryPlanner(groups(), ladder=make_ladder(groups(), given, 1024, "--x"))
+    plan = climbing.plan(4 * M, AUTO, "recompute")
+    assert plan.policy == "recompute" and plan.stage(M).specs[0].distances.score_factor == 1.0
+    specs = {plan.stage(length).specs for length in (M + 1, 2 * M, 4 * M)}
+    assert len(specs) == 1 and specs == {climbing.plan(4 * M, AUTO).stage(1).specs}
