@@ -66,7 +66,9 @@ def test_the_page_on_a_real_model_shows_its_numbers():
         numbers = [float(cell.split()[0]) for cell in row[1:] if re.match(r" \d", cell)]
         rows.setdefault(row[0].strip(), numbers)
     sweep = json.loads((DOCS / "real_model_sweep.json").read_text(encoding="utf-8"))
-    assert list(sweep["loss"]) == ["no scaling", "yarn 2", "dynamic 2, frozen"] and len(sweep["texts"]) == 3
+    assert (
+        list(sweep["loss"]) == ["no scaling", "yarn 2", "dynamic 2, frozen", "dual_chunk"] and len(sweep["texts"]) == 3
+    )
     for at, (low, high) in enumerate(pairwise(sweep["edges"])):
         means = [mean(text[at] for text in texts) for texts in sweep["loss"].values()]
         assert rows[f"{low:,}–{high:,}"] == pytest.approx([math.exp(x) for x in means], rel=5e-4)
