@@ -205,6 +205,22 @@ def test_a_scaling_that_the_model_cannot_run(scaling: str, says: str) -> None:
     assert refusal(DEMO, "--rope-profile", f"x={scaling}").startswith(f"--rope-profile x{says}")
 
 
+@pytest.mark.parametrize(
+    ("ladder", "says"),
+    [
+        ("600=two,500=four", "step 2 holds up to 500 tokens, the one before it 600: lengths must go up"),
+        ("600=four,900=two", "step 2 scales by 2, the one before it by 4: factors must not go down"),
+        ("600=four,900=none", "step 2 scales by 1, the one before it by 4: factors must not go down"),
+        ("600=lists", "step 1.short_factor must hold 16 numbers"),
+    ],
+)
+def test_steps_of_a_ladder_that_nobody_could_climb(ladder: str, says: str) -> None:
+    given = {"two": '{"rope_type": "yarn", "factor": 2}', "four": '{"rope_type": "linear", "factor": 4}'}
+    given |= {"lists": LISTS} if "lists" in ladder else {}
+    profiles = [part for name, scaling in given.items() for part in ("--rope-profile", f"{name}={scaling}")]
+    assert refusal(DEMO, *profiles, "--rope-ladder", ladder).startswith(f"--rope-ladder: {says}")
+
+
 def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
     """They are read from the files, so their number is known; the same of those that are no frequencies."""
     configure(model, rope_scaling=None, rope_parameters={"rope_type": "learned", "rope_theta": 10_000.0})
