@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import merged, save_adapter
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import Reference, make_model
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.core.engine_core import EngineCore
@@ -165,6 +167,18 @@ def test_nothing_beside_it_changes_an_answer(model: Path) -> None:
             assert chosen[key].token_ids == right.token_ids, name
             assert all(torch.equal(a, b) for a, b in zip(chosen[key].logits, right.logits, strict=True)), name
             assert chosen[key].outputs[-1].cached_tokens == right.outputs[-1].cached_tokens
+
+
+def test_adapters_of_a_batch_are_scaled_each_by_its_own_length(model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", model)
+    core = core_of(model, lora=(AdapterSource(1, "a", str(adapter)),))
+    results = run(core, [auto(f"{i} {length}", length, adapter=i) for i in (None, 1) for length in (120, 200, 400)])
+    whole = {None: model, 1: merged(model, adapter, tmp_path / "merged")}
+    for name, got in ((name, got) for (name, _), got in results.items()):
+        number, length = name.split()
+        weights = whole[None if number == "None" else 1]
+        right = transformers_logits(weights, tmp_path / f"{name}", int(length), got)
+        assert float((torch.stack(got.logits) - right).abs().max() / right.abs().max()) < 1e-5, name
 
 
 def test_an_endless_context_is_chosen_for_its_window(model: Path) -> None:
