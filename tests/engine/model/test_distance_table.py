@@ -96,6 +96,15 @@ def test_one_head_of_keys(tmp_path: Path) -> None:
     check(got, PROMPT, right_logits(model, core, "all", PROMPT + got.token_ids))
 
 
+@pytest.mark.parametrize("family", ["gemma", "olmo2", "granite", "exaone4_full"])
+def test_families_whose_queries_differ(family: str, tmp_path: Path) -> None:
+    """Offsets of norms, norms of all heads at once, a scale of their own, norms of each head behind the projections."""
+    model = make_model(family, tmp_path, max_position_embeddings=TRAINED)
+    core = core_of(model)
+    got = run(core, [asked("small chunks")])["small chunks", 0]
+    check(got, PROMPT, right_logits(model, core, "small chunks", PROMPT + got.token_ids))
+
+
 def crowd() -> list[EngineRequest]:
     """Requests of every kind and of several lengths."""
     return [asked(kind, PROMPT[: 150 - 13 * n]) for n, kind in enumerate([*KINDS, "plain"])]
