@@ -31,11 +31,16 @@ class InterleavedHeads:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices."""
+    """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices.
+
+    threes: (heads, head_dim) of a tensor that holds the query, key and value of one head after the other (GPT-NeoX), where
+    the decoder has all queries, all keys and all values.
+    """
 
     name: str
     rows: int
     interleaved: InterleavedHeads | None = None
+    threes: tuple[int, int] | None = None
     role: TensorRole | None = None
 
 

@@ -21,6 +21,8 @@ _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (None, 1, 1.0),
     "logit_scale": (None, 1, 1.0),
     "clip_qkv": (None,),
+    "qk_layernorm": (None, False),
+    "use_qk_norm": (None, False),
     "num_experts": (None, 0, 1),
     "use_cla": (None, False),
     "use_mla": (None, False),
@@ -39,7 +41,8 @@ _READ = frozenset(
     "attention_bias mlp_bias use_bias sliding_window sliding_window_pattern _sliding_window_pattern layer_types "
     "use_sliding_window max_window_layers no_rope_layers no_rope_layer_interval layer_rope_theta query_pre_attn_scalar "
     "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config attention_out_bias "
-    "compression_config id2label num_labels problem_type".split()
+    "compression_config layer_norm_eps norm_epsilon norm_eps use_qkv_bias use_parallel_residual "
+    "id2label num_labels problem_type".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(
@@ -48,7 +51,7 @@ _HARMLESS = frozenset(
     "output_attentions output_hidden_states return_dict torchscript use_bfloat16 pruned_heads chunk_size_feed_forward "
     "label2id tie_encoder_decoder is_decoder cross_attention_hidden_size tokenizer_class prefix "
     "task_specific_params finetuning_task _attn_implementation_autoset auto_map attn_implementation resid_pdrop embd_pdrop "
-    "eod_token_id".split()
+    "eod_token_id classifier_dropout hidden_dropout residual_dropout embedding_dropout".split()
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.values import Config
+from windlass.engine.model.config_json.values import Config, read_size
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 
@@ -60,6 +60,14 @@ def every_nth_full(interval: int, *, first: bool = False, groups: bool = False) 
         return kinds, list(kinds if groups else full)
 
     return pattern
+
+
+def local_layers_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+    """Every n-th layer, the fourth by default, sees everything and does not rotate; the others see a window and do."""
+    kinds, groups = every_nth_full(read_size(config, "sliding_window_pattern", 4))(config, facts)
+    return list(kinds), [
+        group if kind == SLIDING_ATTENTION else None for kind, group in zip(kinds, groups, strict=True)
+    ]
 
 
 def _refuse_mixture(config: Config, facts: LayerFacts, expected: list[str]) -> None:

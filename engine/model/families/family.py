@@ -67,7 +67,7 @@ class Family:
     whose inverse root scales q·k; None: the head's dimension. soft_caps: what config.json says of them holds.
     multipliers: and those of Granite. gelu_by_tanh: "gelu" in config.json means the approximation. interleaved:
     checkpoints hold rotated pairs as (2j, 2j + 1). norms: where there are norms, with their names. feed_forward_names:
-    those of a feed-forward with a gate or without.
+    those of a feed-forward with a gate or without. parallel_norms: where there are norms if `parallel` is set.
     """
 
     architecture: str
@@ -89,6 +89,9 @@ class Family:
     attention_names: AttentionNames = field(default_factory=AttentionNames)
     feed_forward_names: GatedNames | PlainNames = field(default_factory=GatedNames)
     norms: LayerNorms = field(default_factory=LayerNorms)
+    parallel: Flag | None = None
+    parallel_norms: LayerNorms | None = None
+    norm_eps_key: str = "rms_norm_eps"
     outer_names: OuterNames = field(default_factory=OuterNames)
     head_bias: bool = False
     text_part: str = ""

@@ -62,7 +62,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         rotary_groups=layout.groups,
         kv_groups=kv_groups,
         trained_len=layout.groups[0].base.trained_len,
-        norm_eps=(read_number(config, "rms_norm_eps") or family.rules.rms_norm_eps) / residual**2,
+        norm_eps=(read_number(config, family.norm_eps_key) or family.rules.rms_norm_eps) / residual**2,
         norm_offset=family.norm_offset,
         embedding_scale=(
             (float(hidden) ** 0.5 if family.scaled_embeddings else _multiplier(config, multipliers.embedding))
@@ -150,6 +150,9 @@ def _layers(
         if isinstance(names, GatedNames)
         else PlainSpec(width, activation, bias, names)
     )
+    norms = family.norms
+    if family.parallel is not None and family.parallel_norms is not None and _is_set(config, family.parallel):
+        norms = family.parallel_norms
     windows = list(dict.fromkeys(layer.window for layer in layout.layers))
     layers = tuple(
         LayerSpec(
@@ -171,7 +174,7 @@ def _layers(
                 names=family.attention_names,
             ),
             feed_forward=feed_forward,
-            norms=family.norms,
+            norms=norms,
         )
         for layer, group in zip(layout.layers, layout.layer_groups, strict=True)
     )

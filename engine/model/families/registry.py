@@ -5,6 +5,7 @@ Defaults follow the configuration classes of transformers 5.23, since checkpoint
 
 from __future__ import annotations
 
+from windlass.engine.model.families.cohere import COHERE, COHERE2
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2, VAULT_GEMMA
@@ -12,6 +13,7 @@ from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.glm import GLM, GLM4
 from windlass.engine.model.families.helium import HELIUM
 from windlass.engine.model.families.hunyuan import HUNYUAN
+from windlass.engine.model.families.layer_norms import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
 from windlass.engine.model.families.llama import LLAMA
 from windlass.engine.model.families.llama_like import ARCEE, CWM, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
@@ -44,4 +46,11 @@ FAMILIES = (
     CWM,
     GRANITE,
     ARCEE,
+    STARCODER2,
+    STABLELM,
+    PHI,
+    NEMOTRON,
+    GPT_NEOX,
+    COHERE,
+    COHERE2,
 )

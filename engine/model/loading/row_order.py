@@ -21,8 +21,13 @@ def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
 
 def row_order(tensor: StoredTensor) -> Tensor | None:
     """Which row of the checkpoint's tensor becomes each row here; None: in order."""
+    by_part = None
+    if tensor.threes is not None:
+        count, dim = tensor.threes
+        by_part = torch.arange(tensor.rows).view(count, 3, dim).transpose(0, 1).flatten()
     heads = tensor.interleaved
     if heads is None:
-        return None
+        return by_part
     order = half_split_order(heads.heads, heads.head_dim, heads.rotary_dim)
-    return torch.cat((order, torch.arange(len(order), tensor.rows)))
+    order = torch.cat((order, torch.arange(len(order), tensor.rows)))
+    return order if by_part is None else by_part[order]

@@ -14,12 +14,16 @@ from windlass.engine.model.weight_spec import InterleavedHeads, StoredTensor, We
 
 @dataclass(frozen=True, slots=True)
 class AttentionNames:
-    """Of a checkpoint's tensors, within their layer. qkv: where q, k and v are stored as one."""
+    """Of a checkpoint's tensors, within their layer. qkv: where q, k and v are stored as one.
+
+    qkv_by_head: one head after the other, each with its q, k and v.
+    """
 
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     qkv: str | None = None
+    qkv_by_head: bool = False
     out: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
@@ -54,11 +58,12 @@ class AttentionSpec:
         names, heads, kv_heads = self.names, self.num_heads, self.num_kv_heads
         q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
         if names.qkv is not None:
-            qkv = [StoredTensor(names.qkv, q_size + 2 * kv_size, self._interleaved(heads + kv_heads), "q k v")]
+            threes = (heads, self.head_dim) if names.qkv_by_head else None
+            qkv = [StoredTensor(names.qkv, q_size + 2 * kv_size, self._interleaved(heads + kv_heads), threes, "q k v")]
         else:
             qkv = [
-                StoredTensor(names.q, q_size, self._interleaved(heads), "q"),
-                StoredTensor(names.k, kv_size, self._interleaved(kv_heads), "k"),
+                StoredTensor(names.q, q_size, self._interleaved(heads), role="q"),
+                StoredTensor(names.k, kv_size, self._interleaved(kv_heads), role="k"),
                 StoredTensor(names.v, kv_size, role="v"),
             ]
         result = projection("qkv", qkv, hidden_size, bias=self.qkv_bias)

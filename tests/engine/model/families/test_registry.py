@@ -24,11 +24,12 @@ def test_defaults_are_those_of_the_configuration_class(family: Family) -> None:
         "hidden_size",
         "num_hidden_layers",
         "num_attention_heads",
-        "rms_norm_eps",
         "tie_word_embeddings",
     ):
         assert getattr(rules, name) == getattr(theirs, name), name
-    assert (rules.num_key_value_heads or rules.num_attention_heads) == theirs.num_key_value_heads
+    assert rules.rms_norm_eps == getattr(theirs, family.norm_eps_key)
+    kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
+    assert (rules.num_key_value_heads or rules.num_attention_heads) == kv_heads
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert (rules.head_dim or rules.hidden_size // rules.num_attention_heads) == head_dim
     assert family.activation == (getattr(theirs, family.activation_key))

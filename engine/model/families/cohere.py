@@ -1,0 +1,41 @@
+"""Cohere's Command R and R7B: norms around the mean, mixer and feed-forward side by side, interleaved pairs, scaled logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from windlass.engine.model.config_json.patterns import local_layers_rotate
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Multipliers
+from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.spec import LayerNorms
+
+_RULES = ConfigRules(
+    max_position_embeddings=8192,
+    hidden_size=8192,
+    num_hidden_layers=40,
+    num_attention_heads=64,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    rope_theta=500_000.0,
+)
+
+COHERE = Family(
+    architecture="CohereForCausalLM",
+    model_type="cohere",
+    rules=_RULES,
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    interleaved=True,
+    multipliers=Multipliers(logits="logit_scale", logits_default=0.0625),
+    norms=LayerNorms(feed_forward=None, form=NormForm(centered=True), parallel=True),
+    norm_eps_key="layer_norm_eps",
+)
+
+# Its global layers do not rotate.
+COHERE2 = replace(
+    COHERE,
+    architecture="Cohere2ForCausalLM",
+    model_type="cohere2",
+    rules=replace(_RULES, layer_pattern=local_layers_rotate, sliding_window=4096, rope_theta=10_000.0),
+)

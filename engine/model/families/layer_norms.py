@@ -1,0 +1,120 @@
+"""Families whose norms are around the mean, with biases: StarCoder 2, StableLM, Phi 1 and 2, Nemotron, GPT-NeoX (Pythia)."""
+
+from __future__ import annotations
+
+from windlass.engine.model.config_json.patterns import windowed_layers
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag
+from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.spec import LayerNorms, OuterNames
+
+_FORM = NormForm(centered=True, bias=True)
+_BIAS = Flag("use_bias", default=True)
+_NEOX_BIAS = Flag("attention_bias", default=True)
+
+STARCODER2 = Family(
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    rules=ConfigRules(
+        layer_pattern=windowed_layers,
+        max_position_embeddings=4096,
+        hidden_size=3072,
+        num_hidden_layers=30,
+        num_attention_heads=24,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+    qkv_bias=_BIAS,
+    out_bias=_BIAS,
+    feed_forward_bias=_BIAS,
+    activation="gelu_pytorch_tanh",
+    feed_forward_names=PlainNames(up="mlp.c_fc", down="mlp.c_proj"),
+    norms=LayerNorms(form=_FORM),
+    norm_eps_key="norm_epsilon",
+)
+
+STABLELM = Family(
+    architecture="StableLmForCausalLM",
+    model_type="stablelm",
+    rules=ConfigRules(
+        max_position_embeddings=4096,
+        hidden_size=2560,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.25,
+    ),
+    qkv_bias=Flag("use_qkv_bias"),
+    norms=LayerNorms(form=_FORM),
+    parallel=Flag("use_parallel_residual"),
+    parallel_norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
+    norm_eps_key="layer_norm_eps",
+)
+
+PHI = Family(
+    architecture="PhiForCausalLM",
+    model_type="phi",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        hidden_size=2048,
+        num_hidden_layers=24,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+    ),
+    qkv_bias=True,
+    out_bias=True,
+    feed_forward_bias=True,
+    activation="gelu_new",
+    attention_names=AttentionNames(out="self_attn.dense"),
+    feed_forward_names=PlainNames(up="mlp.fc1", down="mlp.fc2"),
+    norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
+    norm_eps_key="layer_norm_eps",
+    outer_names=OuterNames(final_norm="model.final_layernorm"),
+    head_bias=True,
+)
+
+NEMOTRON = Family(
+    architecture="NemotronForCausalLM",
+    model_type="nemotron",
+    rules=ConfigRules(
+        max_position_embeddings=4096,
+        hidden_size=6144,
+        num_attention_heads=48,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    norm_offset=1.0,
+    activation="relu2",
+    feed_forward_names=PlainNames(),
+    norms=LayerNorms(form=_FORM),
+    norm_eps_key="norm_eps",
+)
+
+GPT_NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    model_type="gpt_neox",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        hidden_size=6144,
+        num_hidden_layers=44,
+        num_attention_heads=64,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.25,
+    ),
+    qkv_bias=_NEOX_BIAS,
+    out_bias=_NEOX_BIAS,
+    feed_forward_bias=True,
+    activation="gelu",
+    attention_names=AttentionNames(qkv="attention.query_key_value", qkv_by_head=True, out="attention.dense"),
+    feed_forward_names=PlainNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    norms=LayerNorms(form=_FORM),
+    parallel=Flag("use_parallel_residual", default=True),
+    parallel_norms=LayerNorms(form=_FORM, parallel=True),
+    norm_eps_key="layer_norm_eps",
+    outer_names=OuterNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
+)
