@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from windlass.clients.conformance.command import conform
 from windlass.engine.api.config import parse_cache_dtype
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
@@ -16,6 +17,7 @@ from windlass.server.options.spelling import ModelArgument, option, read_dtype
 from windlass.server.startup.hub import resolve_model
 
 app = typer.Typer(help="Show what a rotary scaling does to a model.", no_args_is_help=True)
+app.command("conform")(conform)
 
 
 @app.command("inspect")

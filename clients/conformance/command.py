@@ -1,0 +1,54 @@
+"""`windlass rope conform`: options in, the checks run, the report out. Knows no check by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windlass.clients.terminal.errors import CommandError
+from windlass.clients.terminal.outputs import check_outputs
+
+
+def conform(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")],
+    model: Annotated[str | None, typer.Option("--model", help="Its name there. Default: the first listed.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", show_envvar=False, help="The server's key.")
+    ] = None,
+    trained_len: Annotated[
+        int | None,
+        typer.Option("--trained-len", min=64, help="Positions the model was trained on. Needed past that length."),
+    ] = None,
+    max_len: Annotated[
+        int | None, typer.Option("--max-len", min=128, help="Longest context. Default: what /v1/models tells.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="Nats that count as rounding.")] = 0.05,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one request.")] = 300,
+    seed: Annotated[int, typer.Option("--seed", help="Of the texts.")] = 0,
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write Markdown.")] = None,
+) -> None:
+    """Check a server's rotary positions from outside. Exit status 0: all asked holds, 1: something differs, 2: error."""
+    from windlass.clients.conformance.asking import Asker, NotAskableError
+    from windlass.clients.conformance.checks import Suite
+    from windlass.clients.conformance.report import exit_status, to_json, to_lines, to_markdown
+
+    check_outputs({"--json": as_json, "--markdown": markdown})
+    asker = Asker(url, model, api_key, timeout)
+    try:
+        suite = Suite(asker, trained_len, max_len or asker.context(), tolerance, seed)
+        results = suite.run(lambda name: typer.echo(f"asking: {name}", err=True))
+    except NotAskableError as error:
+        raise CommandError(f"{url} cannot be checked: {error}") from None
+    finally:
+        asker.close()
+    for line in to_lines(results):
+        typer.echo(line)
+    if as_json is not None:
+        as_json.write_text(json.dumps(to_json(url, asker.model, results), indent=1) + "\n", encoding="utf-8")
+    if markdown is not None:
+        markdown.write_text(to_markdown(url, asker.model, results), encoding="utf-8")
+    raise typer.Exit(exit_status(results))
