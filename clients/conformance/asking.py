@@ -104,8 +104,9 @@ class Asker:
         extras: dict[str, Any] = {"ignore_eos": True}
         if fresh:
             extras.update(cache_salt=secrets.token_hex(8), cache_prompt=False)
+        unsure: set[str] = set()  # left out for an error that names none of them
         while True:
-            sent = {name: value for name, value in extras.items() if name in self._optional}
+            sent = {name: value for name, value in extras.items() if name in self._optional - unsure}
             try:
                 reply = self._http.post(self._base + "/completions", json=body | sent)
             except httpx.TimeoutException:
@@ -114,9 +115,14 @@ class Asker:
                 raise CommandError(f"the server at {self._base} stopped answering: {error}") from None
             if reply.status_code in (400, 422) and sent:
                 named = [name for name in sent if name in reply.text]
-                self._optional -= set(named or sent)
+                if named:
+                    self._optional -= set(named)
+                else:
+                    unsure = set(sent)  # an error of another kind comes again without them: then they stay
                 continue
             break
+        if reply.status_code == 200:
+            self._optional -= unsure
         if reply.status_code in (401, 403):
             raise CommandError("the server refuses the key: give --api-key")
         if reply.status_code != 200:

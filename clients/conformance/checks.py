@@ -231,19 +231,6 @@ def chunking(suite: Suite) -> Found:
     return Found(far, f"lengths around {', '.join(map(str, taken))} ({compared} requests), and 4 together")
 
 
-def angles(suite: Suite) -> Found:
-    length = 100_000
-    if suite.context is None or suite.context < length + 200:
-        raise NotAskableError(f"needs a context of {length + 200} tokens, and the server takes {suite.context}")
-    phrase = " ".join(suite._random.sample(WORDS, 20))
-    tail = f" {phrase} . {phrase} . {' '.join(phrase.split()[:4])}"
-    near = suite.asker.ask(suite._prompt(1000) + tail, 8, fresh=True)
-    far = suite.asker.ask(suite._prompt(length) + tail, 8, fresh=True)
-    certain = [sum(max(step.top.values()) for step in answer.steps) / len(answer.steps) for answer in (near, far)]
-    lost = max(certain[0] - certain[1], 0.0)
-    return Found(lost, f"copying nearby words after 1,000 and after {length:,} tokens: how much surer near")
-
-
 CHECKS: tuple[tuple[str, str, Callable[[Suite], Found]], ...] = (
     ("continued", "Does a long answer equal a fresh one at that length?", continued),
     ("neighbour", "Does a neighbour's length leave mine alone?", neighbour),
@@ -251,5 +238,4 @@ CHECKS: tuple[tuple[str, str, Callable[[Suite], Found]], ...] = (
     ("switch", "Is a scaling's change in mid-generation right?", switch),
     ("stale", "Are kept keys those of the new length?", stale),
     ("chunking", "Do chunks and batches leave the answer alone?", chunking),
-    ("angles", "Are angles precise at 100,000 positions?", angles),
 )

@@ -16,7 +16,7 @@ def conform(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")],
     model: Annotated[str | None, typer.Option("--model", help="Its name there. Default: the first listed.")] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", show_envvar=False, help="The server's key.")
+        str | None, typer.Option("--api-key", envvar="WINDLASS_API_KEY", show_envvar=False, help="The server's key.")
     ] = None,
     trained_len: Annotated[
         int | None,

@@ -113,7 +113,7 @@ def run(defect: str) -> dict[str, CheckResult]:
 def test_a_right_server_holds() -> None:
     results = run("none")
     verdicts = {name: result.verdict for name, result in results.items()}
-    assert verdicts == dict.fromkeys(results, "holds") | {"angles": "not askable"}
+    assert verdicts == dict.fromkeys(results, "holds")
     assert exit_status(list(results.values())) == 0
 
 
@@ -170,4 +170,27 @@ def test_a_server_of_this_project_holds_under_a_scaling_that_follows_the_length(
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["checks"]
     verdicts = {one["name"]: one["verdict"] for one in found}
-    assert verdicts == dict.fromkeys(verdicts, "holds") | {"angles": "not askable"}
+    assert verdicts == dict.fromkeys(verdicts, "holds")
+
+
+def test_an_error_of_another_kind_costs_no_fresh_request() -> None:
+    sent: list[dict] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/models"):
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        body = json.loads(request.content)
+        sent.append(body)
+        if len(body["prompt"]) > 9:
+            return httpx.Response(400, json={"error": {"message": "prompt too long"}})
+        if "cache_prompt" in body:
+            return httpx.Response(400, json={"error": {"message": "unknown field cache_prompt"}})
+        tokens = {"tokens": ["a"], "top_logprobs": [{"a": -0.1}]}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1}
+        return httpx.Response(200, json={"choices": [{"text": "a", "logprobs": tokens}], "usage": usage})
+
+    asker = Asker("http://x", None, None, 10, httpx.Client(transport=httpx.MockTransport(answer)))
+    with pytest.raises(NotAskableError, match="too long"):
+        asker.ask("far too long", 1, fresh=True)
+    asker.ask("short", 1, fresh=True)
+    assert "cache_salt" in sent[-1] and "cache_prompt" not in sent[-1]

@@ -87,7 +87,7 @@ def test_every_vector_counts(family: Path, tmp_path: Path) -> None:
         assert (logits - expected).abs().max() / expected.abs().max() > 10 * TOLERANCE, name
 
 
-def test_prefix_hits_and_repeated_steps(family: Path) -> None:
+def test_prefix_hits(family: Path) -> None:
     core = make_core(family)
     first = run(core, [greedy("a", PROMPT, 12)])["a", 0]
     second = run(core, [greedy("b", PROMPT, 12)])["b", 0]
