@@ -6,6 +6,7 @@ would change the mathematics. It opens no file and imports no torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -33,15 +34,50 @@ _ENDS = {
 # Those of them that are read where config.json tells of them.
 _UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ")
 
+# By the name of the class in front of "For…", in small letters.
+_KINDS = {
+    "a hybrid of attention and recurrent layers, whose state is no cache of keys and values,": frozenset(
+        "bamba falconh1 granitemoehybrid jamba kimilinear minimax nemotronh olmohybrid qwen3next qwen3_5 "
+        "qwen3_5moe recurrentgemma zamba zamba2".split()
+    ),
+    "a hybrid of attention and convolutions, whose state is no cache of keys and values,": frozenset(
+        {"lfm2", "lfm2moe"}
+    ),
+    "a model whose layers share keys and have embeddings of their own (Gemma 3n)": frozenset({"gemma3n"}),
+    "a model without rotary attention (ALiBi)": frozenset({"bloom", "mpt"}),
+    "a model without rotary attention (learned or sinusoidal positions)": frozenset(
+        "biogpt ctrl gpt2 gptbigcode gptneo openaigpt openai opt xglm".split()
+    ),
+}
+# Layers that are attention, as `layer_types` calls them.
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+
+
+def _describe_kind(name: str, config: Mapping[str, Any]) -> str | None:
+    """What the name of a class in small letters or the kinds of its layers tell."""
+    stem = re.sub("for(causallm|conditionalgeneration|sequenceclassification)$|lmheadmodel$", "", name)
+    for kind, names in _KINDS.items():
+        if stem in names:
+            return kind
+    types = config.get("layer_types")
+    others = (
+        {str(kind)[:40] for kind in types if str(kind) not in _ATTENTION_LAYERS} if isinstance(types, list) else set()
+    )
+    return f"a model with layers that are not attention ({min(others)})" if others else None
+
 
 def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str | None:
     """What kind of model an architecture is that is not supported, where name or config.json tell; None where not."""
     name = architecture.lower()
+    if (kind := _describe_kind(name, config)) is not None:
+        return kind
     if any(isinstance(config.get(key), Mapping) for key in ("vision_config", "audio_config", "thinker_config")):
         return "a multimodal model"
     experts = [config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     if any(isinstance(count, int) and count > 1 for count in experts) or "moe" in name or "mixtral" in name:
         return "a mixture-of-experts model"
+    if isinstance(config.get("kv_lora_rank"), int):
+        return "a model with latent attention (MLA)"
     if config.get("is_encoder_decoder") is True:
         return "an encoder-decoder model"
     if name.endswith("formaskedlm"):

@@ -1,0 +1,69 @@
+"""An architecture that is not supported is refused by its name and with the reason, as far as name or config.json tell."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import transformers
+from transformers import AutoConfig
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.unsupported import describe_architecture
+from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.families.registry import FAMILIES
+
+RECURRENT = "a hybrid of attention and recurrent layers, whose state is no cache of keys and values,"
+REASONS = {
+    "Qwen3NextForCausalLM": RECURRENT,
+    "FalconH1ForCausalLM": RECURRENT,
+    "GraniteMoeHybridForCausalLM": RECURRENT,
+    "BambaForCausalLM": RECURRENT,
+    "JambaForCausalLM": RECURRENT,
+    "RecurrentGemmaForCausalLM": RECURRENT,
+    "Zamba2ForCausalLM": RECURRENT,
+    "Lfm2ForCausalLM": "a hybrid of attention and convolutions, whose state is no cache of keys and values,",
+    "Gemma3nForCausalLM": "a model whose layers share keys and have embeddings of their own (Gemma 3n)",
+    "BloomForCausalLM": "a model without rotary attention (ALiBi)",
+    "GPT2LMHeadModel": "a model without rotary attention (learned or sinusoidal positions)",
+    "OPTForCausalLM": "a model without rotary attention (learned or sinusoidal positions)",
+    "MiniCPM3ForCausalLM": "a model with latent attention (MLA)",
+    "MixtralForCausalLM": "a mixture-of-experts model",
+    "MambaForCausalLM": "a model without attention",
+}
+
+
+def config_of(architecture: str) -> dict[str, Any]:
+    """The config.json that transformers writes for a model of this class with its defaults."""
+    config = getattr(transformers, architecture).config_class()
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture]}
+
+
+@pytest.mark.parametrize("architecture", REASONS)
+def test_the_reason_is_told(architecture: str) -> None:
+    with pytest.raises(LoadError) as refused:
+        read_spec(config_of(architecture))
+    told = str(refused.value)
+    reason = REASONS[architecture]
+    behind = "and" if "," in reason else "which"
+    assert told.startswith(f"architecture {architecture!r} in config.json is {reason.rstrip(',')}")
+    assert f" {behind} is not supported: use one of " in told
+
+
+def test_layers_that_are_not_attention_are_named() -> None:
+    config = {"layer_types": ["full_attention", "wavelet", "sliding_attention"]}
+    assert describe_architecture("NewForCausalLM", config) == "a model with layers that are not attention (wavelet)"
+    assert describe_architecture("NewForCausalLM", {"layer_types": ["full_attention", "chunked_attention"]}) is None
+
+
+@pytest.mark.parametrize("layer_types", [7, "mamba", {"a": 1}, [None], [["mamba"]], [{}]])
+def test_layer_types_of_any_shape_are_no_crash(layer_types: object) -> None:
+    with pytest.raises(LoadError, match=r"'NewForCausalLM'.*not supported"):
+        read_spec({"architectures": ["NewForCausalLM"], "layer_types": layer_types})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_no_supported_family_is_described_so(family: Any) -> None:
+    config = json.loads(AutoConfig.for_model(family.model_type).to_json_string(use_diff=False))
+    assert describe_architecture(family.architecture, config) is None
