@@ -153,7 +153,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("model", MODELS)
+SLOW = ("hunyuan", "ministral3", "demo, all bfloat16")
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in MODELS]
+)
 def test_bits_do_not_depend_on_company(model: str, directory_of: Callable[[str], Path]) -> None:
     directory, sent, options = directory_of(model), requests_for(model), MODELS[model]
     want = alone(directory, sent, **options)

@@ -122,7 +122,7 @@ def test_keys_stand_where_dual_chunks_place_them(family: str, models: dict[str, 
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize("budget", [7, 2048])
+@pytest.mark.parametrize("budget", [7, pytest.param(2048, marks=pytest.mark.slow)])
 def test_every_rule_in_any_chunks(name: str, budget: int, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], max_num_batched_tokens=budget)
     request = asked(name)

@@ -97,7 +97,7 @@ def test_prefix_hits(family: Path) -> None:
     assert (torch.stack(second.logits) - torch.stack(first.logits)).abs().max() / largest < TOLERANCE
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_quantized_as_it_loads(family: Path, quantization: str) -> None:
     request = greedy("a", PROMPT, 1)
     expected = run(make_core(family), [request])["a", 0].logits[0]

@@ -48,7 +48,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param(SHAPES[0], marks=pytest.mark.slow), *SHAPES[1:]])
 def test_the_estimate_is_a_little_more_than_the_answer(real: RealServer, shape: dict[str, Any]) -> None:
     chat = "messages" in shape
     answer = post(real, {"ignore_eos": True, **shape}, "/v1/chat/completions" if chat else "/v1/completions")

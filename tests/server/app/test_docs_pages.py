@@ -112,6 +112,7 @@ def test_redoc_shows_everything(browser: Browser) -> None:
         assert all("cdn.redoc.ly" in complaint for complaint in watched.complaints)  # its logo, which is not fetched
 
 
+@pytest.mark.slow
 def test_pages_work_under_the_path_of_a_proxy(browser: Browser) -> None:
     with live_server(root_path="/llm") as live:
         watched = Watched(browser)

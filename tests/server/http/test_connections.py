@@ -114,6 +114,7 @@ def test_a_body_that_turns_bad_after_its_answer_is_no_defect(connect, caplog):
 
 
 # ---- what must not be cut ----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_work_that_takes_longer_than_every_timeout_is_left_alone():
     bounds = settings(header_seconds=0.2, idle_seconds=0.2, write_seconds=0.2)
     with live_server(connections=bounds, keep_alive_seconds=0.0) as live:
@@ -237,6 +238,7 @@ def test_a_client_that_never_reads_is_dropped_and_its_request_aborted(connect, s
             assert 'windlass_request_errors_total{code="client_disconnected"} 1.0' in live.http.get("/metrics").text
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_slowly_is_kept(connect):
     with live_server(connections=settings(write_seconds=1.0)) as live:
         with_long_context(live)

@@ -102,6 +102,7 @@ def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
         assert not Path(f"/proc/{engine}").exists()
 
 
+@pytest.mark.slow
 def test_after_the_grace_period_streams_end_with_an_error(model):
     with Served(model, "--grace-period", "0.3") as served:
         stream = Stream(served.wait_ready(), max_tokens=400)
@@ -115,6 +116,7 @@ def test_after_the_grace_period_streams_end_with_an_error(model):
         assert served.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_exits_at_once(model):
     with Served(model) as served:
         stream = Stream(served.wait_ready(), max_tokens=400)
@@ -149,6 +151,7 @@ def test_a_load_failure_is_one_line_and_exit_code_2(model):
 LISTS = '{"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [2, 2]}'
 
 
+@pytest.mark.slow
 def test_a_profile_that_only_the_engine_finds_at_fault_is_one_line_and_exit_code_2(model):
     good = 'long={"rope_type": "yarn", "factor": 4}'
     with Served(model, "--rope-profile", good, "--rope-profile", f"phi={LISTS}") as served:
@@ -216,6 +219,7 @@ def test_the_server_outlives_its_engine(model):
         assert served.wait() == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_dying_ends_the_server(model):
     with Served(model) as served:
         served.wait_ready()

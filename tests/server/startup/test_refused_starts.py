@@ -143,7 +143,12 @@ DIRECTORIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", DIRECTORIES)
+QUICK = ("gguf", "no tokenizer", "experts", "mlx", "mxfp4")  # the others go through the same code
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in DIRECTORIES]
+)
 def test_a_directory_that_cannot_be_served(case: str, model: Path) -> None:
     change, says = DIRECTORIES[case]
     change(model)

@@ -99,6 +99,7 @@ def test_fifty_hostile_templates_harm_nobody(tmp_path: Path) -> None:
         assert served.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_template_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", toys.byte_level(), TEMPLATE)
     which = next(number for number, source in enumerate(HOSTILE) if "tojson" in source)
@@ -232,6 +233,7 @@ def test_one_callers_many_texts_do_not_hold_up_another(tmp_path: Path) -> None:
         assert order.index("127.0.0.2") <= 3
 
 
+@pytest.mark.slow
 def test_clients_that_leave_while_they_wait_leave_their_places_to_others(tmp_path: Path) -> None:
     """Sockets closed at every moment of a wait for the one place; afterwards large texts are served as before."""
     with Served(save_model(tmp_path / "model", toys.byte_level())) as served:
