@@ -108,6 +108,7 @@ def test_nothing_is_generated(server: RealServer, path: str, body: dict[str, Any
     assert httpx.get(f"{server.url}/ready").status_code == 200
 
 
+@pytest.mark.slow
 def test_the_head_stays_as_it_is_when_the_rest_is_quantized(tmp_path: Path) -> None:
     labels = ["bad", "so-so", "good"]
     directory = make(tmp_path, labels)

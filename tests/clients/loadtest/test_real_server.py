@@ -176,6 +176,7 @@ def test_turns_and_prefixes_hit_the_prefix_cache(server):
     assert result.server_metrics["windlass_prefix_cache_hits_total"] > 0
 
 
+@pytest.mark.slow
 def test_documents_in_other_orders_with_and_without_reuse(tmp_path, capsys):
     load = ["--documents", 4, "--document-len", "uniform:70:90", "--documents-per-prompt", "uniform:2:3"]
     load += ["--input-len", 12, "--output-len", 4, "--num-prompts", 12, "--concurrency", 1, "--warmup", 0]

@@ -90,7 +90,7 @@ def report_of(got: Finished) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recompute", [0.0, 0.1])
+@pytest.mark.parametrize("recompute", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_documents_in_another_order_score_from_where_they_stand_now(
     family: str, recompute: float, models: dict[str, Path]
 ) -> None:

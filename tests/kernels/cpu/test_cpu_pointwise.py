@@ -226,6 +226,7 @@ def run_with(isa: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_environment_forces_a_lower_instruction_set_or_none() -> None:
     kernels("generic")
     assert run_with("generic").splitlines() == ["generic", "compiled CPU kernels (generic)", "[[4.0, 4.0]]"]

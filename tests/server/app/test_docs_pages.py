@@ -65,6 +65,7 @@ def test_whoever_takes_no_gzip_gets_plain_files(locked: Live) -> None:
     assert "content-encoding" not in plain.headers and plain.content == gzip.decompress(packed)
 
 
+@pytest.mark.slow
 def test_swagger_shows_everything_and_runs_a_request_with_a_key(browser: Browser, locked: Live) -> None:
     watched = Watched(browser)
     page = watched.page

@@ -182,6 +182,7 @@ def test_what_is_nearly_it_is_refused_by_field(server: RealServer, wrong: Any) -
     assert response.status_code == 400 and response.json()["error"]["param"].startswith("rope_scaling")
 
 
+@pytest.mark.slow
 def test_an_operators_ladder_and_its_end(model: Path) -> None:
     ladder = ("--rope-profile", f"long={json.dumps(YARN[2])}", "--rope-ladder", "100=none,300=long")
     with serve(

@@ -104,6 +104,7 @@ def test_the_rotary_report_is_that_of_the_length_a_stop_string_left() -> None:
         assert ends_there["rotary"]["fingerprint"] == "longer"
 
 
+@pytest.mark.slow
 def test_a_draft_model_over_http() -> None:
     core = make_core(DEMO, deterministic=True, kv_cache_memory=64 << 20)
     (want,) = run(core, [greedy("x", LOOP, TOKENS, logprobs=1)]).values()

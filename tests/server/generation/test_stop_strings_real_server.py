@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 from helpers.real_server import RealServer, serve
 
 TOKENS = 300
@@ -27,6 +28,7 @@ def first_words_of_one(texts: list[str]) -> tuple[int, str]:
     raise AssertionError("both samples write the same")
 
 
+@pytest.mark.slow
 def test_one_sample_ends_and_the_other_goes_on() -> None:
     with serve("--kv-cache-memory", "64MiB", "--deterministic") as server:
         texts = [choice["text"] for choice in complete(server)["choices"]]

@@ -146,6 +146,7 @@ def test_spans_outside_the_prompt_or_over_each_other_are_refused(server: RealSer
     assert ask(server, DOCUMENTS[0], passages=[{"start": 0, "end": 60}])["choices"]
 
 
+@pytest.mark.slow
 def test_a_deterministic_server_refuses() -> None:
     with serve("--deterministic") as server:
         server.wait_ready()

@@ -45,6 +45,7 @@ def test_fields_reach_the_engine(live: Live) -> None:
     assert both == ContextRule("shift", 16, 40, 0)
 
 
+@pytest.mark.slow
 def test_max_tokens_may_pass_the_context_under_shift_alone(live: Live) -> None:
     most = live.http.get("/v1/models").json()["data"][0]["max_model_len"]
     live.stream(COMPLETIONS, {"prompt": "a", "max_tokens": 10**4, "context_overflow": "stop"})
