@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from contextlib import closing
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -92,6 +93,13 @@ def test_the_page_names_no_field_that_is_refused_as_unknown():
     named = {word for row in rows for word in re.findall(r"`(\w+)`", row)}
     assert len(named) > 40
     assert not named - known
+
+
+def test_the_page_of_models_is_the_one_that_the_registry_makes_now():
+    made = spec_from_file_location("make_models_page", ROOT / "docs" / "make_models_page.py")
+    module = module_from_spec(made)
+    made.loader.exec_module(module)
+    assert module.page() == read("models.md"), "run docs/make_models_page.py"
 
 
 def test_every_endpoint_is_on_the_page():

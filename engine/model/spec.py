@@ -17,8 +17,6 @@ from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.groups import RotaryGroup
 
-HEAD_TENSOR = "lm_head.weight"  # stored by some checkpoints although it is the embedding
-
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:
@@ -108,6 +106,11 @@ class ModelSpec:
     names: OuterNames = field(default_factory=OuterNames)
 
     @property
+    def head_tensors(self) -> tuple[str, ...]:
+        """What checkpoints call the head; some store it although it is the embedding."""
+        return tuple(dict.fromkeys((f"{self.names.head}.weight", "lm_head.weight")))
+
+    @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The kinds of windows that the layers have, each once."""
         return windows_of([layer.mixer for layer in self.layers])
@@ -134,12 +137,10 @@ class ModelSpec:
             classes = len(self.classifier.labels)
             score = WeightSpec("score", "score", (classes, hidden), (StoredTensor("score.weight", classes),))
             return WeightSpec("embedding", "table", (vocab, hidden), table), score, *final_norm
-        if self.tied_embeddings:
-            return WeightSpec("embedding", "table and head", (vocab, hidden), table), *final_norm
         name = self.names.head
-        head: tuple[WeightSpec, ...] = (
-            WeightSpec("head", "head", (vocab, hidden), (StoredTensor(f"{name}.weight", vocab),)),
-        )
-        if self.head_bias:
-            head += (WeightSpec("head_bias", "bias", (vocab,), (StoredTensor(f"{name}.bias", vocab),)),)
-        return WeightSpec("embedding", "table", (vocab, hidden), table), *head, *final_norm
+        bias = (WeightSpec("head_bias", "bias", (vocab,), (StoredTensor(f"{name}.bias", vocab),)),)
+        more = (bias if self.head_bias else ()) + final_norm
+        if self.tied_embeddings:
+            return WeightSpec("embedding", "table and head", (vocab, hidden), table), *more
+        head = WeightSpec("head", "head", (vocab, hidden), (StoredTensor(f"{name}.weight", vocab),))
+        return WeightSpec("embedding", "table", (vocab, hidden), table), head, *more

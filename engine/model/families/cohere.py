@@ -22,6 +22,7 @@ _RULES = ConfigRules(
 
 COHERE = Family(
     architecture="CohereForCausalLM",
+    title="Cohere Command R",
     model_type="cohere",
     rules=_RULES,
     qkv_bias=ATTENTION_BIAS,
@@ -36,6 +37,7 @@ COHERE = Family(
 COHERE2 = replace(
     COHERE,
     architecture="Cohere2ForCausalLM",
+    title="Cohere Command R7B (Cohere 2)",
     model_type="cohere2",
     rules=replace(_RULES, layer_pattern=local_layers_rotate, sliding_window=4096, rope_theta=10_000.0),
 )

@@ -33,6 +33,7 @@ def _pattern(config: Config, facts: LayerFacts) -> list[str]:
 
 EXAONE4 = Family(
     architecture="Exaone4ForCausalLM",
+    title="EXAONE 4",
     model_type="exaone4",
     rules=ConfigRules(
         layer_pattern=_local_layers_rotate,

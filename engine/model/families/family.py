@@ -68,6 +68,7 @@ class Family:
     multipliers: and those of Granite. gelu_by_tanh: "gelu" in config.json means the approximation. interleaved:
     checkpoints hold rotated pairs as (2j, 2j + 1). norms: where there are norms, with their names. feed_forward_names:
     those of a feed-forward with a gate or without. parallel_norms: where there are norms if `parallel` is set.
+    title: what people call its models, where that is not the name of the architecture.
     """
 
     architecture: str
@@ -95,6 +96,12 @@ class Family:
     outer_names: OuterNames = field(default_factory=OuterNames)
     head_bias: bool = False
     text_part: str = ""
+    title: str = ""
+
+    @property
+    def models(self) -> str:
+        """What its models are called in tables."""
+        return self.title or self.architecture.removesuffix("ForCausalLM")
 
     @property
     def classifier(self) -> str:

@@ -11,6 +11,7 @@ from windlass.engine.model.spec import LayerNorms
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
+    title="Gemma",
     model_type="gemma",
     rules=ConfigRules(
         max_position_embeddings=8192,
@@ -31,6 +32,7 @@ GEMMA = Family(
 
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
+    title="Gemma 2",
     model_type="gemma2",
     rules=ConfigRules(
         layer_pattern=every_nth_full(2),
@@ -62,6 +64,7 @@ GEMMA2 = Family(
 VAULT_GEMMA = replace(
     GEMMA2,
     architecture="VaultGemmaForCausalLM",
+    title="VaultGemma",
     model_type="vaultgemma",
     norms=LayerNorms(feed_forward="pre_feedforward_layernorm"),
 )

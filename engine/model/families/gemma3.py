@@ -26,6 +26,7 @@ def _every(interval: int, count: int) -> list[str]:
 
 GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
+    title="Gemma 3 (text)",
     model_type="gemma3_text",
     text_part="Text",
     rules=ConfigRules(

@@ -21,6 +21,7 @@ _RULES = ConfigRules(
 
 GLM = Family(
     architecture="GlmForCausalLM",
+    title="GLM-4 (9B)",
     model_type="glm",
     rules=_RULES,
     qkv_bias=_BIAS,
@@ -30,6 +31,7 @@ GLM = Family(
 
 GLM4 = Family(
     architecture="Glm4ForCausalLM",
+    title="GLM-4 0414",
     model_type="glm4",
     rules=_RULES,
     qkv_bias=_BIAS,

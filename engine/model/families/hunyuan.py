@@ -8,6 +8,7 @@ from windlass.engine.model.mixers.attention_spec import AttentionNames
 
 HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
+    title="HunYuan V1 (dense)",
     model_type="hunyuan_v1_dense",
     rules=ConfigRules(max_position_embeddings=2048, rms_norm_eps=1e-5),
     qkv_bias=ATTENTION_BIAS,

@@ -16,6 +16,7 @@ _NEOX_BIAS = Flag("attention_bias", default=True)
 
 STARCODER2 = Family(
     architecture="Starcoder2ForCausalLM",
+    title="StarCoder 2",
     model_type="starcoder2",
     rules=ConfigRules(
         layer_pattern=windowed_layers,
@@ -38,6 +39,7 @@ STARCODER2 = Family(
 
 STABLELM = Family(
     architecture="StableLmForCausalLM",
+    title="StableLM",
     model_type="stablelm",
     rules=ConfigRules(
         max_position_embeddings=4096,
@@ -55,6 +57,7 @@ STABLELM = Family(
 
 PHI = Family(
     architecture="PhiForCausalLM",
+    title="Phi 1, 1.5 and 2",
     model_type="phi",
     rules=ConfigRules(
         max_position_embeddings=2048,
@@ -97,6 +100,7 @@ NEMOTRON = Family(
 
 GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
+    title="GPT-NeoX, Pythia",
     model_type="gpt_neox",
     rules=ConfigRules(
         max_position_embeddings=2048,

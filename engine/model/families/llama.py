@@ -7,6 +7,7 @@ from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Fami
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
+    title="Llama 1 to 3.3",
     model_type="llama",
     rules=ConfigRules(max_position_embeddings=2048),
     qkv_bias=ATTENTION_BIAS,

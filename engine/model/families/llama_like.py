@@ -9,6 +9,7 @@ from windlass.engine.model.feed_forward.plain_spec import PlainNames
 
 SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
+    title="Seed-OSS",
     model_type="seed_oss",
     rules=ConfigRules(
         max_position_embeddings=524_288,
@@ -24,6 +25,7 @@ SEED_OSS = Family(
 
 CWM = Family(
     architecture="CwmForCausalLM",
+    title="CWM",
     model_type="cwm",
     rules=ConfigRules(
         layer_pattern=every_nth_full(4, first=True),
@@ -51,6 +53,7 @@ CWM = Family(
 
 GRANITE = Family(
     architecture="GraniteForCausalLM",
+    title="Granite (dense)",
     model_type="granite",
     rules=ConfigRules(max_position_embeddings=2048),
     qkv_bias=ATTENTION_BIAS,

@@ -19,6 +19,7 @@ MISTRAL = Family(
 
 MINISTRAL3 = Family(
     architecture="Ministral3ForCausalLM",
+    title="Ministral 3",
     model_type="ministral3",
     rules=ConfigRules(
         layer_pattern=windowed_layers,

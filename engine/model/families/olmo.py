@@ -18,6 +18,7 @@ NORMS_BEHIND = LayerNorms(
 _RULES = ConfigRules(max_position_embeddings=2048, rms_norm_eps=1e-5)
 
 OLMO2 = Family(
+    title="OLMo 2",
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
     rules=_RULES,
@@ -29,6 +30,7 @@ OLMO2 = Family(
 
 OLMO3 = replace(
     OLMO2,
+    title="OLMo 3",
     architecture="Olmo3ForCausalLM",
     model_type="olmo3",
     rules=replace(

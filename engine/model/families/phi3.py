@@ -10,6 +10,7 @@ from windlass.engine.model.mixers.attention_spec import AttentionNames
 
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
+    title="Phi 3, 3.5 and 4",
     model_type="phi3",
     rules=ConfigRules(
         layer_pattern=windowed_layers,

@@ -19,6 +19,7 @@ def _windows_above(config: Config, facts: LayerFacts) -> tuple[list[str], list[s
 
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
+    title="Qwen 2 and 2.5",
     model_type="qwen2",
     rules=ConfigRules(
         layer_pattern=_windows_above,
@@ -31,6 +32,7 @@ QWEN2 = Family(
 
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
+    title="Qwen 3",
     model_type="qwen3",
     rules=ConfigRules(
         layer_pattern=_windows_above,

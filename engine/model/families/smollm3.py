@@ -19,6 +19,7 @@ def _windows_without_rotation(config: Config, facts: LayerFacts) -> tuple[list[s
 
 SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
+    title="SmolLM 3",
     model_type="smollm3",
     rules=ConfigRules(
         layer_pattern=_windows_without_rotation,

@@ -38,18 +38,24 @@ def _nothing_more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str
 class Architecture:
     """One value of `general.architecture`.
 
-    family: of models that say so; choose: where metadata tells another one. interleaved: rows of q and k hold rotated pairs
-    as (2j, 2j + 1), because llama.cpp's converter reordered them or because the family has them so. norms_with_offset: the
-    converter added the family's offset to the weights of its norms. more: keys of config.json that only this architecture
-    has, from the metadata and what config.json holds already. reads: the keys that it looks at.
+    family: of models that say so; choose: where metadata tells another one, of `others`. interleaved: rows of q and k hold
+    rotated pairs as (2j, 2j + 1), because llama.cpp's converter reordered them or because the family has them so.
+    norms_with_offset: the converter added the family's offset to the weights of its norms. more: keys of config.json that only
+    this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at.
     """
 
     family: Family
     interleaved: bool = False
     norms_with_offset: bool = False
     choose: Callable[[ArchitectureKeys], Family | None] = lambda keys: None
+    others: tuple[Family, ...] = ()
     more: Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]] = _nothing_more
     reads: tuple[str, ...] = ()
+
+    @property
+    def families(self) -> tuple[Family, ...]:
+        """All that a model which says so may be."""
+        return self.family, *self.others
 
 
 def _llama_with_a_window(keys: ArchitectureKeys) -> Family | None:
@@ -111,11 +117,14 @@ def _smollm3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(LLAMA, interleaved=True, choose=_llama_with_a_window, more=_window, reads=(_SWA,)),
+    "llama": Architecture(
+        LLAMA, interleaved=True, choose=_llama_with_a_window, others=(MISTRAL,), more=_window, reads=(_SWA,)
+    ),
     "mistral3": Architecture(
         MINISTRAL3,
         interleaved=True,
         choose=_mistral_without_temperature,
+        others=(MISTRAL,),
         more=_window,
         reads=(_SWA, _TEMPERATURE, "rope.scaling.yarn_log_multiplier"),
     ),

@@ -14,11 +14,10 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
-from windlass.engine.model.spec import HEAD_TENSOR, ModelSpec
+from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.fields import shown_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-_OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: HEAD_TENSOR}
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias)")
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
 
@@ -52,11 +51,18 @@ def rename(tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec)
     that the decoder has no use for, since a model with it would be another one.
     """
     found: dict[str, PlacedTensor] = {}
+    names = spec.names
+    outer = {
+        "token_embd": names.embedding,
+        "output_norm": names.final_norm,
+        "output": names.head,
+    }
+    outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
     layer_names = _layer_names(family)
     for name, tensor in tensors.items():
         if name in FACTOR_TENSORS:
             continue
-        for new, part in _renamed(name, tensor, layer_names, family, spec):
+        for new, part in _renamed(name, tensor, outer, layer_names, family, spec):
             if new in found:
                 raise LoadError(f"tensor {shown_key(name)} is one that stands there under another name already")
             found[new] = part
@@ -88,11 +94,16 @@ def _layer_names(family: Family) -> dict[str, str]:
 
 
 def _renamed(
-    name: str, tensor: PlacedTensor, names: Mapping[str, str], family: Family, spec: ModelSpec
+    name: str,
+    tensor: PlacedTensor,
+    outer: Mapping[str, str],
+    names: Mapping[str, str],
+    family: Family,
+    spec: ModelSpec,
 ) -> Iterator[tuple[str, PlacedTensor]]:
     """The tensors that one tensor of the file is; none where it is not used."""
-    if name in _OUTER:
-        yield _OUTER[name], tensor
+    if name in outer:
+        yield outer[name], tensor
         return
     matched = _LAYER.fullmatch(name)
     if matched is None:
@@ -100,7 +111,7 @@ def _renamed(
     layer, what, suffix = int(matched[1]), matched[2], matched[3]
     if layer >= len(spec.layers) or what in _UNUSED:
         return  # a layer behind the last one predicts further tokens, which the model does without
-    prefix = f"model.layers.{layer}."
+    prefix = f"{spec.names.layers}.{layer}."
     if what in names:
         yield f"{prefix}{names[what]}.{suffix}", tensor
     elif what == "attn_qkv":

@@ -73,7 +73,7 @@ def read_adapter(source: AdapterSource, spec: ModelSpec, keep: Keep, max_rank: i
             digest.update(tensor.contiguous().numpy().tobytes())
     layers: list[dict[str, LowRank]] = []
     for index, layer in enumerate(spec.layers):
-        prefix = f"model.layers.{index}."
+        prefix = f"{spec.names.layers}.{index}."
         changes = {
             weight.name: _joined(weight, prefix, found, described, keep)
             for weight in layer.weights(spec.hidden_size)

@@ -26,7 +26,6 @@ from windlass.engine.model.loading.quantized.reading import read_quantized
 from windlass.engine.model.loading.row_order import row_order
 from windlass.engine.model.loading.safetensors_file import read_tensors
 from windlass.engine.model.loading.tensor_stream import Part, Place
-from windlass.engine.model.spec import HEAD_TENSOR
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
 from windlass.kernels.layouts.blocks import store
 
@@ -146,11 +145,12 @@ def load_weights(
             done += size
             if progress:
                 progress("loading weights", done, checkpoint.num_bytes)
-    tied_copy: tuple[Tensor, str | None] | None = None
+    tied_copy: tuple[str, Tensor, str | None] | None = None
+    heads = decoder.spec.head_tensors
 
     def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
         target = targets.get(name)
-        if (name == HEAD_TENSOR and target is None) or (target is not None and target.rows is not None):
+        if (name in heads and target is None) or (target is not None and target.rows is not None):
             return torch.empty(shape, dtype=dtype)  # wanted whole
         if target is None or not isinstance(target.view, Tensor):
             return None
@@ -165,8 +165,8 @@ def load_weights(
         if not _is_finite(part, blocks) and (target is not None or not _DERIVED.search(name)):
             raise LoadError(_not_finite(directory, name))
         if target is None:
-            if name == HEAD_TENSOR and decoder.spec.tied_embeddings:
-                tied_copy = tensor, blocks
+            if name in heads and decoder.spec.tied_embeddings:
+                tied_copy = name, tensor, blocks
                 continue
             if _DERIVED.search(name):
                 continue
@@ -193,9 +193,9 @@ def load_weights(
         raise LoadError(
             f"{directory}: {len(remaining)} tensors are missing, for example {first}: the checkpoint is incomplete"
         )
-    if tied_copy is not None and not _equals(decoder.backend, *tied_copy, decoder.embedding):
+    if tied_copy is not None and not _equals(decoder.backend, *tied_copy[1:], decoder.embedding):
         raise LoadError(
-            f"{directory}: lm_head.weight differs from the embedding although the model ties them: set "
+            f"{directory}: {tied_copy[0]} differs from the embedding although the model ties them: set "
             '"tie_word_embeddings": false in config.json to use it, or remove the tensor'
         )
 

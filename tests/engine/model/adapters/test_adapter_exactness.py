@@ -36,6 +36,9 @@ def with_adapters(model: Path, *adapters: Path, **options: object) -> EngineCore
     return make_core(model, lora=sources, **options)
 
 
+NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
+
+
 def only(finished: dict[tuple[str, int], Finished], name: str = "r") -> Finished:
     return finished[name, 0]
 
@@ -55,4 +58,13 @@ def test_an_adapter_is_what_it_is_merged(llama: Path, tmp_path: Path, settings: 
     core = with_adapters(llama, adapter)
     assert distance(only(run(core, [greedy("r", PROMPT, adapter=1)])), wanted) < 1e-5
     assert distance(only(run(core, [greedy("r", PROMPT)])), plain) == 0  # and the same engine without
+    assert plain.logits[0].sub(wanted.logits[0]).abs().max() > 1e-2 * plain.logits[0].abs().max()
+
+
+def test_layers_of_another_name_and_heads_that_are_stored_one_by_one(tmp_path: Path) -> None:
+    model = make_model("gpt_neox", tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", model, NEOX)
+    plain = only(run(make_core(model), [greedy("r", PROMPT)]))
+    wanted = only(run(make_core(merged(model, adapter, tmp_path / "merged")), [greedy("r", PROMPT)]))
+    assert distance(only(run(with_adapters(model, adapter), [greedy("r", PROMPT, adapter=1)])), wanted) < 1e-5
     assert plain.logits[0].sub(wanted.logits[0]).abs().max() > 1e-2 * plain.logits[0].abs().max()

@@ -225,6 +225,24 @@ def test_a_tied_head_that_is_not_finite_is_named_too(tmp_path: Path) -> None:
     refused(tied, r"tensor 'lm_head\.weight' holds numbers that are NaN or infinite")
 
 
+def test_a_head_of_another_name_that_is_tied(tmp_path: Path) -> None:
+    """Files of GPT-NeoX hold it beside the embedding."""
+    tied = make_model("gpt_neox", tmp_path / "tied", tie_word_embeddings=True)
+    wanted = run(make_core(tied), [greedy("a", [5, 6, 7])])["a", 0]
+    edit_weights(tied, lambda t: t.update({"embed_out.weight": t["gpt_neox.embed_in.weight"].clone()}))
+    assert run(make_core(tied), [greedy("a", [5, 6, 7])])["a", 0].token_ids == wanted.token_ids
+    edit_weights(tied, lambda t: t.update({"embed_out.weight": t["gpt_neox.embed_in.weight"] + 1}))
+    refused(tied, r"embed_out\.weight differs from the embedding although the model ties them")
+
+
+def test_a_tied_head_keeps_its_bias(tmp_path: Path) -> None:
+    tied = make_model("phi", tmp_path / "tied", tie_word_embeddings=True)
+    plain = run(make_core(tied), [greedy("a", [5, 6, 7], 1)])["a", 0].logits[0]
+    edit_weights(tied, lambda t: t.update({"lm_head.bias": t["lm_head.bias"] + torch.arange(128.0)}))
+    added = run(make_core(tied), [greedy("a", [5, 6, 7], 1)])["a", 0].logits[0] - plain
+    torch.testing.assert_close(added, torch.arange(128.0), rtol=1e-5, atol=1e-4)
+
+
 def test_buffers_that_nobody_reads_may_hold_anything(model: Path) -> None:
     edit_weights(model, lambda t: t.update({"model.rotary_emb.inv_freq": torch.full((8,), torch.nan)}))
     make_core(model)

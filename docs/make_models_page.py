@@ -1,0 +1,90 @@
+"""Makes docs/models.md from the registry of families, the tiny checkpoints that tests compare, and the GGUF architectures.
+
+.venv/bin/python docs/make_models_page.py [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.registry import FAMILIES
+from windlass.engine.model.gguf.architectures import ARCHITECTURES
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
+HEAD = """# Models
+
+A model is loaded if the first entry of `architectures` in its config.json stands here: the weights as safetensors, plain or
+[quantized](serving.md#quantized-checkpoints), or as [GGUF](serving.md#quantized-weights) where the last column names what the
+file calls itself. A model of another architecture is refused with the reason, as far as its files tell it.
+
+Every row is held by tests: a tiny random checkpoint for each name in the fifth column, with random norms and biases, gives the
+logits of the reference (float32, eager attention, cosines from float64 angles) to 1e-5 of the largest logit, over 40 tokens as
+one prompt, in chunks of 7 and token by token. The reference is transformers; where transformers has no class of its own, it is
+a plain float32 model written from the published code. For most rows the tests also show that another theta, other pairs of
+dimensions, and a norm or a bias that is left out would be seen.
+
+*Pairs*: how the checkpoint numbers the two dimensions that turn together, (j, j + d/2) or (2j, 2j + 1), and which share of a head
+rotates where config.json does not say. *Theta*: where config.json does not say. Nearly every checkpoint says both.
+
+| Models | `architectures` | Pairs, share | Theta | Compared as | GGUF |
+|---|---|---|---|---|---|
+"""
+FOOT = """
+With the same body and `…ForSequenceClassification` in `architectures`, a checkpoint [classifies](embeddings.md).
+
+This page is made by `docs/make_models_page.py`.
+"""
+
+
+def checkpoints() -> dict[str, list[str]]:
+    """Names of the tiny checkpoints by architecture, from every table `FAMILIES` of tests/helpers/tiny_*.py."""
+    if str(TESTS) not in sys.path:
+        sys.path.insert(0, str(TESTS))
+    found: dict[str, list[str]] = {}
+    for path in sorted((TESTS / "helpers").glob("tiny_*.py")):
+        table: dict[str, tuple[str, Any]] = getattr(importlib.import_module(f"helpers.{path.stem}"), "FAMILIES", {})
+        for name, (prefix, _) in table.items():
+            architecture = prefix if prefix.endswith("Model") else f"{prefix}ForCausalLM"
+            found.setdefault(architecture, []).append(name)
+    return found
+
+
+def rows() -> Iterator[str]:
+    compared = checkpoints()
+    for family in sorted(FAMILIES, key=lambda one: one.models.lower()):
+        names = compared.get(family.architecture)
+        if not names:
+            raise SystemExit(f"no tiny checkpoint of {family.architecture}: add one to tests/helpers/tiny_families.py")
+        yield " | ".join(
+            (
+                f"| {family.models}",
+                f"`{family.architecture}`",
+                _pairs(family),
+                f"{family.rules.rope_theta:,.0f}",
+                ", ".join(names),
+                ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families) + " |",
+            )
+        )
+
+
+def _pairs(family: Family) -> str:
+    pairs = "2j, 2j + 1" if family.interleaved else "j, j + d/2"
+    share = family.rules.partial_rotary_factor
+    return pairs if share == 1 else f"{pairs}; {share:g}"
+
+
+def page() -> str:
+    return HEAD + "\n".join(rows()) + "\n" + FOOT
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "models.md")
+    parser.parse_args().out.write_text(page(), encoding="utf-8")
