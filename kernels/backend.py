@@ -191,7 +191,7 @@ class Backend(ABC):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dim (1607.06450), in float32.
 
-        x: [T, D]. weight, bias: [D] float32. Returns x's shape and dtype, contiguous.
+        x: [T, D] or [T, H, D]. weight, bias: [D] float32. Returns x's shape and dtype, contiguous.
         """
 
     @abstractmethod
@@ -212,6 +212,16 @@ class Backend(ABC):
     @abstractmethod
     def activation(self, x: Tensor, activation: str) -> Tensor:
         """activation(x) of [T, F], one of those that `gated_activation` has."""
+
+    @abstractmethod
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+        """xIELU (2411.13010) of [T, F]: with a = softplus(alpha_p) and c = beta + softplus(alpha_n), a x^2 + beta x where x is
+        positive, and c (e^min(x, eps) - 1 - x) + beta x elsewhere. The four are float32 [1]; eps is a little below 0.
+        """
+
+    @abstractmethod
+    def clip(self, x: Tensor, limit: float) -> None:
+        """Bring every number of x [T, N] into -limit … limit, in place."""
 
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:

@@ -17,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def allocate(backend: Backend, specs: Iterable[WeightSpec], plan: StoragePlan) -> dict[str, Any]:
-    """An uninitialised weight for each spec, by name. Norms and scores are float32, biases of the compute dtype.
+    """An uninitialised weight for each spec, by name. Norms, numbers and scores are float32, biases of the compute dtype.
 
     plan: of the weights with rows and columns; what it does not name is of the backend's weight dtype.
     """
@@ -38,7 +38,7 @@ def storage_of(name: str) -> Storage:
 
 
 def _one(backend: Backend, spec: WeightSpec, parts: tuple[StoredPart, ...] | None) -> Weight:
-    if spec.kind in ("norm", "shift", "score"):
+    if spec.kind in ("norm", "shift", "number", "score"):
         return backend.empty(spec.shape, torch.float32)
     if spec.kind == "bias":
         return backend.empty(spec.shape, backend.dtype)

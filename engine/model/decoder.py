@@ -62,6 +62,7 @@ class Decoder:
         self._head_bias: Tensor | None = weights.get("head_bias")  # [V]
         self.score: Tensor | None = weights.get("score")  # [classes, hidden], float32
         self._final_norm = self._norm(weights, "final_norm")
+        self._embedding_norm = self._norm({}, "embedding_norm") if spec.embedding_norm else None
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
         self.layers = [
@@ -71,24 +72,26 @@ class Decoder:
 
     def _layer(self, layer: LayerSpec, kind: int, prefix: str, weights: dict[str, Weight]) -> DecoderLayer:
         hidden, backend = self.spec.hidden_size, self.backend
-        norms = of_layer(weights, prefix, layer.norms.weights(hidden))
+        norm_weights = of_layer(weights, prefix, layer.norms.weights(hidden))
+        none = Norm(self.spec.norm, None, None, self.spec.norm_eps, backend)
+        norms = {name: self._norm(norm_weights, name) for name in layer.norms.stored}
         mixer = of_layer(weights, prefix, layer.mixer.weights(hidden))
         feed_forward = of_layer(weights, prefix, layer.feed_forward.weights(hidden))
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
         return DecoderLayer(
-            mixer_norm=self._norm(norms, "mixer_norm"),
+            mixer_norm=norms.get("mixer_norm", none),
             mixer=Attention(layer.mixer, mixer, self.spec.norm_eps, kind, backend),
-            mixer_output_norm=self._norm(norms, "mixer_output_norm"),
-            feed_forward_norm=None if shares_norm else self._norm(norms, "feed_forward_norm"),
-            feed_forward=GatedFeedForward(layer.feed_forward, feed_forward, backend)
+            mixer_output_norm=norms.get("mixer_output_norm", none),
+            feed_forward_norm=None if shares_norm else norms.get("feed_forward_norm", none),
+            feed_forward=GatedFeedForward(layer.feed_forward, feed_forward, self.spec.norm_eps, backend)
             if isinstance(layer.feed_forward, GatedSpec)
             else PlainFeedForward(layer.feed_forward, feed_forward, backend),
-            feed_forward_output_norm=self._norm(norms, "feed_forward_output_norm"),
+            feed_forward_output_norm=norms.get("feed_forward_output_norm", none),
             parallel=layer.norms.parallel,
         )
 
     def _norm(self, weights: Mapping[str, Any], name: str) -> Norm:
-        return Norm(self.spec.norm, weights.get(name), weights.get(f"{name}_bias"), self.spec.norm_eps, self.backend)
+        return Norm.of(self.spec.norm, weights, name, self.spec.hidden_size, self.spec.norm_eps, self.backend)
 
     def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden]."""
@@ -98,6 +101,8 @@ class Decoder:
     def embed(self, batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
         """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied."""
         x = self.backend.embed(self.embedding, batch.input_ids, self.spec.embedding_scale)
+        if self._embedding_norm is not None:
+            x = self._embedding_norm(x)
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature
             growth = 1 + beta * self.backend.log1p(batch.context_positions // length)  # [T]

@@ -1,7 +1,11 @@
-"""The norms of a decoder's stream: what one does, alone or behind an addition. Knows the backend and no layer."""
+"""The norms of a decoder: what one does, alone or behind an addition. Knows the backend and no layer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from windlass.engine.model.norm_spec import NormForm
@@ -9,7 +13,7 @@ from windlass.kernels import Backend
 
 
 class Norm:
-    """weight, bias: [hidden] float32, the weight with its offset applied; no bias where the form has none.
+    """weight, bias: [D] float32, the weight with its offset applied, ones where the form has none; no bias where it has none.
 
     weight None: there is no norm, what comes in goes out.
     """
@@ -19,8 +23,14 @@ class Norm:
     ) -> None:
         self._form, self._weight, self._bias, self._eps, self._backend = form, weight, bias, eps, backend
 
+    @classmethod
+    def of(cls, form: NormForm, weights: Mapping[str, Any], name: str, size: int, eps: float, backend: Backend) -> Norm:
+        """The norm over `size` elements whose weights are those of this name and "<name>_bias"."""
+        weight = weights[name] if form.weight else torch.ones(size, dtype=torch.float32, device=backend.device)
+        return cls(form, weight, weights.get(f"{name}_bias"), eps, backend)
+
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns the same shape and dtype; x itself where there is no norm."""
+        """x: [T, D] or [T, H, D]. Returns the same shape and dtype; x itself where there is no norm."""
         if self._weight is None:
             return x
         if self._form.centered:

@@ -33,19 +33,21 @@ class LayerNorms:
     form: NormForm = field(default_factory=NormForm)
     parallel: bool = False
 
-    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The fields of `LayerNormWeights`."""
-        stored = {
+    @property
+    def stored(self) -> dict[str, str]:
+        """The names of the norms that there are, and those of their tensors."""
+        names = {
             "mixer_norm": self.mixer,
             "feed_forward_norm": self.feed_forward,
             "mixer_output_norm": self.mixer_output,
             "feed_forward_output_norm": self.feed_forward_output,
         }
+        return {name: tensor for name, tensor in names.items() if tensor is not None}
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """Those of the norms, the first in the order in which they are used."""
         return tuple(
-            weight
-            for name, tensor in stored.items()
-            if tensor is not None
-            for weight in self.form.weights(name, tensor, hidden_size)
+            weight for name, tensor in self.stored.items() for weight in self.form.weights(name, tensor, hidden_size)
         )
 
 
@@ -81,6 +83,7 @@ class ModelSpec:
 
     classifier: the classes that the head has in place of a vocabulary; such a model generates nothing.
     logit_scale: multiplies the logits. norm: what the norms of the stream are. head_bias: the head adds one.
+    embedding_norm: the stream begins normed, by a norm without weights.
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
     """
 
@@ -103,6 +106,7 @@ class ModelSpec:
     logit_scale: float = 1.0
     norm: NormForm = field(default_factory=NormForm)
     head_bias: bool = False
+    embedding_norm: bool = False
     names: OuterNames = field(default_factory=OuterNames)
 
     @property
@@ -118,7 +122,7 @@ class ModelSpec:
     @property
     def scores_by_absolute_position(self) -> bool:
         """Whether a query and a key that move on by as many positions score otherwise than before."""
-        return any(layer.mixer.qk_norm == "after" for layer in self.layers)
+        return any(layer.mixer.qk_norm == "after" and layer.mixer.qk_norm_form.weight for layer in self.layers)
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """Every weight of the model, each once. Names are those of a layer's fields behind "layers.0." and so on."""

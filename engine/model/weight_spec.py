@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 # "table": rows are gathered from it. "head": it is multiplied by and kept at 8 bits where matrices are narrower.
-# "score": a head of few classes, in float32 as norms are; "shift": what a norm adds.
-WeightKind = Literal["table", "head", "table and head", "matrix", "bias", "norm", "shift", "score"]
+# "score": a head of few classes, in float32 as norms are; "shift": what a norm adds; "number": one number of an activation.
+WeightKind = Literal["table", "head", "table and head", "matrix", "bias", "norm", "shift", "number", "score"]
 # What a tensor of a layer's matrix does there. Some lose more than others when they are rounded.
 TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "down"]
 
@@ -30,17 +30,27 @@ class InterleavedHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices.
+class FusedHeads:
+    """Heads of a tensor that holds queries, keys and values in blocks, where the decoder has all queries, all keys, all values.
 
-    threes: (heads, head_dim) of a tensor that holds the query, key and value of one head after the other (GPT-NeoX), where
-    the decoder has all queries, all keys and all values.
+    A block has `queries` heads of queries, then `keys` of keys and as many of values; values_first: of values and of keys.
     """
+
+    blocks: int
+    queries: int
+    keys: int
+    head_dim: int
+    values_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices."""
 
     name: str
     rows: int
     interleaved: InterleavedHeads | None = None
-    threes: tuple[int, int] | None = None
+    fused: FusedHeads | None = None
     role: TensorRole | None = None
 
 

@@ -161,6 +161,12 @@ class CompiledBackend(Backend):
     def activation(self, x: Tensor, activation: str) -> Tensor:
         return self._torch.activation(x, activation)
 
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+        return self._torch.xielu(x, alpha_p, alpha_n, beta, eps)
+
+    def clip(self, x: Tensor, limit: float) -> None:
+        self._torch.clip(x, limit)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return ops.soft_cap(x, cap, library=self._library)
 

@@ -112,6 +112,12 @@ class TorchBackend(Backend):
     def activation(self, x: Tensor, activation: str) -> Tensor:
         return reference.activated(x, activation)
 
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+        return reference.xielu(x, alpha_p, alpha_n, beta, eps)
+
+    def clip(self, x: Tensor, limit: float) -> None:
+        x.clamp_(-limit, limit)
+
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)
 
@@ -192,6 +198,9 @@ class RowIndependentBackend(TorchBackend):
 
     def activation(self, x: Tensor, activation: str) -> Tensor:
         return rowwise.activated(x, activation)
+
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+        return rowwise.xielu(x, alpha_p, alpha_n, beta, eps)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return rowwise.gated_activation(gate_up, activation)

@@ -239,6 +239,14 @@ def activated(x: Tensor, activation: str) -> Tensor:
     raise ValueError(f"unknown activation {activation!r}")
 
 
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """See `Backend.xielu`; in float32."""
+    wide = x.float()
+    above = F.softplus(alpha_p) * wide * wide + beta * wide
+    below = (beta + F.softplus(alpha_n)) * (torch.expm1(torch.minimum(wide, eps)) - wide) + beta * wide
+    return torch.where(wide > 0, above, below).to(x.dtype)
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Norm around the mean over the last dim, in float32. weight, bias: [D] float32. Returns x's dtype."""
     return F.layer_norm(x.float(), (x.shape[-1],), weight, bias, eps).to(x.dtype)

@@ -76,6 +76,11 @@ def activated(x: Tensor, activation: str) -> Tensor:
     return torch.cat([reference.activated(row, activation) for row in _rows(x) or [x]])
 
 
+def xielu(x: Tensor, *numbers: Tensor) -> Tensor:
+    """See `reference.xielu`."""
+    return torch.cat([reference.xielu(row, *numbers) for row in _rows(x) or [x]])
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """See `reference.soft_cap`."""
     return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])

@@ -7,8 +7,20 @@ from typing import Any
 OFFSET_NORMS = ("Gemma", "Gemma2", "Gemma3", "VaultGemma", "Nemotron")
 # Where a family has other names for its sizes.
 COMMON: dict[str, dict[str, Any]] = {}
+_SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 _LOCAL = {"sliding_window": 8}
+_GPTJ = {"rotary_dim": 8, "n_inner": 96, "tie_word_embeddings": False}
+_FALCON = {"ffn_hidden_size": 96, "bias": True}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -55,4 +67,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"attention_bias": True, "tie_word_embeddings": True}),
     "cohere2": ("Cohere2", {**_LOCAL, "tie_word_embeddings": True}),
     "arcee": ("Arcee", {"mlp_bias": True}),
+    "olmo": ("Olmo", {"clip_qkv": 0.5, "attention_bias": True}),
+    "internlm3": ("InternLM3", {"attention_bias": True, "mlp_bias": True}),
+    "gptj": ("GPTJ", _GPTJ),
+    "codegen": ("CodeGen", _GPTJ),
+    "falcon": ("Falcon", {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon_one_norm": (
+        "Falcon",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "bias": False},
+    ),
+    "falcon_multi_query": ("Falcon", _FALCON),
+    "falcon_in_turn": ("Falcon", {**_FALCON, "multi_query": False, "parallel_attn": False}),
+    "apertus": (
+        "Apertus",
+        {
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
+    "persimmon": ("Persimmon", {"intermediate_size": 96}),
 }
+
+COMMON |= {name: _SIZES for name, (kind, _) in FAMILIES.items() if kind in ("GPTJ", "CodeGen", "Falcon", "Persimmon")}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from helpers import tiny_families
+from helpers import tiny_families, tiny_plain
 
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -90,12 +91,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Save a random model of the family to `directory`; 1-D parameters are random too, so no bias or norm hides."""
+    if family in tiny_plain.FAMILIES:
+        return tiny_plain.save(family, directory, seed, **overrides)
     name, settings = FAMILIES.get(family) or tiny_families.FAMILIES[family]
     config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     common = tiny_families.COMMON.get(family, _COMMON)
     config = config_class(**{**common, **settings, **overrides})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    own_class = getattr(transformers, f"{name}ForCausalLM", None)
+    model = own_class(config) if own_class else transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             # Wide enough that attention is peaked and every mistake shows in the logits.
@@ -103,13 +107,24 @@ def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any)
             if parameter.dim() == 1 and name not in tiny_families.OFFSET_NORMS:
                 parameter.add_(1.0)
     model.save_pretrained(directory)
+    if own_class is None:  # it is computed by another family's
+        written = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**written, "architectures": [f"{name}ForCausalLM"]}))
     return directory
 
 
 class Reference:
-    """A transformers model in float32, eager attention, with cos and sin formed from float64 angles."""
+    """A transformers model in float32, eager attention, with cos and sin formed from float64 angles.
+
+    One of `tiny_plain` where transformers has no class of it.
+    """
 
     def __init__(self, directory: Path, specs: Sequence[RotarySpec], names: Sequence[str]) -> None:
+        self.plain = None
+        config = json.loads((directory / "config.json").read_text())
+        if config["architectures"][0] in tiny_plain.ARCHITECTURES:
+            self.plain, self.frequencies = tiny_plain.PlainModel(directory), torch.tensor(specs[0].inv_freq).double()
+            return
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -127,9 +142,15 @@ class Reference:
         for name, module in self.model.named_modules():
             if name.endswith("rotary_emb"):
                 module.forward = rotary
+            if hasattr(module, "embed_positions"):  # GPT-J: a table of sines, then cosines, of every position
+                count = module.embed_positions.shape[0]
+                angle = torch.arange(count).double()[:, None] * torch.tensor(fallback.inv_freq, dtype=torch.float64)
+                module.embed_positions = torch.cat((angle.sin(), angle.cos()), dim=-1).float() * fallback.rotary_scale
 
     @torch.no_grad()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V] float32 logits of the whole sequence in one pass."""
+        if self.plain is not None:
+            return self.plain.logits(token_ids, self.frequencies)
         ids = torch.tensor([list(token_ids)])
         return self.model(ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False).logits[0]

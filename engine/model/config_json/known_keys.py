@@ -42,7 +42,7 @@ _READ = frozenset(
     "use_sliding_window max_window_layers no_rope_layers no_rope_layer_interval layer_rope_theta query_pre_attn_scalar "
     "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config attention_out_bias "
     "compression_config layer_norm_eps norm_epsilon norm_eps use_qkv_bias use_parallel_residual "
-    "id2label num_labels problem_type".split()
+    "id2label num_labels problem_type layer_norm_epsilon activation activation_function bias".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(
@@ -51,7 +51,8 @@ _HARMLESS = frozenset(
     "output_attentions output_hidden_states return_dict torchscript use_bfloat16 pruned_heads chunk_size_feed_forward "
     "label2id tie_encoder_decoder is_decoder cross_attention_hidden_size tokenizer_class prefix "
     "task_specific_params finetuning_task _attn_implementation_autoset auto_map attn_implementation resid_pdrop embd_pdrop "
-    "eod_token_id classifier_dropout hidden_dropout residual_dropout embedding_dropout".split()
+    "eod_token_id classifier_dropout hidden_dropout residual_dropout embedding_dropout attn_pdrop n_ctx gradient_checkpointing "
+    "summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels".split()
 )
 
 
@@ -62,8 +63,8 @@ def refuse_other_mathematics(config: Config, read: Container[str] = ()) -> None:
             raise LoadError(f"config.json sets {key}={config[key]!r}, which changes the model and is not supported")
 
 
-def unread_keys(config: Config) -> tuple[str, ...]:
-    """A notice of the keys that nobody here knows, none where there are none."""
-    understood = _READ | _HARMLESS | _MUST_BE_NEUTRAL.keys()
+def unread_keys(config: Config, read: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """A notice of the keys that nobody here knows, none where there are none. read: those that the family reads."""
+    understood = _READ | _HARMLESS | _MUST_BE_NEUTRAL.keys() | read
     unknown = sorted(key for key in config if key not in understood and config[key] is not None)
     return (f"config.json keys not understood and left unused: {', '.join(unknown)}",) if unknown else ()

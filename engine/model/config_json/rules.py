@@ -5,11 +5,17 @@ Responsible for the shape of these rules only; each family's own stand in `famil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import Pattern, full_layers
+from windlass.engine.model.config_json.values import Config
+from windlass.engine.rotary.fields import shown
+
+# Raises LoadError.
+Rewrite = Callable[[Config], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,8 @@ class ConfigRules:
     where sliding layers have a theta of their own. rope_parameters: the object used when config.json has none.
     no_rope_layer_interval: every n-th layer does not rotate. query_temperature: whether the rotary object may carry
     Ministral's `llama_4_scaling_beta`. scales_full_layers_alone: `rope_scaling` is not for layers with a window (OLMo 3).
-    longrope_names: older names of longrope that mean something else elsewhere.
+    intermediate_factor: how many times hidden_size a feed-forward is wide. longrope_names: older names of longrope that mean
+    something else elsewhere. rewrite: the config in the names that other families have, where this one has its own.
     """
 
     max_position_embeddings: int
@@ -31,6 +38,7 @@ class ConfigRules:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     rms_norm_eps: float = 1e-6
+    intermediate_factor: int | None = None
     tie_word_embeddings: bool = False
     eos_token_id: tuple[int, ...] = ()
     sliding_window: int | None = None
@@ -43,3 +51,23 @@ class ConfigRules:
     query_temperature: bool = False
     scales_full_layers_alone: bool = False
     longrope_names: tuple[str, ...] = ("su",)
+    rewrite: Rewrite = dict
+
+
+def renamed(names: Mapping[str, str]) -> Rewrite:
+    """A rewriting of keys. names: the common name of each of a family's own. Raises LoadError where both say different things."""
+
+    def rewrite(config: Config) -> dict[str, Any]:
+        result = {key: value for key, value in config.items() if key not in names}
+        for own, common in names.items():
+            value = config.get(own)
+            if value is None:
+                continue
+            if result.get(common) not in (None, value):
+                raise LoadError(
+                    f"config.json: {common} is {shown(result[common])} and {own} is {shown(value)}: keep one"
+                )
+            result[common] = value
+        return result
+
+    return rewrite

@@ -6,13 +6,16 @@ Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.spec import LayerNorms, OuterNames
 
 
@@ -68,6 +71,8 @@ class Family:
     multipliers: and those of Granite. gelu_by_tanh: "gelu" in config.json means the approximation. interleaved:
     checkpoints hold rotated pairs as (2j, 2j + 1). norms: where there are norms, with their names. feed_forward_names:
     those of a feed-forward with a gate or without. parallel_norms: where there are norms if `parallel` is set.
+    norm_eps_key None: it is always the default. clip_key: of the number that limits queries, keys and values. variant: what it
+    is where config.json says so, from the family and the config; raises LoadError. reads: further keys that it looks at.
     title: what people call its models, where that is not the name of the architecture.
     """
 
@@ -78,6 +83,9 @@ class Family:
     out_bias: bool | Flag = False
     feed_forward_bias: bool | Flag = False
     qk_norm: Literal["before", "after", "all heads"] | None = None
+    qk_norm_form: NormForm = field(default_factory=NormForm)
+    clip_key: str | None = None
+    embedding_norm: bool = False
     norm_offset: float = 0.0
     activation: str = "silu"
     activation_key: str = "hidden_act"
@@ -92,11 +100,13 @@ class Family:
     norms: LayerNorms = field(default_factory=LayerNorms)
     parallel: Flag | None = None
     parallel_norms: LayerNorms | None = None
-    norm_eps_key: str = "rms_norm_eps"
+    norm_eps_key: str | None = "rms_norm_eps"
     outer_names: OuterNames = field(default_factory=OuterNames)
     head_bias: bool = False
     text_part: str = ""
     title: str = ""
+    variant: Callable[[Family, Config], Family] | None = None
+    reads: frozenset[str] = frozenset()
 
     @property
     def models(self) -> str:

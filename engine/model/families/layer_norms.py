@@ -1,9 +1,13 @@
-"""Families whose norms are around the mean, with biases: StarCoder 2, StableLM, Phi 1 and 2, Nemotron, GPT-NeoX (Pythia)."""
+"""Families whose norms are around the mean, with biases: StarCoder 2, StableLM, Phi 1 and 2, Nemotron, GPT-NeoX
+(Pythia), Persimmon."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windlass.engine.model.config_json.patterns import windowed_layers
 from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_flag
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
@@ -114,11 +118,48 @@ GPT_NEOX = Family(
     out_bias=_NEOX_BIAS,
     feed_forward_bias=True,
     activation="gelu",
-    attention_names=AttentionNames(qkv="attention.query_key_value", qkv_by_head=True, out="attention.dense"),
+    attention_names=AttentionNames(qkv="attention.query_key_value", qkv_order="groups", out="attention.dense"),
     feed_forward_names=PlainNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     norms=LayerNorms(form=_FORM),
     parallel=Flag("use_parallel_residual", default=True),
     parallel_norms=LayerNorms(form=_FORM, parallel=True),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
+)
+
+
+def _with_head_norms(family: Family, config: Config) -> Family:
+    return family if read_flag(config, "qk_layernorm", default=True) else replace(family, qk_norm=None)
+
+
+PERSIMMON = Family(
+    architecture="PersimmonForCausalLM",
+    title="Persimmon",
+    model_type="persimmon",
+    rules=ConfigRules(
+        max_position_embeddings=16_384,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+    ),
+    qkv_bias=True,
+    out_bias=True,
+    feed_forward_bias=True,
+    qk_norm="before",
+    qk_norm_form=_FORM,
+    activation="relu2",
+    attention_names=AttentionNames(
+        qkv="self_attn.query_key_value",
+        qkv_order="groups",
+        out="self_attn.dense",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+    ),
+    feed_forward_names=PlainNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    norms=LayerNorms(form=_FORM),
+    norm_eps_key="layer_norm_eps",
+    outer_names=OuterNames(final_norm="model.final_layernorm"),
+    variant=_with_head_norms,
+    reads=frozenset({"qk_layernorm"}),
 )

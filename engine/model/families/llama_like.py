@@ -1,4 +1,5 @@
-"""Families that differ from Llama in defaults, biases, windows or multipliers: Seed-OSS, CWM, Granite, Arcee."""
+"""Families that differ from Llama in defaults, biases, windows, multipliers or activations: Seed-OSS, CWM, Granite, Arcee,
+Apertus."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from windlass.engine.model.config_json.patterns import every_nth_full
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag, Multipliers
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.spec import LayerNorms
 
 SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
@@ -80,4 +82,29 @@ ARCEE = Family(
     feed_forward_bias=MLP_BIAS,
     activation="relu2",
     feed_forward_names=PlainNames(),
+)
+
+APERTUS = Family(
+    architecture="ApertusForCausalLM",
+    title="Apertus",
+    model_type="apertus",
+    rules=ConfigRules(
+        max_position_embeddings=65_536,
+        rms_norm_eps=1e-5,
+        rope_theta=12_000_000.0,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 12_000_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    qk_norm="before",
+    activation="xielu",
+    feed_forward_names=PlainNames(),
+    norms=LayerNorms(mixer="attention_layernorm", feed_forward="feedforward_layernorm"),
 )

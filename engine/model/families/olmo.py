@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms behind every part instead of before it, and one over all heads of the queries, one of the keys."""
+"""OLMo 1, whose norms have no weights; OLMo 2 and 3: norms behind every part instead of before it, and one over all heads of
+the queries, one of the keys."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import replace
 from windlass.engine.model.config_json.patterns import every_nth_full
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.spec import LayerNorms
 
 NORMS_BEHIND = LayerNorms(
@@ -16,6 +18,19 @@ NORMS_BEHIND = LayerNorms(
     feed_forward_output="post_feedforward_layernorm",
 )
 _RULES = ConfigRules(max_position_embeddings=2048, rms_norm_eps=1e-5)
+
+OLMO = Family(
+    architecture="OlmoForCausalLM",
+    title="OLMo 1",
+    model_type="olmo",
+    rules=_RULES,
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    clip_key="clip_qkv",
+    reads=frozenset({"clip_qkv"}),
+    norms=LayerNorms(form=NormForm(centered=True, weight=False)),
+    norm_eps_key=None,
+)
 
 OLMO2 = Family(
     title="OLMo 2",

@@ -30,6 +30,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "relu2": "relu2",
+    "xielu": "xielu",
 }
 
 
@@ -41,13 +42,16 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
             f"config.json names architecture {family.architecture} and model_type {config['model_type']!r}, which do not "
             f"belong together: {family.architecture} is {family.model_type!r}"
         )
+    config = family.rules.rewrite(config)
+    if family.variant is not None:
+        family = family.variant(family, config)
     quantized = describe_quantized(config)
     if quantized is not None:
         raise LoadError(quantized)
     multipliers = family.multipliers or Multipliers()
-    refuse_other_mathematics(config, multipliers.keys)
+    refuse_other_mathematics(config, multipliers.keys | family.reads)
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
-    if family.qk_norm == "after":
+    if family.qk_norm == "after" and family.qk_norm_form.weight:
         layout = layout.with_own_distances("whose queries and keys are normed where they stand")
     layers, kv_groups = _layers(config, family, layout)
     hidden = read_size(config, "hidden_size")
@@ -62,7 +66,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         rotary_groups=layout.groups,
         kv_groups=kv_groups,
         trained_len=layout.groups[0].base.trained_len,
-        norm_eps=(read_number(config, family.norm_eps_key) or family.rules.rms_norm_eps) / residual**2,
+        norm_eps=_norm_eps(config, family) / residual**2,
         norm_offset=family.norm_offset,
         embedding_scale=(
             (float(hidden) ** 0.5 if family.scaled_embeddings else _multiplier(config, multipliers.embedding))
@@ -74,11 +78,12 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         / _multiplier(config, multipliers.logits_divided_by),
         norm=family.norms.form,
         head_bias=family.head_bias,
+        embedding_norm=family.embedding_norm,
         names=family.outer_names,
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
         classifier=read_classifier(config) if classifies else None,
-        notices=unread_keys(config),
+        notices=unread_keys(config, family.reads),
     )
 
 
@@ -89,7 +94,8 @@ def read_rotary_groups(config: Config) -> tuple[RotaryGroup, ...]:
 
 def read_layout(config: Config) -> RotaryLayout:
     """The same with the pattern of layers. Raises LoadError."""
-    return read_rotary_layout(config, _family_of_model_type(config).rules)
+    rules = _family_of_model_type(config).rules
+    return read_rotary_layout(rules.rewrite(config), rules)
 
 
 def _family_of_architecture(config: Config) -> tuple[Family, bool]:
@@ -143,7 +149,9 @@ def _layers(
     scale = scaled_by**-0.5
     if family.multipliers is not None and family.multipliers.attention is not None:
         scale = _multiplier(config, family.multipliers.attention)
-    width, activation = read_size(config, "intermediate_size"), _activation(config, family)
+    factor = family.rules.intermediate_factor
+    width = read_size(config, "intermediate_size", None if factor is None else factor * hidden)
+    activation = _activation(config, family)
     names, bias, caps = family.feed_forward_names, _is_set(config, family.feed_forward_bias), family.soft_caps
     feed_forward = (
         GatedSpec(width, activation, bias, names)
@@ -168,6 +176,8 @@ def _layers(
                 qkv_bias=_is_set(config, family.qkv_bias),
                 out_bias=_is_set(config, family.out_bias),
                 qk_norm=family.qk_norm,
+                qk_norm_form=family.qk_norm_form,
+                clip=None if family.clip_key is None else read_number(config, family.clip_key),
                 interleaved_dims=layout.groups[group].base.rotary_dim
                 if family.interleaved and group is not None
                 else 0,
@@ -187,6 +197,11 @@ def _layers(
 
 def _is_set(config: Config, switch: bool | Flag) -> bool:
     return read_flag(config, switch.key, switch.default) if isinstance(switch, Flag) else switch
+
+
+def _norm_eps(config: Config, family: Family) -> float:
+    given = None if family.norm_eps_key is None else read_number(config, family.norm_eps_key)
+    return given or family.rules.rms_norm_eps
 
 
 def _multiplier(config: Config, key: str | None, default: float = 1.0) -> float:

@@ -8,16 +8,19 @@ from __future__ import annotations
 from windlass.engine.model.families.cohere import COHERE, COHERE2
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
+from windlass.engine.model.families.falcon import FALCON
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2, VAULT_GEMMA
 from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.glm import GLM, GLM4
+from windlass.engine.model.families.gptj import CODEGEN, GPTJ
 from windlass.engine.model.families.helium import HELIUM
 from windlass.engine.model.families.hunyuan import HUNYUAN
-from windlass.engine.model.families.layer_norms import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
+from windlass.engine.model.families.internlm import INTERNLM2, INTERNLM3
+from windlass.engine.model.families.layer_norms import GPT_NEOX, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
 from windlass.engine.model.families.llama import LLAMA
-from windlass.engine.model.families.llama_like import ARCEE, CWM, GRANITE, SEED_OSS
+from windlass.engine.model.families.llama_like import APERTUS, ARCEE, CWM, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
-from windlass.engine.model.families.olmo import OLMO2, OLMO3
+from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
 from windlass.engine.model.families.smollm3 import SMOLLM3
@@ -53,4 +56,12 @@ FAMILIES = (
     GPT_NEOX,
     COHERE,
     COHERE2,
+    OLMO,
+    INTERNLM2,
+    INTERNLM3,
+    GPTJ,
+    CODEGEN,
+    FALCON,
+    APERTUS,
+    PERSIMMON,
 )

@@ -21,16 +21,17 @@ class GatedWeights:
     down: Weight  # [hidden, intermediate]
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    inner_norm: Tensor | None = None  # [intermediate] float32
 
 
 class GatedFeedForward:
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, spec: GatedSpec, weights: Mapping[str, Any], backend: Backend) -> None:
-        """weights: the fields of `GatedWeights`."""
+    def __init__(self, spec: GatedSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
+        """weights: the fields of `GatedWeights`. norm_eps: of the inner norm."""
         self.spec = spec
         self.weights = GatedWeights(**weights)
-        self._backend = backend
+        self._backend, self._eps = backend, norm_eps
 
     def forward(self, x: Tensor, changes: LayerChanges | None = None) -> Tensor:
         """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
@@ -39,6 +40,8 @@ class GatedFeedForward:
         if changes is not None:
             changes.add("gate_up", gate_up, x)
         y = backend.gated_activation(gate_up, self.spec.activation)
+        if w.inner_norm is not None:
+            y = backend.rms_norm(y, w.inner_norm, self._eps)
         out = backend.linear(y, w.down, w.down_bias)
         if changes is not None:
             changes.add("down", out, y)

@@ -8,19 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projection
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm, projection
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True, slots=True)
 class GatedNames:
-    """Of a checkpoint's tensors, within their layer. gate_up: where the two are stored as one."""
+    """Of a checkpoint's tensors, within their layer. gate_up: where the two are stored as one.
+
+    inner_norm: of an RMS norm over what meets the down projection.
+    """
 
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str | None = None
     down: str = "mlp.down_proj"
+    inner_norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,9 @@ class GatedSpec:
             gate_up = [StoredTensor(names.gate_up, 2 * size, role="gate up")]
         else:
             gate_up = [StoredTensor(names.gate, size, role="gate"), StoredTensor(names.up, size, role="up")]
+        inner = () if names.inner_norm is None else (norm("inner_norm", names.inner_norm, size),)
         return (
             *projection("gate_up", gate_up, hidden_size, bias=self.bias),
+            *inner,
             *projection("down", [StoredTensor(names.down, hidden_size, role="down")], size, bias=self.bias),
         )

@@ -21,6 +21,10 @@ class PlainWeights:
     down: Weight  # [hidden, intermediate]
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    alpha_p: Tensor | None = None  # [1] float32 each, of xIELU
+    alpha_n: Tensor | None = None
+    beta: Tensor | None = None
+    eps: Tensor | None = None
 
 
 class PlainFeedForward:
@@ -38,7 +42,10 @@ class PlainFeedForward:
         up = backend.linear(x, w.up, w.up_bias)
         if changes is not None:
             changes.add("up", up, x)
-        y = backend.activation(up, self.spec.activation)
+        if w.alpha_p is None or w.alpha_n is None or w.beta is None or w.eps is None:
+            y = backend.activation(up, self.spec.activation)
+        else:
+            y = backend.xielu(up, w.alpha_p, w.alpha_n, w.beta, w.eps)
         out = backend.linear(y, w.down, w.down_bias)
         if changes is not None:
             changes.add("down", out, y)

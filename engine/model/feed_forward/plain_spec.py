@@ -13,10 +13,11 @@ from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projecti
 
 @dataclass(frozen=True, slots=True)
 class PlainNames:
-    """Of a checkpoint's tensors, within their layer."""
+    """Of a checkpoint's tensors, within their layer. numbers: those of xIELU, which is learned."""
 
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    numbers: str = "mlp.act_fn"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,5 +34,15 @@ class PlainSpec:
         names, size = self.names, self.intermediate_size
         return (
             *projection("up", [StoredTensor(names.up, size, role="up")], hidden_size, bias=self.bias),
+            *self._numbers(),
             *projection("down", [StoredTensor(names.down, hidden_size, role="down")], size, bias=self.bias),
+        )
+
+    def _numbers(self) -> tuple[WeightSpec, ...]:
+        if self.activation != "xielu":
+            return ()
+        prefix = self.names.numbers
+        return tuple(
+            WeightSpec(name, "number", (1,), (StoredTensor(f"{prefix}.{name}", 1),))
+            for name in ("alpha_p", "alpha_n", "beta", "eps")
         )

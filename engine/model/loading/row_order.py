@@ -22,9 +22,12 @@ def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
 def row_order(tensor: StoredTensor) -> Tensor | None:
     """Which row of the checkpoint's tensor becomes each row here; None: in order."""
     by_part = None
-    if tensor.threes is not None:
-        count, dim = tensor.threes
-        by_part = torch.arange(tensor.rows).view(count, 3, dim).transpose(0, 1).flatten()
+    if (fused := tensor.fused) is not None:
+        rows = torch.arange(tensor.rows).view(fused.blocks, -1, fused.head_dim)
+        q, k, v = rows.split_with_sizes(
+            (fused.queries, fused.keys, fused.keys), 1
+        )  # each [blocks, heads of a block, D]
+        by_part = torch.cat([part.flatten() for part in ((q, v, k) if fused.values_first else (q, k, v))])
     heads = tensor.interleaved
     if heads is None:
         return by_part

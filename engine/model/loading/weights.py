@@ -33,7 +33,9 @@ Progress = Callable[[str, int, int], None]
 _Rows = BlockRows | PanelRows
 
 # Buffers some exporters save. They follow from the config; learned frequencies are read by `learned_frequencies`.
-_DERIVED = re.compile(r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.attention\.(masked_bias|bias)$")
+_DERIVED = re.compile(
+    r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.(attention|attn)\.(masked_bias|bias|causal_mask)$"
+)
 _COMPARED = 1 << 22  # numbers at a time
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -121,8 +123,8 @@ class _Checkpoint:
         return None if header is None or header.dtype in PLAIN else header.dtype
 
     def shape(self, part: Part) -> list[int]:
-        """Of the tensor that this is a part of, in numbers."""
-        return part.shape if self._gguf is None else list(self._gguf.tensors[part.name].shape)
+        """Of the tensor that this is a part of, in numbers; of a single number [1]."""
+        return (part.shape if self._gguf is None else list(self._gguf.tensors[part.name].shape)) or [1]
 
 
 def load_weights(
@@ -159,7 +161,7 @@ def load_weights(
         return view if fits else None
 
     for part in checkpoint.parts(place):
-        name, tensor = part.name, part.tensor
+        name, tensor = part.name, part.tensor if part.tensor.dim() else part.tensor.reshape(1)
         done += tensor.nbytes
         target, blocks = targets.get(name), checkpoint.blocks(name)
         if not _is_finite(part, blocks) and (target is not None or not _DERIVED.search(name)):

@@ -15,6 +15,8 @@ from torch import Tensor
 from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
+from windlass.engine.model.norm import Norm
+from windlass.engine.model.norm_spec import NormForm
 from windlass.kernels import AttentionCall, Backend, KVPages, Weight
 
 
@@ -28,6 +30,9 @@ class AttentionWeights:
     out_bias: Tensor | None = None
     q_norm: Tensor | None = None  # [D], or [Hq * D] over all heads
     k_norm: Tensor | None = None  # [D], or [Hkv * D]
+    q_norm_bias: Tensor | None = None  # as q_norm
+    k_norm_bias: Tensor | None = None  # as k_norm
+    output_norm: Tensor | None = None  # [Hq * D]
 
 
 @dataclass(slots=True)
@@ -106,8 +111,17 @@ class Attention:
     ) -> None:
         self.spec = spec
         self.weights = AttentionWeights(**weights)
-        self._backend, self._eps, self._kind = backend, norm_eps, kind
-        self._unit_norm = torch.ones(spec.head_dim, dtype=torch.float32, device=backend.device)
+        self._backend, self._kind = backend, kind
+        # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
+        after, over_all = spec.qk_norm == "after", spec.qk_norm == "all heads"
+        form = NormForm(spec.qk_norm_form.centered, weight=False) if after else spec.qk_norm_form
+
+        def made(name: str, count: int) -> Norm | None:
+            size = count * spec.head_dim if over_all else spec.head_dim
+            return None if spec.qk_norm is None else Norm.of(form, weights, name, size, norm_eps, backend)
+
+        self._q_norm, self._k_norm = made("q_norm", spec.num_heads), made("k_norm", spec.num_kv_heads)
+        self._output_norm = Norm(NormForm(), self.weights.output_norm, None, norm_eps, backend)
 
     def forward(
         self, x: Tensor, inputs: AttentionInputs, pages: KVPages, changes: LayerChanges | None = None
@@ -121,6 +135,8 @@ class Attention:
         projected = backend.linear(x, w.qkv, w.qkv_bias)
         if changes is not None:
             changes.add("qkv", projected, x)
+        if spec.clip is not None:
+            backend.clip(projected, spec.clip)
         qkv = projected.view(x.shape[0], heads + 2 * kv_heads, dim)
         q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)  # [T, H, D] views
         after = spec.qk_norm == "after"
@@ -129,14 +145,11 @@ class Attention:
             grown = q_scale.sqrt()[:, None, None]  # [T, 1, 1]
             q, k = (q * grown).to(x.dtype), (k * grown).to(x.dtype)
             q_scale = torch.ones_like(q_scale)
-        if spec.qk_norm == "all heads" and w.q_norm is not None and w.k_norm is not None:
-            rows_q, rows_k, _ = projected.split_with_sizes((heads * dim, kv_heads * dim, kv_heads * dim), 1)
-            q = backend.rms_norm(rows_q, w.q_norm, self._eps).view(-1, heads, dim)
-            k = backend.rms_norm(rows_k, w.k_norm, self._eps).view(-1, kv_heads, dim)
-        elif w.q_norm is not None and w.k_norm is not None:
-            # A norm commutes with the rotation, its weights do not: when they follow it, the key is cached without.
-            q = backend.rms_norm(q, self._unit_norm if after else w.q_norm, self._eps)
-            k = backend.rms_norm(k, self._unit_norm if after else w.k_norm, self._eps)
+        if self._q_norm is not None and self._k_norm is not None:
+            if spec.qk_norm == "all heads":
+                q, k, _ = projected.split_with_sizes((heads * dim, kv_heads * dim, kv_heads * dim), 1)
+            q = self._q_norm(q).view(-1, heads, dim)
+            k = self._k_norm(k).view(-1, kv_heads, dim)
         backend.rotate_and_append(q, k, v, cos, sin, q_scale, pages, inputs.slots[spec.kv_group])
         group = spec.rotary_group
         if after and w.q_norm is not None and w.k_norm is not None:
@@ -146,7 +159,7 @@ class Attention:
         if inputs.sources is not None and group is not None:
             q = backend.turn_queries(q, inputs.sources, *inputs.turns[group])
         attended = backend.paged_attention(q, pages, inputs.calls[self._kind])  # [T, Hq, D]
-        attended = attended.view(attended.shape[0], -1)
+        attended = self._output_norm(attended.view(attended.shape[0], -1))
         out = backend.linear(attended, w.out, w.out_bias)
         if changes is not None:
             changes.add("out", out, attended)

@@ -6,27 +6,31 @@ Imports no torch: the API process reads specs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from windlass.engine.model.weight_spec import InterleavedHeads, StoredTensor, WeightSpec, norm, projection
+from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, StoredTensor, WeightSpec, projection
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNames:
     """Of a checkpoint's tensors, within their layer. qkv: where q, k and v are stored as one.
 
-    qkv_by_head: one head after the other, each with its q, k and v.
+    qkv_order: "parts", all queries, all keys, all values; "groups", one key head after another, each as its queries, its key
+    and its value; "quarters", four parts of the heads, each as its queries, values and keys (CodeGen).
+    output_norm: of an RMS norm over what attention gives.
     """
 
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     qkv: str | None = None
-    qkv_by_head: bool = False
+    qkv_order: Literal["parts", "groups", "quarters"] = "parts"
     out: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    output_norm: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class AttentionSpec:
     """One attention layer. scale multiplies q·k; window: keys a query sees, itself included; soft_cap: see kernels.
 
     rotary_group and kv_group index into the model's groups; rotary_group None: the layer does not rotate (NoPE).
-    qk_norm: RMS norm per head, before or after the rotation; "all heads": one over all of them, before it.
+    qk_norm: a norm per head, before or after the rotation; "all heads": one over all of them, before it. qk_norm_form: what
+    it does. clip: queries, keys and values are limited to ±clip when they are projected.
     interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
     0: its pairs are (j, j + d/2) already.
     """
@@ -52,14 +57,16 @@ class AttentionSpec:
     qk_norm: Literal["before", "after", "all heads"] | None = None
     interleaved_dims: int = 0
     names: AttentionNames = AttentionNames()
+    qk_norm_form: NormForm = field(default_factory=NormForm)
+    clip: float | None = None
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `AttentionWeights`: projections fused, so that each input is read once."""
         names, heads, kv_heads = self.names, self.num_heads, self.num_kv_heads
         q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
         if names.qkv is not None:
-            threes = (heads, self.head_dim) if names.qkv_by_head else None
-            qkv = [StoredTensor(names.qkv, q_size + 2 * kv_size, self._interleaved(heads + kv_heads), threes, "q k v")]
+            order = self._interleaved(heads + kv_heads)
+            qkv = [StoredTensor(names.qkv, q_size + 2 * kv_size, order, self._fused(), "q k v")]
         else:
             qkv = [
                 StoredTensor(names.q, q_size, self._interleaved(heads), role="q"),
@@ -72,11 +79,19 @@ class AttentionSpec:
             # A norm's weights apply to rotated dims as the checkpoint numbers them.
             pairs = self._interleaved(1)
             over_all = self.qk_norm == "all heads"
-            result += (
-                norm("q_norm", names.q_norm, q_size if over_all else self.head_dim, pairs),
-                norm("k_norm", names.k_norm, kv_size if over_all else self.head_dim, pairs),
-            )
+            form = self.qk_norm_form
+            result += form.weights("q_norm", names.q_norm, q_size if over_all else self.head_dim, pairs)
+            result += form.weights("k_norm", names.k_norm, kv_size if over_all else self.head_dim, pairs)
+        if names.output_norm is not None:
+            result += NormForm().weights("output_norm", names.output_norm, q_size)
         return result
+
+    def _fused(self) -> FusedHeads | None:
+        if self.names.qkv_order == "groups":
+            return FusedHeads(self.num_kv_heads, self.num_heads // self.num_kv_heads, 1, self.head_dim)
+        if self.names.qkv_order == "quarters":
+            return FusedHeads(4, self.num_heads // 4, self.num_kv_heads // 4, self.head_dim, values_first=True)
+        return None
 
     def _interleaved(self, heads: int) -> InterleavedHeads | None:
         return InterleavedHeads(heads, self.head_dim, self.interleaved_dims) if self.interleaved_dims else None

@@ -13,16 +13,22 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import tiny_families, tiny_plain
 from helpers.engines import greedy, make_core, run, specs_of
-from helpers.tiny_families import FAMILIES
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.model.families import reading
+from windlass.kernels.cpu import library
 
+FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES
 TOLERANCE = 1e-5  # of the largest reference logit
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+# Keys of config.json whose effect no tensor shows, with a value that changes it.
+SWITCHES = [("olmo", "clip_qkv", None)]
+# Families with operations that no other has.
+OWN_OPERATIONS = ["apertus", "olmo", "persimmon"]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -56,7 +62,8 @@ def skewed(value: Any) -> Any:
 def test_another_theta_shows(family: Path, tmp_path: Path) -> None:
     other = shutil.copytree(family, tmp_path / "other")
     config = json.loads((family / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": skewed(config["rope_parameters"])}))
+    rope = config.get("rope_parameters") or {"rope_theta": 10_000.0}
+    (other / "config.json").write_text(json.dumps({**config, "rope_parameters": skewed(rope)}))
     reference = make_core(family)
     core, request = make_core(other), greedy("a", PROMPT, 1)
     ours, theirs = (run(one, [request])["a", 0].logits[0] for one in (core, reference))
@@ -85,6 +92,32 @@ def test_every_vector_counts(family: Path, tmp_path: Path) -> None:
         save_file({**tensors, name: torch.zeros_like(tensors[name])}, other / "model.safetensors")
         logits = run(make_core(other), [request])["a", 0].logits[0]
         assert (logits - expected).abs().max() / expected.abs().max() > 10 * TOLERANCE, name
+
+
+@pytest.mark.parametrize(("family", "key", "other"), SWITCHES, indirect=["family"])
+def test_every_switch_counts(family: Path, key: str, other: Any, tmp_path: Path) -> None:
+    changed = shutil.copytree(family, tmp_path / "other")
+    config = json.loads((family / "config.json").read_text())
+    assert config[key] != other
+    (changed / "config.json").write_text(json.dumps({**config, key: other}))
+    request = greedy("a", PROMPT, 1)
+    ours, theirs = (run(make_core(one), [request])["a", 0].logits[0] for one in (changed, family))
+    assert (ours - theirs).abs().max() / theirs.abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", OWN_OPERATIONS, indirect=True)
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain torch"])
+def test_the_same_bits_in_any_chunks(family: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `deterministic`; and they are the reference's logits, whichever backend computes them."""
+    if not compiled:
+        monkeypatch.setattr(library, "_attempt", lambda: (None, "turned off by this test"))
+        assert error(make_core(family), family) < TOLERANCE
+    found = []
+    for budget in (64, 7):
+        core = make_core(family, deterministic=True, max_num_batched_tokens=budget)
+        found.append(torch.stack(run(core, [greedy("a", PROMPT, 3)])["a", 0].logits))
+    assert torch.equal(*found)
+    assert error(core, family) < TOLERANCE
 
 
 def test_prefix_hits(family: Path) -> None:

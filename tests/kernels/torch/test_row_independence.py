@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from helpers.cpu_kernels import FORMS
@@ -63,6 +64,12 @@ def test_linear(form: str, x_type: torch.dtype, w_type: torch.dtype) -> None:
     assert backend.linear(x[:0], weight, bias).shape == (0, 1)
 
 
+def xielu(x: torch.Tensor, alpha_p: float, alpha_n: float) -> torch.Tensor:
+    """In float64: a parabola above 0, and below it an exponential less its line; both with slope 1/2 at 0 (2411.13010)."""
+    above, below = np.logaddexp(alpha_p, 0.0), 0.5 + np.logaddexp(alpha_n, 0.0)
+    return torch.where(x > 0, above * x**2 + x / 2, below * (torch.expm1(x.clamp(max=0)) - x) + x / 2)
+
+
 @pytest.mark.parametrize("type_", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [7, 64, 1023])
 def test_norm_activations_and_soft_cap(form: str, type_: torch.dtype, dim: int) -> None:
@@ -77,6 +84,16 @@ def test_norm_activations_and_soft_cap(form: str, type_: torch.dtype, dim: int) 
         got = assert_rows_stand_alone(lambda x, n=name: backend.gated_activation(x, n), x)
         wide = reference.gated_activation(x.double(), name)
         torch.testing.assert_close(got, wide.to(type_))
+    got = assert_rows_stand_alone(lambda x: backend.layer_norm(x, weight, weight.flip(0), 1e-5), x)
+    torch.testing.assert_close(got, reference.layer_norm(x, weight, weight.flip(0), 1e-5))
+    whole = backend.layer_norm(heads, weight[:dim], None, 1e-5)
+    assert torch.equal(whole[5:6], backend.layer_norm(heads[5:6], weight[:dim], None, 1e-5))
+    numbers = [torch.tensor([number]) for number in (0.7, -0.3, 0.5, -1e-6)]
+    got = assert_rows_stand_alone(lambda x: backend.xielu(x, *numbers), x)
+    torch.testing.assert_close(got, xielu(x.double(), 0.7, -0.3).to(type_))
+    limited = x.clone()
+    backend.clip(limited, 0.5)
+    assert torch.equal(limited, x.clamp(-0.5, 0.5))
     logits = x.float() * 30
     got = assert_rows_stand_alone(lambda x: backend.soft_cap(x, 25.0), logits)
     torch.testing.assert_close(got.double(), 25.0 * torch.tanh(logits.double() / 25.0), rtol=1e-6, atol=1e-6)

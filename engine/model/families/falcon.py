@@ -1,0 +1,73 @@
+"""Falcon: fused projections, norms around the mean, and three ways to place them, which config.json tells apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.rules import ConfigRules, renamed
+from windlass.engine.model.config_json.values import Config, read_flag, read_size
+from windlass.engine.model.families.family import Family, Flag
+from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.spec import LayerNorms, OuterNames
+
+_FORM = NormForm(centered=True, bias=True)
+_ONE_NORM = LayerNorms(feed_forward=None, form=_FORM, parallel=True)
+_TWO_NORMS = LayerNorms(mixer="ln_attn", feed_forward="ln_mlp", form=_FORM, parallel=True)
+_IN_TURN = LayerNorms(form=_FORM)
+_FUSED = AttentionNames(qkv="self_attention.query_key_value", out="self_attention.dense")
+_BIAS = Flag("bias")
+_names = renamed({"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"})
+
+
+def _rewrite(config: Config) -> dict[str, Any]:
+    """The number of key heads counts in the newer form alone; in the older there is one, or one for each query."""
+    found = _names(config)
+    if not read_flag(config, "new_decoder_architecture"):
+        one = read_flag(config, "multi_query", default=True)
+        found["num_key_value_heads"] = 1 if one else config.get("num_attention_heads")
+    return found
+
+
+def _variant(family: Family, config: Config) -> Family:
+    if read_flag(config, "alibi"):
+        raise LoadError(
+            "config.json sets alibi=true: a Falcon with ALiBi (Falcon-RW) has no rotary positions and is not supported"
+        )
+    if read_flag(config, "new_decoder_architecture"):
+        norms = _ONE_NORM if read_size(config, "num_ln_in_parallel_attn", 2) == 1 else _TWO_NORMS
+        return replace(family, attention_names=replace(_FUSED, qkv_order="groups"), norms=norms)
+    norms = _ONE_NORM if read_flag(config, "parallel_attn", default=True) else _IN_TURN
+    one = read_flag(config, "multi_query", default=True)
+    return replace(family, attention_names=replace(_FUSED, qkv_order="parts" if one else "groups"), norms=norms)
+
+
+FALCON = Family(
+    architecture="FalconForCausalLM",
+    title="Falcon",
+    model_type="falcon",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        hidden_size=4544,
+        num_attention_heads=71,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        intermediate_factor=4,
+        rewrite=_rewrite,
+    ),
+    qkv_bias=_BIAS,
+    out_bias=_BIAS,
+    feed_forward_bias=_BIAS,
+    activation="gelu",
+    activation_key="activation",
+    attention_names=_FUSED,
+    feed_forward_names=PlainNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    norms=_ONE_NORM,
+    norm_eps_key="layer_norm_epsilon",
+    outer_names=OuterNames("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
+    variant=_variant,
+    reads=frozenset({"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn"}),
+)

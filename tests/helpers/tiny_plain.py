@@ -1,0 +1,144 @@
+"""Families that transformers has no class of: tiny random checkpoints of them, and their logits from plain float32 formulas.
+
+Written from the code that is published beside the weights, independent of the decoder under test: one sequence, no cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+HIDDEN, HEADS, KV_HEADS, DIM, WIDTH, VOCAB, LAYERS = 64, 4, 2, 16, 96, 128, 4
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 2,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "internlm2": ("InternLM2", {**_COMMON, "model_type": "internlm2", "num_key_value_heads": KV_HEADS, "bias": True}),
+    "internlm2_plain": (
+        "InternLM2",
+        {**_COMMON, "model_type": "internlm2", "num_key_value_heads": KV_HEADS, "bias": False},
+    ),
+}
+
+
+def architecture(prefix: str) -> str:
+    return prefix if prefix.endswith("Model") else f"{prefix}ForCausalLM"
+
+
+ARCHITECTURES = {architecture(prefix) for prefix, _ in FAMILIES.values()}
+
+
+def save(family: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
+    """A random checkpoint; vectors are random too, so no bias or norm hides."""
+    prefix, config = FAMILIES[family]
+    config = {**config, "architectures": [architecture(prefix)], **overrides}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in _SHAPES[prefix](config).items():
+        drawn = torch.randn(shape, generator=generator)
+        norm = len(shape) == 1 and name.endswith(".weight")
+        tensors[name] = drawn * (0.3 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5) + (1.0 if norm else 0.0)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+class PlainModel:
+    """The model in a directory that `save` wrote."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = json.loads((directory / "config.json").read_text())
+        self.tensors = load_file(directory / "model.safetensors")
+
+    def logits(self, token_ids: Sequence[int], inv_freq: Tensor) -> Tensor:
+        """[T, V] float32. inv_freq: [d/2] float64."""
+        angles = torch.arange(len(token_ids), dtype=torch.float64)[:, None] * inv_freq
+        rotation = angles.cos().float(), angles.sin().float()  # [T, d/2] each
+        family = self.config["architectures"][0].removesuffix("ForCausalLM")
+        return _FORWARD[family](self.config, self.tensors, torch.tensor(list(token_ids)), *rotation)
+
+
+def _rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def _product(tensors: Mapping[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [T, H, D]; dimension j turns with j + D / 2."""
+    one, two = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q: [T, H, D], k and v: [T, G, D]. Returns [T, H * D]; a key head serves H / G neighbouring queries."""
+    k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+    scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, v).flatten(1)
+
+
+def _internlm2_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    rows = (HEADS + 2 * KV_HEADS) * DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.tok_embeddings.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "output.weight": (VOCAB, HIDDEN),
+    }
+    for layer in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
+        shapes |= {
+            f"{layer}attention_norm.weight": (HIDDEN,),
+            f"{layer}attention.wqkv.weight": (rows, HIDDEN),
+            f"{layer}attention.wo.weight": (HIDDEN, HEADS * DIM),
+            f"{layer}ffn_norm.weight": (HIDDEN,),
+            f"{layer}feed_forward.w1.weight": (WIDTH, HIDDEN),
+            f"{layer}feed_forward.w2.weight": (HIDDEN, WIDTH),
+            f"{layer}feed_forward.w3.weight": (WIDTH, HIDDEN),
+        }
+        if config["bias"]:
+            shapes |= {f"{layer}attention.wqkv.bias": (rows,), f"{layer}attention.wo.bias": (HIDDEN,)}
+    return shapes
+
+
+def _internlm2(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], ids: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """Fused rows: a key head after the other, its queries, its key, its value."""
+    x = tensors["model.tok_embeddings.weight"][ids]
+    for layer in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
+        normed = _rms(x, tensors[f"{layer}attention_norm.weight"])
+        qkv = _product(tensors, f"{layer}attention.wqkv", normed).view(len(ids), KV_HEADS, HEADS // KV_HEADS + 2, DIM)
+        q, k, v = qkv[:, :, :-2].flatten(1, 2), qkv[:, :, -2], qkv[:, :, -1]
+        attended = _attended(_rotated(q, cos, sin), _rotated(k, cos, sin), v)
+        x = x + _product(tensors, f"{layer}attention.wo", attended)
+        normed = _rms(x, tensors[f"{layer}ffn_norm.weight"])
+        gate, up = (_product(tensors, f"{layer}feed_forward.{name}", normed) for name in ("w1", "w3"))
+        x = x + _product(tensors, f"{layer}feed_forward.w2", F.silu(gate) * up)
+    return _product(tensors, "output", _rms(x, tensors["model.norm.weight"]))
+
+
+_SHAPES = {"InternLM2": _internlm2_shapes}
+_FORWARD = {"InternLM2": _internlm2}
