@@ -23,6 +23,8 @@
 #endif
 #include "kernels.h"
 
+__thread void *windlass_own_team = nullptr;
+
 #if defined(__aarch64__)
 static bool has_dot_products() {
 #if defined(__linux__)

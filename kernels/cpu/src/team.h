@@ -14,6 +14,9 @@
 
 #include "simd.h"
 
+// One for all instruction sets (isa_generic.cpp has it): a list of one set's calls holds functions that another set brings.
+extern "C" __attribute__((visibility("hidden"))) __thread void *windlass_own_team;
+
 namespace {
 
 INLINE void relax() {
@@ -76,15 +79,15 @@ class Team {
 };
 
 // That of the list of calls which this thread is making, or null.
-static thread_local Team *own_team = nullptr;
+INLINE Team *own_team() { return (Team *)windlass_own_team; }
 
-INLINE long most_threads() { return own_team ? own_team->threads() : max_of(1, omp_get_max_threads()); }
+INLINE long most_threads() { return own_team() ? own_team()->threads() : max_of(1, omp_get_max_threads()); }
 
 // Calls body(thread) on up to so many threads at once, always on this one with 0; returns when all have returned. Numbers are
 // below `threads`, each thread has its own. Work must be taken unit by unit: a thread may come late or not at all.
 template <class F> INLINE void on_threads(long threads, const F &body) {
     if (threads <= 1) return body(0);
-    if (own_team) return own_team->run(threads, body);
+    if (own_team()) return own_team()->run(threads, body);
 #pragma omp parallel num_threads(threads)
     body((long)omp_get_thread_num());
 }
@@ -114,16 +117,16 @@ template <class F> INLINE void for_units(long count, long threads, const F &f) {
 // Calls calls(), with one region for all that it shares among threads.
 template <class F> static void as_team(const F &calls) {
     const long threads = omp_get_max_threads();
-    if (threads <= 1 || own_team) return calls();
+    if (threads <= 1 || own_team()) return calls();
     Team team(threads);
 #pragma omp parallel num_threads(threads)
     {
         const long thread = omp_get_thread_num();
         if (thread) team.help(thread);
         else {
-            own_team = &team;
+            windlass_own_team = &team;
             calls();
-            own_team = nullptr;
+            windlass_own_team = nullptr;
             team.dismiss();
         }
     }

@@ -49,7 +49,7 @@ struct Shares {
 constexpr long SERIAL_ELEMENTS = 1 << 15, SERIAL_IN_TEAM = 1 << 12;  // of everything else, below which one thread is quicker
 
 INLINE long threads_for(long elements, long units) {
-    return elements < (own_team ? SERIAL_IN_TEAM : SERIAL_ELEMENTS) ? 1 : min_of(max_of(1, units), most_threads());
+    return elements < (own_team() ? SERIAL_IN_TEAM : SERIAL_ELEMENTS) ? 1 : min_of(max_of(1, units), most_threads());
 }
 
 }  // namespace
