@@ -83,7 +83,7 @@ class ModelSpec:
 
     classifier: the classes that the head has in place of a vocabulary; such a model generates nothing.
     logit_scale: multiplies the logits. norm: what the norms of the stream are. head_bias: the head adds one.
-    embedding_norm: the stream begins normed, by a norm without weights.
+    embedding_norm: the stream begins normed, by a norm without weights. unit_head: rows of the head have the length 1.
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
     """
 
@@ -107,6 +107,7 @@ class ModelSpec:
     norm: NormForm = field(default_factory=NormForm)
     head_bias: bool = False
     embedding_norm: bool = False
+    unit_head: bool = False
     names: OuterNames = field(default_factory=OuterNames)
 
     @property
@@ -146,5 +147,7 @@ class ModelSpec:
         more = (bias if self.head_bias else ()) + final_norm
         if self.tied_embeddings:
             return WeightSpec("embedding", "table and head", (vocab, hidden), table), *more
-        head = WeightSpec("head", "head", (vocab, hidden), (StoredTensor(f"{name}.weight", vocab),))
+        head = WeightSpec(
+            "head", "head", (vocab, hidden), (StoredTensor(f"{name}.weight", vocab, unit_rows=self.unit_head),)
+        )
         return WeightSpec("embedding", "table", (vocab, hidden), table), head, *more

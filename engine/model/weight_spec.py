@@ -21,12 +21,14 @@ TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "do
 class InterleavedHeads:
     """Rows that a checkpoint holds with rotated pairs as (2j, 2j + 1), where the decoder has (j, j + rotary_dim / 2).
 
-    They are the first rotary_dim rows, out of head_dim, of each of the first `heads` heads of a tensor.
+    They are the first rotary_dim rows, out of head_dim, of each of the first `heads` heads of a tensor. swapped: its pairs are
+    (j + rotary_dim / 2, j) instead, which is a rotation the other way round (NanoChat).
     """
 
     heads: int
     head_dim: int
     rotary_dim: int
+    swapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,17 @@ class FusedHeads:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices."""
+    """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices.
+
+    unit_rows: each row is divided by its length when it is loaded (Baichuan 2).
+    """
 
     name: str
     rows: int
     interleaved: InterleavedHeads | None = None
     fused: FusedHeads | None = None
     role: TensorRole | None = None
+    unit_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

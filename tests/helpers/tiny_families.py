@@ -92,6 +92,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "jais2": ("Jais2", {}),
+    "bitnet": ("BitNet", {"attention_bias": True}),
+    "nanochat": ("NanoChat", {"attention_bias": True, "final_logit_softcapping": 5.0}),
     "persimmon": ("Persimmon", {"intermediate_size": 96}),
 }
 

@@ -29,12 +29,33 @@ _COMMON = {
     "rope_theta": 10_000.0,
     "tie_word_embeddings": False,
 }
+_CHATGLM = {
+    "model_type": "chatglm",
+    "padded_vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": WIDTH,
+    "num_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "kv_channels": DIM,
+    "multi_query_attention": True,
+    "multi_query_group_num": KV_HEADS,
+    "seq_length": 256,
+    "layernorm_epsilon": 1e-6,
+    "eos_token_id": 2,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "internlm2": ("InternLM2", {**_COMMON, "model_type": "internlm2", "num_key_value_heads": KV_HEADS, "bias": True}),
     "internlm2_plain": (
         "InternLM2",
         {**_COMMON, "model_type": "internlm2", "num_key_value_heads": KV_HEADS, "bias": False},
+    ),
+    "baichuan": ("Baichuan", {**_COMMON, "model_type": "baichuan"}),
+    "baichuan2": ("Baichuan", {**_COMMON, "model_type": "baichuan", "z_loss_weight": 0}),
+    "chatglm": ("ChatGLMModel", {**_CHATGLM, "add_qkv_bias": True, "rope_ratio": 1.0}),
+    "chatglm_every_head": (
+        "ChatGLMModel",
+        {**_CHATGLM, "multi_query_attention": False, "add_qkv_bias": False, "add_bias_linear": True},
     ),
 }
 
@@ -55,7 +76,7 @@ def save(family: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
     for name, shape in _SHAPES[prefix](config).items():
         drawn = torch.randn(shape, generator=generator)
         norm = len(shape) == 1 and name.endswith(".weight")
-        tensors[name] = drawn * (0.3 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5) + (1.0 if norm else 0.0)
+        tensors[name] = drawn * (0.3 if len(shape) == 1 else 0.8 * shape[-1] ** -0.5) + (1.0 if norm else 0.0)
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
@@ -140,5 +161,96 @@ def _internlm2(
     return _product(tensors, "output", _rms(x, tensors["model.norm.weight"]))
 
 
-_SHAPES = {"InternLM2": _internlm2_shapes}
-_FORWARD = {"InternLM2": _internlm2}
+def _baichuan_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    for layer in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
+        shapes |= {
+            f"{layer}input_layernorm.weight": (HIDDEN,),
+            f"{layer}self_attn.W_pack.weight": (3 * HIDDEN, HIDDEN),
+            f"{layer}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+            f"{layer}post_attention_layernorm.weight": (HIDDEN,),
+            f"{layer}mlp.gate_proj.weight": (WIDTH, HIDDEN),
+            f"{layer}mlp.up_proj.weight": (WIDTH, HIDDEN),
+            f"{layer}mlp.down_proj.weight": (HIDDEN, WIDTH),
+        }
+    return shapes
+
+
+def _baichuan(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], ids: Tensor, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """All queries, all keys, all values in one product; the second version's head has rows of length 1."""
+    x = tensors["model.embed_tokens.weight"][ids]
+    for layer in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
+        packed = _product(tensors, f"{layer}self_attn.W_pack", _rms(x, tensors[f"{layer}input_layernorm.weight"]))
+        q, k, v = packed.view(len(ids), 3, HEADS, DIM).unbind(1)
+        x = x + _product(
+            tensors, f"{layer}self_attn.o_proj", _attended(_rotated(q, cos, sin), _rotated(k, cos, sin), v)
+        )
+        normed = _rms(x, tensors[f"{layer}post_attention_layernorm.weight"])
+        gate, up = (_product(tensors, f"{layer}mlp.{name}_proj", normed) for name in ("gate", "up"))
+        x = x + _product(tensors, f"{layer}mlp.down_proj", F.silu(gate) * up)
+    head = tensors["lm_head.weight"]
+    if "z_loss_weight" in config:
+        head = head / head.norm(dim=1, keepdim=True)
+    return _rms(x, tensors["model.norm.weight"]) @ head.T
+
+
+def _chatglm_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    groups = KV_HEADS if config["multi_query_attention"] else HEADS
+    rows = (HEADS + 2 * groups) * DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.embedding.word_embeddings.weight": (VOCAB, HIDDEN),
+        "transformer.encoder.final_layernorm.weight": (HIDDEN,),
+        "transformer.output_layer.weight": (VOCAB, HIDDEN),
+    }
+    for layer in (f"transformer.encoder.layers.{i}." for i in range(config["num_layers"])):
+        shapes |= {
+            f"{layer}input_layernorm.weight": (HIDDEN,),
+            f"{layer}self_attention.query_key_value.weight": (rows, HIDDEN),
+            f"{layer}self_attention.dense.weight": (HIDDEN, HIDDEN),
+            f"{layer}post_attention_layernorm.weight": (HIDDEN,),
+            f"{layer}mlp.dense_h_to_4h.weight": (2 * WIDTH, HIDDEN),
+            f"{layer}mlp.dense_4h_to_h.weight": (HIDDEN, WIDTH),
+        }
+        if config.get("add_qkv_bias") or config.get("add_bias_linear"):
+            shapes[f"{layer}self_attention.query_key_value.bias"] = (rows,)
+        if config.get("add_bias_linear"):
+            shapes |= {
+                f"{layer}self_attention.dense.bias": (HIDDEN,),
+                f"{layer}mlp.dense_h_to_4h.bias": (2 * WIDTH,),
+                f"{layer}mlp.dense_4h_to_h.bias": (HIDDEN,),
+            }
+    return shapes
+
+
+def _chatglm(config: Mapping[str, Any], tensors: Mapping[str, Tensor], ids: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first half of each head rotates, dimension 2j with 2j + 1; gate and up are one product, the gate first."""
+    groups = KV_HEADS if config["multi_query_attention"] else HEADS
+
+    def rotated(x: Tensor) -> Tensor:
+        half = DIM // 2
+        pairs = torch.view_as_complex(x[..., :half].reshape(len(ids), -1, half // 2, 2).contiguous())
+        turned = torch.view_as_real(pairs * torch.complex(cos, sin)[:, None]).flatten(2)
+        return torch.cat((turned, x[..., half:]), -1)
+
+    x = tensors["transformer.embedding.word_embeddings.weight"][ids]
+    for layer in (f"transformer.encoder.layers.{i}." for i in range(config["num_layers"])):
+        normed = _rms(x, tensors[f"{layer}input_layernorm.weight"])
+        mixed = _product(tensors, f"{layer}self_attention.query_key_value", normed)
+        q, k, v = (
+            part.view(len(ids), -1, DIM) for part in mixed.split((HEADS * DIM, groups * DIM, groups * DIM), dim=-1)
+        )
+        x = x + _product(tensors, f"{layer}self_attention.dense", _attended(rotated(q), rotated(k), v))
+        normed = _rms(x, tensors[f"{layer}post_attention_layernorm.weight"])
+        gate, up = _product(tensors, f"{layer}mlp.dense_h_to_4h", normed).chunk(2, dim=-1)
+        x = x + _product(tensors, f"{layer}mlp.dense_4h_to_h", F.silu(gate) * up)
+    return _product(tensors, "transformer.output_layer", _rms(x, tensors["transformer.encoder.final_layernorm.weight"]))
+
+
+_SHAPES = {"InternLM2": _internlm2_shapes, "Baichuan": _baichuan_shapes, "ChatGLMModel": _chatglm_shapes}
+_FORWARD = {"InternLM2": _internlm2, "Baichuan": _baichuan, "ChatGLMModel": _chatglm}

@@ -71,9 +71,10 @@ class Family:
     multipliers: and those of Granite. gelu_by_tanh: "gelu" in config.json means the approximation. interleaved:
     checkpoints hold rotated pairs as (2j, 2j + 1). norms: where there are norms, with their names. feed_forward_names:
     those of a feed-forward with a gate or without. parallel_norms: where there are norms if `parallel` is set.
-    norm_eps_key None: it is always the default. clip_key: of the number that limits queries, keys and values. variant: what it
-    is where config.json says so, from the family and the config; raises LoadError. reads: further keys that it looks at.
-    title: what people call its models, where that is not the name of the architecture.
+    swapped: checkpoints hold rotated pairs as (j + d/2, j). unit_head: rows of the head are brought to the length 1.
+    norm_eps_key None: it is always the default. clip_key: of the number that limits queries, keys and values. variant: what
+    the family is where config.json says so, from itself and the config; raises LoadError. reads: further keys that it looks
+    at. other_names: of the architecture in config.json. title: what people call its models, where that is another name.
     """
 
     architecture: str
@@ -86,6 +87,8 @@ class Family:
     qk_norm_form: NormForm = field(default_factory=NormForm)
     clip_key: str | None = None
     embedding_norm: bool = False
+    swapped: bool = False
+    unit_head: bool = False
     norm_offset: float = 0.0
     activation: str = "silu"
     activation_key: str = "hidden_act"
@@ -105,6 +108,7 @@ class Family:
     head_bias: bool = False
     text_part: str = ""
     title: str = ""
+    other_names: tuple[str, ...] = ()
     variant: Callable[[Family, Config], Family] | None = None
     reads: frozenset[str] = frozenset()
 
@@ -112,6 +116,11 @@ class Family:
     def models(self) -> str:
         """What its models are called in tables."""
         return self.title or self.architecture.removesuffix("ForCausalLM")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What config.json may call a model that generates text."""
+        return self.architecture, *self.other_names
 
     @property
     def classifier(self) -> str:

@@ -1,5 +1,5 @@
 """Families whose norms are around the mean, with biases: StarCoder 2, StableLM, Phi 1 and 2, Nemotron, GPT-NeoX
-(Pythia), Persimmon."""
+(Pythia), Persimmon, Jais 2."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windlass.engine.model.spec import LayerNorms, OuterNames
 
 _FORM = NormForm(centered=True, bias=True)
 _BIAS = Flag("use_bias", default=True)
-_NEOX_BIAS = Flag("attention_bias", default=True)
+_ATTENTION_BIAS = Flag("attention_bias", default=True)
 
 STARCODER2 = Family(
     architecture="Starcoder2ForCausalLM",
@@ -114,8 +114,8 @@ GPT_NEOX = Family(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.25,
     ),
-    qkv_bias=_NEOX_BIAS,
-    out_bias=_NEOX_BIAS,
+    qkv_bias=_ATTENTION_BIAS,
+    out_bias=_ATTENTION_BIAS,
     feed_forward_bias=True,
     activation="gelu",
     attention_names=AttentionNames(qkv="attention.query_key_value", qkv_order="groups", out="attention.dense"),
@@ -162,4 +162,23 @@ PERSIMMON = Family(
     outer_names=OuterNames(final_norm="model.final_layernorm"),
     variant=_with_head_norms,
     reads=frozenset({"qk_layernorm"}),
+)
+
+JAIS2 = Family(
+    architecture="Jais2ForCausalLM",
+    title="Jais 2",
+    model_type="jais2",
+    rules=ConfigRules(
+        max_position_embeddings=8192,
+        hidden_size=3328,
+        num_attention_heads=26,
+        rms_norm_eps=1e-5,
+    ),
+    qkv_bias=_ATTENTION_BIAS,
+    out_bias=_ATTENTION_BIAS,
+    feed_forward_bias=Flag("mlp_bias", default=True),
+    activation="relu2",
+    feed_forward_names=PlainNames(),
+    norms=LayerNorms(form=_FORM),
+    norm_eps_key="layer_norm_eps",
 )

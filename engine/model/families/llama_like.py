@@ -1,12 +1,14 @@
-"""Families that differ from Llama in defaults, biases, windows, multipliers or activations: Seed-OSS, CWM, Granite, Arcee,
-Apertus."""
+"""Families that differ from Llama in defaults, biases, windows, multipliers, activations or a norm more: Seed-OSS, CWM,
+Granite, Arcee, Apertus, BitNet."""
 
 from __future__ import annotations
 
 from windlass.engine.model.config_json.patterns import every_nth_full
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag, Multipliers
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.spec import LayerNorms
 
 SEED_OSS = Family(
@@ -107,4 +109,25 @@ APERTUS = Family(
     activation="xielu",
     feed_forward_names=PlainNames(),
     norms=LayerNorms(mixer="attention_layernorm", feed_forward="feedforward_layernorm"),
+)
+
+# Plain numbers only: what its quantized files hold, and how they round activations, is not read.
+BITNET = Family(
+    architecture="BitNetForCausalLM",
+    title="BitNet (unquantized)",
+    model_type="bitnet",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        hidden_size=2560,
+        num_hidden_layers=30,
+        num_attention_heads=20,
+        num_key_value_heads=5,
+        rms_norm_eps=1e-5,
+        rope_theta=500_000.0,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    activation="relu2",
+    attention_names=AttentionNames(output_norm="self_attn.attn_sub_norm"),
+    feed_forward_names=GatedNames(inner_norm="mlp.ffn_sub_norm"),
 )

@@ -79,6 +79,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         norm=family.norms.form,
         head_bias=family.head_bias,
         embedding_norm=family.embedding_norm,
+        unit_head=family.unit_head,
         names=family.outer_names,
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
@@ -108,7 +109,7 @@ def _family_of_architecture(config: Config) -> tuple[Family, bool]:
             '"architectures": ["LlamaForCausalLM"]'
         )
     architecture = str(found)
-    family = next((family for family in FAMILIES if architecture in (family.architecture, family.classifier)), None)
+    family = next((family for family in FAMILIES if architecture in (*family.names, family.classifier)), None)
     if family is None:
         kind = describe_architecture(architecture, config)
         what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
@@ -181,6 +182,7 @@ def _layers(
                 interleaved_dims=layout.groups[group].base.rotary_dim
                 if family.interleaved and group is not None
                 else 0,
+                swapped_dims=layout.groups[group].base.rotary_dim if family.swapped and group is not None else 0,
                 names=family.attention_names,
             ),
             feed_forward=feed_forward,

@@ -5,6 +5,8 @@ Defaults follow the configuration classes of transformers 5.23, since checkpoint
 
 from __future__ import annotations
 
+from windlass.engine.model.families.baichuan import BAICHUAN
+from windlass.engine.model.families.chatglm import CHATGLM
 from windlass.engine.model.families.cohere import COHERE, COHERE2
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
@@ -16,10 +18,11 @@ from windlass.engine.model.families.gptj import CODEGEN, GPTJ
 from windlass.engine.model.families.helium import HELIUM
 from windlass.engine.model.families.hunyuan import HUNYUAN
 from windlass.engine.model.families.internlm import INTERNLM2, INTERNLM3
-from windlass.engine.model.families.layer_norms import GPT_NEOX, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
+from windlass.engine.model.families.layer_norms import GPT_NEOX, JAIS2, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
 from windlass.engine.model.families.llama import LLAMA
-from windlass.engine.model.families.llama_like import APERTUS, ARCEE, CWM, GRANITE, SEED_OSS
+from windlass.engine.model.families.llama_like import APERTUS, ARCEE, BITNET, CWM, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
+from windlass.engine.model.families.nanochat import NANOCHAT
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
@@ -64,4 +67,9 @@ FAMILIES = (
     FALCON,
     APERTUS,
     PERSIMMON,
+    JAIS2,
+    BITNET,
+    NANOCHAT,
+    BAICHUAN,
+    CHATGLM,
 )

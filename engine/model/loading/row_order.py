@@ -19,6 +19,16 @@ def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
 
 
+def swapped_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
+    """Rows that exchange the two of every half-split pair, head by head: [num_heads * head_dim].
+
+    With x' = x[order], rotating x' by an angle is rotating x by minus the angle, in that order, bit for bit.
+    """
+    head = torch.arange(head_dim)
+    head[:rotary_dim] = head[:rotary_dim].roll(rotary_dim // 2)
+    return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
+
+
 def row_order(tensor: StoredTensor) -> Tensor | None:
     """Which row of the checkpoint's tensor becomes each row here; None: in order."""
     by_part = None
@@ -31,6 +41,6 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
     heads = tensor.interleaved
     if heads is None:
         return by_part
-    order = half_split_order(heads.heads, heads.head_dim, heads.rotary_dim)
+    order = (swapped_order if heads.swapped else half_split_order)(heads.heads, heads.head_dim, heads.rotary_dim)
     order = torch.cat((order, torch.arange(len(order), tensor.rows)))
     return order if by_part is None else by_part[order]

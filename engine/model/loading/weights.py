@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.allocation import storage_of
@@ -34,7 +35,7 @@ _Rows = BlockRows | PanelRows
 
 # Buffers some exporters save. They follow from the config; learned frequencies are read by `learned_frequencies`.
 _DERIVED = re.compile(
-    r"(^|\.)rotary_emb(_local)?\.(\w+_)?inv_freq$|\.(attention|attn)\.(masked_bias|bias|causal_mask)$"
+    r"(^|\.)rotary(_pos)?_emb(_local)?\.(\w+_)?inv_freq$|\.(attention|attn)\.(masked_bias|bias|causal_mask)$"
 )
 _COMPARED = 1 << 22  # numbers at a time
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,17 +47,18 @@ class _WeightTarget:
 
     offset is added once it is there (Gemma's 1 + w); rows take none.
 
-    rows: which row of the checkpoint's tensor becomes each row of the view; None: in order.
+    rows: which row of the checkpoint's tensor becomes each row of the view; None: in order. unit_rows: divided by their length.
     """
 
     view: Tensor | _Rows
     offset: float = 0.0
     rows: Tensor | None = None
+    unit_rows: bool = False
 
     def takes(self, blocks: str) -> bool:
         """Whether the view holds blocks of this type of GGUF just as they are."""
         form = FORMS[BLOCKS[blocks][0]] if blocks in BLOCKS else None
-        return isinstance(self.view, BlockRows) and self.view.weight.form == form
+        return isinstance(self.view, BlockRows) and self.view.weight.form == form and not self.unit_rows
 
     def fill(self, backend: Backend, tensor: Tensor, first: int = 0, *, blocks: bool = False) -> None:
         """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where `rows` sorts them.
@@ -69,6 +71,8 @@ class _WeightTarget:
             assert isinstance(view, BlockRows)
             backend.repack(view, ordered)
             return
+        if self.unit_rows:
+            ordered = normalize(ordered.float())
         if not isinstance(view, Tensor):
             backend.pack(view, ordered if ordered.dtype in _PACKED_FROM else ordered.float())
             return
@@ -100,7 +104,7 @@ def _targets(decoder: Decoder) -> dict[str, _WeightTarget]:
         offset = decoder.spec.norm_offset if spec.kind == "norm" else 0.0
         views = _split(weights[spec.name], [tensor.rows for tensor in spec.stored])
         for tensor, view in zip(spec.stored, views, strict=True):
-            targets[tensor.name] = _WeightTarget(view, offset, row_order(tensor))
+            targets[tensor.name] = _WeightTarget(view, offset, row_order(tensor), tensor.unit_rows)
     return targets
 
 
@@ -211,6 +215,7 @@ def _fill_quantized(
         view, sorted_ = target.view, target.rows is not None
         if (
             isinstance(view, BlockRows)
+            and not target.unit_rows
             and tensor.storage is not None
             and view.weight.form == storage_of(tensor.storage)
         ):

@@ -41,7 +41,7 @@ class AttentionSpec:
     qk_norm: a norm per head, before or after the rotation; "all heads": one over all of them, before it. qk_norm_form: what
     it does. clip: queries, keys and values are limited to ±clip when they are projected.
     interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
-    0: its pairs are (j, j + d/2) already.
+    0: its pairs are (j, j + d/2) already. swapped_dims: how many it holds as pairs (j + d/2, j).
     """
 
     num_heads: int
@@ -59,6 +59,7 @@ class AttentionSpec:
     names: AttentionNames = AttentionNames()
     qk_norm_form: NormForm = field(default_factory=NormForm)
     clip: float | None = None
+    swapped_dims: int = 0
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `AttentionWeights`: projections fused, so that each input is read once."""
@@ -94,7 +95,8 @@ class AttentionSpec:
         return None
 
     def _interleaved(self, heads: int) -> InterleavedHeads | None:
-        return InterleavedHeads(heads, self.head_dim, self.interleaved_dims) if self.interleaved_dims else None
+        dims = self.interleaved_dims or self.swapped_dims
+        return InterleavedHeads(heads, self.head_dim, dims, not self.interleaved_dims) if dims else None
 
 
 def windows_of(specs: Sequence[AttentionSpec]) -> tuple[int | None, ...]:

@@ -26,9 +26,9 @@ FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES
 TOLERANCE = 1e-5  # of the largest reference logit
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 # Keys of config.json whose effect no tensor shows, with a value that changes it.
-SWITCHES = [("olmo", "clip_qkv", None)]
+SWITCHES = [("olmo", "clip_qkv", None), ("nanochat", "final_logit_softcapping", None), ("chatglm", "rope_ratio", 2.0)]
 # Families with operations that no other has.
-OWN_OPERATIONS = ["apertus", "olmo", "persimmon"]
+OWN_OPERATIONS = ["apertus", "bitnet", "nanochat", "olmo", "persimmon"]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -73,6 +73,12 @@ def test_another_theta_shows(family: Path, tmp_path: Path) -> None:
 def test_other_pairs_show(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flipped = [replace(one, interleaved=not one.interleaved) for one in reading.FAMILIES]
     monkeypatch.setattr(reading, "FAMILIES", tuple(flipped))
+    assert error(make_core(family), family) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["nanochat"], indirect=True)
+def test_the_other_way_round_shows(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FAMILIES", tuple(replace(one, swapped=False) for one in reading.FAMILIES))
     assert error(make_core(family), family) > 10 * TOLERANCE
 
 

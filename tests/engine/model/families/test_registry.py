@@ -15,7 +15,7 @@ def test_every_family_is_listed_once() -> None:
         assert len(set(names)) == len(names)
 
 
-REMOTE = {"internlm2"}  # their classes stand beside their weights
+REMOTE = {"baichuan", "chatglm", "internlm2"}  # their classes stand beside their weights
 OF_ANOTHER = {"internlm3"}  # run by another family's class
 
 

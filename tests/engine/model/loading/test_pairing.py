@@ -16,10 +16,11 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.engine.model.loading.row_order import half_split_order
+from windlass.engine.model.loading.row_order import half_split_order, row_order, swapped_order
 from windlass.engine.model.loading.weights import load_weights
 from windlass.engine.model.mixers.attention_spec import AttentionNames, AttentionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.weight_spec import FusedHeads, StoredTensor
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.kernels.torch.reference import rotate_half_split
@@ -41,6 +42,30 @@ def test_half_split_of_the_permuted_is_interleaved_permuted_bit_for_bit(rotary_d
     assert torch.equal(rotate_half_split(x[..., order], cos, sin), interleaved[..., order])
     assert sorted(order.tolist()) == list(range(DIM))
     assert order[rotary_dim:].tolist() == list(range(rotary_dim, DIM))
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 8, 12])
+def test_swapped_pairs_turn_the_other_way_bit_for_bit(rotary_dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, DIM, generator=generator)
+    angle = torch.randn(5, rotary_dim // 2, generator=generator)
+    order = swapped_order(1, DIM, rotary_dim)
+    turned = rotate_half_split(x[..., order], angle.cos(), angle.sin())
+    assert torch.equal(turned, rotate_half_split(x, angle.cos(), -angle.sin())[..., order])
+
+
+@pytest.mark.parametrize(
+    ("fused", "names"),
+    [
+        (FusedHeads(2, 1, 1, 1), "q0 k0 v0 q1 k1 v1"),
+        (FusedHeads(2, 2, 1, 1), "q0 q1 k0 v0 q2 q3 k1 v1"),
+        (FusedHeads(2, 2, 2, 1, values_first=True), "q0 q1 v0 v1 k0 k1 q2 q3 v2 v3 k2 k3"),
+    ],
+)
+def test_fused_heads_are_taken_apart(fused: FusedHeads, names: str) -> None:
+    stored = names.split()
+    order = row_order(StoredTensor("qkv", len(stored), fused=fused))
+    assert order is not None and [stored[row] for row in order] == sorted(stored, key=lambda name: "qkv".index(name[0]))
 
 
 def test_the_order_goes_head_by_head() -> None:

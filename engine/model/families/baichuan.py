@@ -1,0 +1,39 @@
+"""Baichuan 1 and 2 (7B): a Llama with one tensor for queries, keys and values; the second has a head of unit rows.
+
+Its class is not in transformers but beside the weights; defaults are those of its configuration there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_size
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.mixers.attention_spec import AttentionNames
+
+_ALIBI_HEADS = 40  # of the 13B models, which are told apart by nothing else
+_SECOND_VOCAB = 125_696
+
+
+def _variant(family: Family, config: Config) -> Family:
+    if read_size(config, "num_attention_heads", family.rules.num_attention_heads) == _ALIBI_HEADS:
+        raise LoadError(
+            "config.json describes a Baichuan 13B, which has ALiBi instead of rotary positions and is not supported: "
+            "use a 7B"
+        )
+    second = config.get("vocab_size") == _SECOND_VOCAB or "z_loss_weight" in config
+    return replace(family, unit_head=second)
+
+
+BAICHUAN = Family(
+    architecture="BaichuanForCausalLM",
+    other_names=("BaiChuanForCausalLM",),
+    title="Baichuan 1 and 2 (7B)",
+    model_type="baichuan",
+    rules=ConfigRules(max_position_embeddings=4096),
+    attention_names=AttentionNames(qkv="self_attn.W_pack"),
+    variant=_variant,
+    reads=frozenset({"z_loss_weight", "model_max_length"}),
+)

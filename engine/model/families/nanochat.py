@@ -1,0 +1,33 @@
+"""NanoChat: norms without weights, also of the embedding and behind the rotation, which goes the other way round."""
+
+from __future__ import annotations
+
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
+from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.spec import LayerNorms
+
+_FORM = NormForm(weight=False)
+
+NANOCHAT = Family(
+    architecture="NanoChatForCausalLM",
+    title="NanoChat",
+    model_type="nanochat",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=6,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    qk_norm="after",
+    qk_norm_form=_FORM,
+    embedding_norm=True,
+    swapped=True,
+    activation="relu2",
+    soft_caps=SoftCaps(logits=15.0),
+    feed_forward_names=PlainNames(up="mlp.fc1", down="mlp.fc2"),
+    norms=LayerNorms(form=_FORM),
+)
