@@ -9,11 +9,13 @@ from windlass.kernels.backend import Activations, Backend, Recorder, Recording, 
 from windlass.kernels.binding import bind, reads_narrow_weights
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
+from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.forms import FORMS, BlockForm
 from windlass.kernels.layouts.low_rank import LowRank, LowRankPart, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Draw",
     "DrawStatus",
     "Drawer",
+    "ExpertWeights",
     "Filters",
     "KVPages",
     "LogitsChanges",
@@ -39,6 +42,8 @@ __all__ = [
     "Penalties",
     "Recorder",
     "Recording",
+    "Routed",
+    "Routing",
     "RowSlots",
     "RowsFiller",
     "StackedWeight",

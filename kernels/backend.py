@@ -27,11 +27,13 @@ from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
+from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.forms import BlockForm
 from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.weight_memory import WeightMemory
 
@@ -222,6 +224,35 @@ class Backend(ABC):
     @abstractmethod
     def clip(self, x: Tensor, limit: float) -> None:
         """Bring every number of x [T, N] into -limit … limit, in place."""
+
+    @abstractmethod
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
+        """x times sigmoid(gate), in place. x: [T, N]. gate: [T, N], or [T, 1] for a whole row; of x's dtype or float32."""
+
+    # Experts
+
+    def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
+        """Weights that this backend made, [N, K] of each expert, as one; biases: [N] of each. Raises ValueError."""
+        return ExpertWeights(weights, biases)
+
+    @abstractmethod
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        """The experts of each token. logits: [T, E] float32. bias: [E] float32, added for the choice. See `Routing`."""
+
+    @abstractmethod
+    def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
+        """`linear` of each token with each of its experts. chosen: int64 [T, k], experts that there are.
+
+        x: [T, K], a row of which meets all k experts, or [T * k, K], row t * k + j of which meets expert chosen[t, j]. Returns
+        [T * k, N] in x's dtype. Only weights of chosen experts are read.
+        """
+
+    @abstractmethod
+    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
+        """The sum over j of x[t * k + j] * weights[t, j], in float32 and in this order. x: [T * k, N]. weights: float32 [T, k].
+
+        Returns [T, N] in x's dtype.
+        """
 
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.nn import functional
@@ -16,14 +16,18 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import RequestError
 from windlass.engine.model.allocation import allocate, of_layer
 from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.feed_forward.experts import ExpertsFeedForward
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain import PlainFeedForward
 from windlass.engine.model.mixers.attention import Attention, SharedAttention
 from windlass.engine.model.norm import Norm
-from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
 from windlass.engine.model.storage import StoragePlan
 from windlass.kernels import Backend, BlockWeight, Weight
+
+FeedForward: TypeAlias = GatedFeedForward | PlainFeedForward | ExpertsFeedForward
 
 
 @dataclass(slots=True)
@@ -37,7 +41,7 @@ class DecoderLayer:
     mixer: Attention
     mixer_output_norm: Norm
     feed_forward_norm: Norm | None
-    feed_forward: GatedFeedForward | PlainFeedForward
+    feed_forward: FeedForward
     feed_forward_output_norm: Norm
     parallel: bool
 
@@ -83,12 +87,17 @@ class Decoder:
             mixer=Attention(layer.mixer, mixer, self.spec.norm_eps, kind, backend),
             mixer_output_norm=norms.get("mixer_output_norm", none),
             feed_forward_norm=None if shares_norm else norms.get("feed_forward_norm", none),
-            feed_forward=GatedFeedForward(layer.feed_forward, feed_forward, self.spec.norm_eps, backend)
-            if isinstance(layer.feed_forward, GatedSpec)
-            else PlainFeedForward(layer.feed_forward, feed_forward, backend),
+            feed_forward=self._feed_forward(layer.feed_forward, feed_forward),
             feed_forward_output_norm=norms.get("feed_forward_output_norm", none),
             parallel=layer.norms.parallel,
         )
+
+    def _feed_forward(self, spec: FeedForwardSpec, weights: Mapping[str, Any]) -> FeedForward:
+        if isinstance(spec, GatedSpec):
+            return GatedFeedForward(spec, weights, self.spec.norm_eps, self.backend)
+        if isinstance(spec, ExpertsSpec):
+            return ExpertsFeedForward(spec, weights, self.spec.norm_eps, self.backend)
+        return PlainFeedForward(spec, weights, self.backend)
 
     def _norm(self, weights: Mapping[str, Any], name: str) -> Norm:
         return Norm.of(self.spec.norm, weights, name, self.spec.hidden_size, self.spec.norm_eps, self.backend)

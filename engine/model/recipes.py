@@ -35,7 +35,7 @@ def four_bits(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> str 
     if weight.kind == "table":
         return None
     narrow = spec.hidden_size < _NARROW
-    if weight.kind != "matrix" or tensor.role is None:
+    if weight.kind not in ("matrix", "expert") or tensor.role is None:
         return "q8_0" if narrow else "q6_k"
     if narrow:
         return _NARROW_MATRICES.get(tensor.role, "q5_k")

@@ -7,15 +7,19 @@ belong to `config_json`, what distinguishes families to `families`. Imports no t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from windlass.engine.api.model_heads import ClassifierInfo
 from windlass.engine.cache.layout import KVGroupSpec
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.groups import RotaryGroup
+
+FeedForwardSpec: TypeAlias = GatedSpec | PlainSpec | ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class LayerSpec:
     """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place."""
 
     mixer: AttentionSpec
-    feed_forward: GatedSpec | PlainSpec
+    feed_forward: FeedForwardSpec
     norms: LayerNorms = LayerNorms()
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:

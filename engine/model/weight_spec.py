@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 # "table": rows are gathered from it. "head": it is multiplied by and kept at 8 bits where matrices are narrower.
-# "score": a head of few classes, in float32 as norms are; "shift": what a norm adds; "number": one number of an activation.
-WeightKind = Literal["table", "head", "table and head", "matrix", "bias", "norm", "shift", "number", "score"]
+# "expert": a matrix that only some tokens meet. "score": a head of few classes or a router, in float32 as norms are; "shift":
+# what a norm or a router adds; "number": one number of an activation.
+WeightKind = Literal["table", "head", "table and head", "matrix", "expert", "bias", "norm", "shift", "number", "score"]
 # What a tensor of a layer's matrix does there. Some lose more than others when they are rounded.
 TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "down"]
 

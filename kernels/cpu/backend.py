@@ -33,13 +33,15 @@ from windlass.kernels.cpu import (
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
+from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
-from windlass.kernels.torch import batched
+from windlass.kernels.torch import batched, routed
 from windlass.kernels.torch import linear as torch_linear
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
@@ -166,6 +168,18 @@ class CompiledBackend(Backend):
 
     def clip(self, x: Tensor, limit: float) -> None:
         self._torch.clip(x, limit)
+
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
+        self._torch.gate_by_sigmoid(x, gate)
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        return self._torch.route(logits, routing, bias)
+
+    def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
+        return routed.linear_of_experts(x, experts, chosen, self.linear)
+
+    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self._torch.sum_of_experts(x, weights)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return ops.soft_cap(x, cap, library=self._library)

@@ -15,10 +15,12 @@ from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
+from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.low_rank import LowRank, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.torch import (
     batched,
@@ -29,6 +31,7 @@ from windlass.kernels.torch import (
     linear,
     logprobs,
     reference,
+    routed,
     rowwise,
     step_rows,
 )
@@ -121,6 +124,18 @@ class TorchBackend(Backend):
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)
 
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
+        x.mul_(gate.float().sigmoid())
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        return routed.route(logits, routing, bias)
+
+    def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
+        return routed.linear_of_experts(x, experts, chosen, self.linear)
+
+    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
+        return routed.weighted_sum(x, weights)
+
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return reference.soft_cap(x, cap)
 
@@ -207,6 +222,13 @@ class RowIndependentBackend(TorchBackend):
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return rowwise.soft_cap(x, cap)
+
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
+        for row, own in zip(x, gate, strict=True):
+            super().gate_by_sigmoid(row, own.clone())
+
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        return rowwise.route(logits, routing, bias)
 
     def log1p(self, counts: Tensor) -> Tensor:
         # Torch's own differs between a vector's body and its tail.

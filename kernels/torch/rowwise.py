@@ -17,7 +17,8 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.blocks import BlockWeight
 from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.torch import batched, blocks, reference
+from windlass.kernels.routing import Routed, Routing
+from windlass.kernels.torch import batched, blocks, reference, routed
 
 _PANEL_BYTES = 8 << 20
 
@@ -84,6 +85,12 @@ def xielu(x: Tensor, *numbers: Tensor) -> Tensor:
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """See `reference.soft_cap`."""
     return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+    """See `routed.route`."""
+    found = [routed.route(row, routing, bias) for row in _rows(logits) or [logits]]
+    return Routed(torch.cat([one.chosen for one in found]), torch.cat([one.weights for one in found]))
 
 
 def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:

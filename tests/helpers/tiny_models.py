@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from helpers import tiny_families, tiny_plain
+from helpers import tiny_experts, tiny_families, tiny_plain
 
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -93,7 +93,7 @@ def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any)
     """Save a random model of the family to `directory`; 1-D parameters are random too, so no bias or norm hides."""
     if family in tiny_plain.FAMILIES:
         return tiny_plain.save(family, directory, seed, **overrides)
-    name, settings = FAMILIES.get(family) or tiny_families.FAMILIES[family]
+    name, settings = (FAMILIES | tiny_families.FAMILIES | tiny_experts.FAMILIES)[family]
     config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     common = tiny_families.COMMON.get(family, _COMMON)
     config = config_class(**{**common, **settings, **overrides})
@@ -106,6 +106,9 @@ def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any)
             parameter.normal_(0.0, 0.3) if parameter.dim() == 1 else parameter.mul_(4.0)
             if parameter.dim() == 1 and name not in tiny_families.OFFSET_NORMS:
                 parameter.add_(1.0)
+        for key, tensor in (*model.named_buffers(), *model.named_parameters()):
+            if key.endswith(tiny_experts.BIASES):  # zeros otherwise
+                tensor.normal_(0.0, 0.3)
     model.save_pretrained(directory)
     if own_class is None:  # it is computed by another family's
         written = json.loads((directory / "config.json").read_text())

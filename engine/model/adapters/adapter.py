@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,15 +26,20 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class LayerChanges:
-    """What one layer's products change by in a step."""
+    """What one layer's products change by in a step. prefix: of the names that `add` is given."""
 
     backend: Backend
     tables: LayerTables
     rows: RowSlots
+    prefix: str = ""
 
     def add(self, name: str, out: Tensor, x: Tensor) -> None:
         """Add to `out` [T, N], the product of x [T, K] and the weight of this name, what the rows' adapters change."""
-        self.backend.add_low_rank(out, x, self.tables[name], self.rows)
+        self.backend.add_low_rank(out, x, self.tables[self.prefix + name], self.rows)
+
+    def below(self, prefix: str) -> LayerChanges:
+        """For a part of the layer that knows its weights without this prefix."""
+        return replace(self, prefix=self.prefix + prefix)
 
 
 @dataclass(frozen=True, slots=True)

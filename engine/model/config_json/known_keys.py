@@ -52,7 +52,8 @@ _HARMLESS = frozenset(
     "label2id tie_encoder_decoder is_decoder cross_attention_hidden_size tokenizer_class prefix "
     "task_specific_params finetuning_task _attn_implementation_autoset auto_map attn_implementation resid_pdrop embd_pdrop "
     "eod_token_id classifier_dropout hidden_dropout residual_dropout embedding_dropout attn_pdrop n_ctx gradient_checkpointing "
-    "summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels".split()
+    "summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels "
+    "output_router_logits router_aux_loss_coef router_jitter_noise input_jitter_noise".split()
 )
 
 

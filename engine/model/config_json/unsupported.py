@@ -75,7 +75,7 @@ def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str |
         return "a multimodal model"
     experts = [config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     if any(isinstance(count, int) and count > 1 for count in experts) or "moe" in name or "mixtral" in name:
-        return "a mixture-of-experts model"
+        return "a mixture of experts of another kind than those that are supported,"
     if isinstance(config.get("kv_lora_rank"), int):
         return "a model with latent attention (MLA)"
     if config.get("is_encoder_decoder") is True:

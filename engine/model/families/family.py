@@ -12,6 +12,7 @@ from typing import Literal
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config
+from windlass.engine.model.families.experts_rules import ExpertsRules
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
@@ -74,7 +75,8 @@ class Family:
     swapped: checkpoints hold rotated pairs as (j + d/2, j). unit_head: rows of the head are brought to the length 1.
     norm_eps_key None: it is always the default. clip_key: of the number that limits queries, keys and values. variant: what
     the family is where config.json says so, from itself and the config; raises LoadError. reads: further keys that it looks
-    at. other_names: of the architecture in config.json. title: what people call its models, where that is another name.
+    at. experts: of layers whose feed-forward they are. other_names: of the architecture in config.json.
+    title: what people call its models, where that is another name.
     """
 
     architecture: str
@@ -109,8 +111,15 @@ class Family:
     text_part: str = ""
     title: str = ""
     other_names: tuple[str, ...] = ()
+    experts: ExpertsRules | None = None
     variant: Callable[[Family, Config], Family] | None = None
     reads: frozenset[str] = frozenset()
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """Keys of config.json that it reads and other families do not."""
+        multipliers = frozenset[str]() if self.multipliers is None else self.multipliers.keys
+        return self.reads | multipliers | (frozenset() if self.experts is None else self.experts.keys)
 
     @property
     def models(self) -> str:

@@ -13,12 +13,13 @@ from windlass.engine.model.config_json.known_keys import refuse_other_mathematic
 from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
 from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
+from windlass.engine.model.families.experts_rules import read_experts
 from windlass.engine.model.families.family import Family, Flag, Multipliers
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.groups import RotaryGroup
 
@@ -49,7 +50,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     if quantized is not None:
         raise LoadError(quantized)
     multipliers = family.multipliers or Multipliers()
-    refuse_other_mathematics(config, multipliers.keys | family.reads)
+    refuse_other_mathematics(config, family.own_keys)
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
     if family.qk_norm == "after" and family.qk_norm_form.weight:
         layout = layout.with_own_distances("whose queries and keys are normed where they stand")
@@ -84,7 +85,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
         classifier=read_classifier(config) if classifies else None,
-        notices=unread_keys(config, family.reads),
+        notices=unread_keys(config, family.own_keys),
     )
 
 
@@ -150,16 +151,7 @@ def _layers(
     scale = scaled_by**-0.5
     if family.multipliers is not None and family.multipliers.attention is not None:
         scale = _multiplier(config, family.multipliers.attention)
-    factor = family.rules.intermediate_factor
-    width = read_size(config, "intermediate_size", None if factor is None else factor * hidden)
-    activation = _activation(config, family)
-    names, bias, caps = family.feed_forward_names, _is_set(config, family.feed_forward_bias), family.soft_caps
-    feed_forward = (
-        GatedSpec(width, activation, bias, names)
-        if isinstance(names, GatedNames)
-        else PlainSpec(width, activation, bias, names)
-    )
-    norms = family.norms
+    caps, norms = family.soft_caps, family.norms
     if family.parallel is not None and family.parallel_norms is not None and _is_set(config, family.parallel):
         norms = family.parallel_norms
     windows = list(dict.fromkeys(layer.window for layer in layout.layers))
@@ -188,13 +180,36 @@ def _layers(
             feed_forward=feed_forward,
             norms=norms,
         )
-        for layer, group in zip(layout.layers, layout.layer_groups, strict=True)
+        for layer, group, feed_forward in zip(
+            layout.layers, layout.layer_groups, _feed_forwards(config, family, len(layout.layers)), strict=True
+        )
     )
     kv_groups = tuple(
         KVGroupSpec(tuple(i for i, layer in enumerate(layout.layers) if layer.window == window), kv_heads, dim, window)
         for window in windows
     )
     return layers, kv_groups
+
+
+def _feed_forwards(config: Config, family: Family, count: int) -> list[FeedForwardSpec]:
+    """That of each layer."""
+    activation, bias = _activation(config, family), _is_set(config, family.feed_forward_bias)
+    rules = family.experts
+    if rules is None:
+        return [_dense(config, family, activation, bias)] * count
+    dense = [rules.dense(config, index) for index in range(count)]
+    experts = read_experts(config, rules, activation, bias)
+    other = _dense(config, family, activation, bias) if any(dense) else experts
+    return [other if one else experts for one in dense]
+
+
+def _dense(config: Config, family: Family, activation: Activation, bias: bool) -> GatedSpec | PlainSpec:
+    factor, names = family.rules.intermediate_factor, family.feed_forward_names
+    hidden = read_size(config, "hidden_size")
+    width = read_size(config, "intermediate_size", None if factor is None else factor * hidden)
+    if isinstance(names, GatedNames):
+        return GatedSpec(width, activation, bias, names)
+    return PlainSpec(width, activation, bias, names)
 
 
 def _is_set(config: Config, switch: bool | Flag) -> bool:

@@ -27,6 +27,7 @@ from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
 from windlass.engine.model.families.smollm3 import SMOLLM3
+from windlass.engine.model.families.softmax_experts import MIXTRAL
 
 FAMILIES = (
     LLAMA,
@@ -72,4 +73,5 @@ FAMILIES = (
     NANOCHAT,
     BAICHUAN,
     CHATGLM,
+    MIXTRAL,
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_families, tiny_plain
+from helpers import tiny_experts, tiny_families, tiny_plain
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
@@ -22,7 +22,7 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.model.families import reading
 from windlass.kernels.cpu import library
 
-FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES
+FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES | tiny_experts.FAMILIES
 TOLERANCE = 1e-5  # of the largest reference logit
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 # Keys of config.json whose effect no tensor shows, with a value that changes it.

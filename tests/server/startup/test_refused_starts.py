@@ -123,7 +123,7 @@ DIRECTORIES = {
     "config": (lambda model: (model / "config.json").write_text("{"), "not valid JSON.*download it again"),
     "architecture": (configured(architectures=["MambaForCausalLM"]), "'MambaForCausalLM'.*without attention.*LlamaForCausal"),
     "no architecture": (configured(architectures=None), 'names no architecture.*"architectures": '),
-    "experts": (configured(architectures=["MixtralForCausalLM"], num_local_experts=8), "a mixture-of-experts model.*not supp"),
+    "experts": (configured(architectures=["JetMoeForCausalLM"], num_local_experts=8), "a mixture of experts of another.*not sup"),
     "pictures": (configured(architectures=["LlavaForConditionalGeneration"], vision_config={"x": 1}), "a multimodal model"),
     "encoder": (configured(architectures=["BertForMaskedLM"]), "an encoder, which writes no text"),
     "embedding": (configured(architectures=["LlamaModel"]), "an embedding model or one without its language-model head"),

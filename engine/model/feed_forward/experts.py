@@ -1,0 +1,60 @@
+"""The feed-forward of experts (1701.06538, 2401.04088): what one layer does. Knows its spec, its weights and the backend.
+
+Nothing that it does depends on numbers that a step computes, but for the kernels that read which experts were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from windlass.engine.model.adapters.adapter import LayerChanges
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec, RouterSpec
+from windlass.engine.model.feed_forward.gated import GatedFeedForward
+from windlass.kernels import Backend, ExpertWeights, Routing
+
+
+class ExpertsFeedForward:
+    """The weighted sum of what the chosen experts make of a token, and the shared expert's part."""
+
+    def __init__(self, spec: ExpertsSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
+        """weights: as `ExpertsSpec.weights` lists them. norm_eps: of norms within the shared expert."""
+        self.spec = spec
+        self._backend = backend
+        self._routing = Routing(**{field.name: getattr(spec.router, field.name) for field in fields(RouterSpec)})
+        self._router: Tensor = weights["router"]  # [E, hidden] float32
+        self._router_bias: Tensor | None = weights.get("router_bias")  # [E] float32
+        choice_bias: Tensor | None = weights.get("choice_bias")
+        self._choice_bias = None if choice_bias is None else choice_bias.view(-1)  # [E] float32
+        self._gate_up = self._experts(weights, "gate_up")  # [2 * intermediate, hidden] each
+        self._down = self._experts(weights, "down")  # [hidden, intermediate] each
+        self._shared: GatedFeedForward | None = None
+        if spec.shared is not None:
+            prefix = "shared."
+            own = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+            self._shared = GatedFeedForward(spec.shared, own, norm_eps, backend)
+        self._shared_gate: Tensor | None = weights.get("shared_gate")  # [1, hidden] float32
+
+    def _experts(self, weights: Mapping[str, Any], name: str) -> ExpertWeights:
+        each = [f"experts.{index}.{name}" for index in range(self.spec.experts)]
+        biases = [weights[f"{one}_bias"] for one in each] if self.spec.bias else None
+        return self._backend.experts([weights[one] for one in each], biases)
+
+    def forward(self, x: Tensor, changes: LayerChanges | None = None) -> Tensor:
+        """x: [T, hidden], normed. changes: what adapters add to the shared expert. Returns [T, hidden]."""
+        backend = self._backend
+        wide = x.float()
+        logits = backend.linear(wide, self._router, self._router_bias)  # [T, E]
+        chosen, weights = backend.route(logits, self._routing, self._choice_bias)
+        gate_up = backend.linear_of_experts(x, self._gate_up, chosen)  # [T * k, 2 * intermediate]
+        y = backend.gated_activation(gate_up, self.spec.activation)
+        out = backend.sum_of_experts(backend.linear_of_experts(y, self._down, chosen), weights)
+        if self._shared is not None:
+            shared = self._shared.forward(x, None if changes is None else changes.below("shared."))
+            if self._shared_gate is not None:
+                backend.gate_by_sigmoid(shared, backend.linear(wide, self._shared_gate))
+            backend.add(out, shared)
+        return out

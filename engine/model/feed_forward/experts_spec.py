@@ -1,0 +1,115 @@
+"""The description of a feed-forward of experts: its router, sizes and activation, and its weights with their names.
+
+Imports no torch: the API process reads specs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
+
+_MOST_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """Which experts a token goes to, and with what weights: the fields of `kernels.Routing`, which explains them."""
+
+    top_k: int = 1
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    least_sum: float = 0.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["largest", "two largest"] = "two largest"
+    jitter: float = 0.0
+
+    def refusal(self, experts: int) -> str | None:
+        """Why a router cannot choose so among this many experts, None where it can."""
+        if not 1 <= experts <= _MOST_EXPERTS:
+            return f"there are {experts} experts, not 1 to {_MOST_EXPERTS}"
+        if experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            return f"{experts} experts do not make {self.groups} groups of which {self.top_groups} are chosen"
+        choices = experts // self.groups * self.top_groups
+        if not 1 <= self.top_k <= choices:
+            return f"a token goes to {self.top_k} experts, but there are {choices} to choose from"
+        if self.scores == "sparsemixer" and self.top_k != 2:
+            return f"this router chooses two experts, not {self.top_k}"
+        if self.groups > 1 and self.group_score == "two largest" and experts == self.groups:
+            return "groups of one expert have no two largest scores"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsNames:
+    """Of a checkpoint's tensors, within their layer.
+
+    expert: of each, "<experts>.<index>.<name>". router_bias: a bias of the router's product; choice_bias: what is added to
+    scores for the choice alone, and whether it is stored as a row [1, experts]. shared: of what every token meets;
+    shared_gate: of its gate.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert: GatedNames = field(default_factory=lambda: GatedNames("gate_proj", "up_proj", down="down_proj"))
+    router_bias: bool = False
+    choice_bias: str | None = None
+    choice_bias_is_row: bool = False
+    shared: GatedNames | None = None
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), and what the shared expert makes of x.
+
+    shared_size: width of the shared expert, None where there is none; it is multiplied by sigmoid(gate(x)) where it has a gate.
+    """
+
+    experts: int
+    intermediate_size: int
+    router: RouterSpec
+    activation: Activation = "silu"
+    bias: bool = False
+    shared_size: int | None = None
+    shared_bias: bool = False
+    names: ExpertsNames = field(default_factory=ExpertsNames)
+
+    @property
+    def shared(self) -> GatedSpec | None:
+        """The shared expert."""
+        if self.shared_size is None or self.names.shared is None:
+            return None
+        return GatedSpec(self.shared_size, self.activation, self.shared_bias, self.names.shared)
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The router's fields of `ExpertsWeights`, then each expert's under "experts.<index>.", then "shared."."""
+        names, count = self.names, self.experts
+        found = [WeightSpec("router", "score", (count, hidden_size), (StoredTensor(f"{names.router}.weight", count),))]
+        if names.router_bias:
+            found.append(WeightSpec("router_bias", "shift", (count,), (StoredTensor(f"{names.router}.bias", count),)))
+        if names.choice_bias is not None:
+            row = names.choice_bias_is_row
+            stored = (StoredTensor(names.choice_bias, 1 if row else count),)
+            found.append(
+                WeightSpec("choice_bias", "score" if row else "shift", (1, count) if row else (count,), stored)
+            )
+        for index in range(count):
+            for weight in self._expert(hidden_size):
+                found.append(weight.below(f"experts.{index}.", f"{names.experts}.{index}."))
+        if (shared := self.shared) is not None:
+            found += [weight.below("shared.", "") for weight in shared.weights(hidden_size)]
+            if names.shared_gate is not None:
+                gate = (StoredTensor(f"{names.shared_gate}.weight", 1),)
+                found.append(WeightSpec("shared_gate", "score", (1, hidden_size), gate))
+        return tuple(found)
+
+    def _expert(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The weights of one expert."""
+        spec = GatedSpec(self.intermediate_size, self.activation, self.bias, self.names.expert)
+        weights = spec.weights(hidden_size)
+        return tuple(replace(one, kind="expert") if one.kind == "matrix" else one for one in weights)
