@@ -66,6 +66,8 @@ class SamplingParams:
     stop_token_ids: end generation (kept out of the text by the server); eos ids of the model end it too unless `ignore_eos`.
     logprobs: None for none, else the number of most likely alternatives reported beside the drawn token (0 is allowed).
     prompt_logprobs: the same for every prompt token but the first. Such a request takes no prefix hits.
+    prompt_logprobs_from: the first prompt token they are wanted for, the entries before are None; then what stands before
+    may come from the prefix cache. 0, 1: for all.
     grammar: what the output has to match, as a grammar serialized by llguidance; None for anything. It ends where the grammar
     does, also where eos is ignored, and min_tokens keeps no complete output open.
     logit_bias: added to the logits. allowed_token_ids: every other id is masked. bad_words: id sequences never completed.
@@ -95,6 +97,7 @@ class SamplingParams:
     thinking: ThinkingBudget | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_from: int = 0
     n: int = 1
 
 

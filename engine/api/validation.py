@@ -98,6 +98,7 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
         ("n", s.n, 1, MAX_SAMPLES),
         ("logprobs", s.logprobs or 0, 0, vocab_size),
         ("prompt_logprobs", s.prompt_logprobs or 0, 0, vocab_size),
+        ("prompt_logprobs_from", s.prompt_logprobs_from, 0, float("inf")),
     )
     if s.repeats is not None:
         ranges += (

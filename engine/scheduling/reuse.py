@@ -25,7 +25,7 @@ class PassageReuser:
         window of their own.
         """
         rule, held = seq.request.reuse, seq.held
-        if rule is None or seq.needs_every_row or held.seen is not None:
+        if rule is None or seq.needs_every_row or seq.prompt_logprobs is not None or held.seen is not None:
             return
         if seq.rotation.policy == "rotate" and seq.stage.last_length is not None:
             return

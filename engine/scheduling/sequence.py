@@ -84,7 +84,8 @@ class Sequence:
         sampling = self.request.sampling
         self.rank = (self.request.priority, self.arrival_number, self.index)
         if self.prompt_logprobs is None and sampling.prompt_logprobs is not None and self.index == 0:
-            self.prompt_logprobs = [None]  # the first token has no context
+            # The first token has no context.
+            self.prompt_logprobs = [None] * min(max(1, sampling.prompt_logprobs_from), self.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -113,9 +114,11 @@ class Sequence:
 
     @property
     def num_shareable_tokens(self) -> int:
-        """Leading tokens that are computed under `stage`, before any is dropped, and so may come from the prefix cache."""
+        """Leading tokens that may come from the prefix cache: computed under `stage`, before any is dropped, and none whose row
+        is wanted."""
         last = self.num_tokens if self.stage.last_length is None else self.stage.last_length
-        return min(self.num_tokens, last, self.held.floor)
+        wanted = self.num_tokens if self.prompt_logprobs is None else self.request.sampling.prompt_logprobs_from - 1
+        return max(0, min(self.num_tokens, last, self.held.floor, wanted))
 
     def outgrown(self) -> RotaryStage | None:
         """Under `recompute`, the stage of all tokens known now if it is another one: everything is to be computed anew."""
@@ -151,7 +154,8 @@ class Sequence:
     def needs_every_row(self) -> bool:
         """Whether all of the prompt has to pass through the model, so that none of it may come from the prefix cache."""
         pooling = self.request.pooling
-        return self.prompt_logprobs is not None or (pooling is not None and pooling.reads_every_token)
+        scored = self.prompt_logprobs is not None and self.request.sampling.prompt_logprobs_from <= 1
+        return scored or (pooling is not None and pooling.reads_every_token)
 
     def add_prompt_logprobs(self, start: int, entries: abc.Sequence[TokenLogprobs]) -> None:
         """Take the entries of the prompt tokens from index start + 1 on, skipping those known before a preemption."""

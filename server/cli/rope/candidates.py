@@ -11,7 +11,16 @@ from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.sweep_results import Kind
 
-_KINDS: dict[str, Kind] = {"linear": "linear", "ntk": "ntk", "yarn": "yarn", "dynamic": "dynamic"}
+_KINDS: dict[str, Kind] = {
+    "linear": "linear",
+    "ntk": "ntk",
+    "yarn": "yarn",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "longrope": "longrope",
+    "dual_chunk": "dual_chunk",
+    "log_n": "log_n",
+}
 _DYNAMIC_FACTORS = (1.0, 2.0, 4.0)
 POLICIES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
 

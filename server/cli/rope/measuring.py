@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.candidates import Candidate, sample_rows
-from windlass.server.cli.rope.kept_passes import KeptPasses, pass_key
+from windlass.server.cli.rope.kept_lines import pass_key
+from windlass.server.cli.rope.kept_passes import KeptPasses
 from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.sweep_results import Curve, ExactComparison, ExactPoint, SweptText
 

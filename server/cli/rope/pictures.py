@@ -18,21 +18,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Stands for "the colour of the text around": replaced by currentColor when the picture goes into a page.
-_INK = "#010203"
+INK = "#010203"
 # Mid-tones that stand out on white and on black alike; every curve also has its own dashes.
-_COLOURS = {
+COLOURS = {
     "none": "#d1495b",
     "cut": "#8a8a8a",
     "own": "#b0569e",
     "linear": "#d9822b",
     "ntk": "#9c6b4a",
     "yarn": "#2f9e62",
+    "dynamic": "#3b82c4",
+    "llama3": "#5fae3a",
+    "longrope": "#b58b00",
+    "dual_chunk": "#8e6bbf",
+    "log_n": "#c2607f",
+    "window": "#2aa6a6",
     "frozen": "#3b82c4",
     "recompute": "#2aa6a6",
     "rotate": "#8e6bbf",
     "other": "#6b7fa3",
 }
-_DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate": (3, 1.2), "recompute": (7, 1.5)}
+DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate": (3, 1.2), "recompute": (7, 1.5)}
 
 
 def require_matplotlib() -> None:
@@ -61,7 +67,7 @@ def to_svg(figure: Figure) -> str:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "windlass"}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
-    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # Scales with the page: the view box stays, the fixed size goes.
     return re.sub(
@@ -79,16 +85,16 @@ def draw_inspection(result: Inspection) -> Figure:
         pairs = range(len(group.own.inv_freq))
         for label, spec, style in (("model's own", group.own, "o"), (group.rope_type, group.scaled, "s")):
             heights = [wavelength(w) or math.nan for w in spec.inv_freq]
-            colour = _COLOURS["cut"] if spec is group.own else _COLOURS["frozen"]
+            colour = COLOURS["cut"] if spec is group.own else COLOURS["frozen"]
             left.plot(pairs, heights, style, label=label, color=colour, markersize=4 if style == "o" else 3)
         left.set_yscale("log")
-        left.axhline(group.trained_len, color=_COLOURS["none"], linewidth=1, linestyle="--", label="trained length")
+        left.axhline(group.trained_len, color=COLOURS["none"], linewidth=1, linestyle="--", label="trained length")
         if result.length != group.trained_len:
-            left.axhline(result.length, color=_COLOURS["yarn"], linewidth=1, linestyle=":", label="this request")
+            left.axhline(result.length, color=COLOURS["yarn"], linewidth=1, linestyle=":", label="this request")
         left.set_ylabel("tokens per turn")
         left.legend(fontsize=8, frameon=False)
         ratio = [a / b if b else math.nan for a, b in zip(group.own.inv_freq, group.scaled.inv_freq, strict=True)]
-        right.plot(pairs, ratio, "s-", color=_COLOURS["frozen"], markersize=3, linewidth=1)
+        right.plot(pairs, ratio, "s-", color=COLOURS["frozen"], markersize=3, linewidth=1)
         right.set_ylabel("turns slower by this factor")
         for axes in (left, right):
             axes.set_xlabel("pair")
@@ -99,7 +105,7 @@ def draw_inspection(result: Inspection) -> Figure:
     return figure
 
 
-def draw_sweep(result: ScalingSweep, ink: str = _INK) -> Figure:
+def draw_sweep(result: ScalingSweep, ink: str = INK) -> Figure:
     """Perplexity by position, one line per plotted curve, a mark at every multiple of the trained length."""
     from matplotlib.figure import Figure
 
@@ -121,7 +127,7 @@ def draw_sweep(result: ScalingSweep, ink: str = _INK) -> Figure:
                 [max(p.high - p.perplexity, 0.0) if p.high == p.high else 0.0 for p in exact.points],
             ],
             fmt="D",
-            color=_COLOURS["recompute"],
+            color=COLOURS["recompute"],
             markerfacecolor="none",
             elinewidth=0.8,
             label=f"{exact.name}, recompute for the exact length (sampled)",
@@ -157,9 +163,9 @@ def draw_sweep(result: ScalingSweep, ink: str = _INK) -> Figure:
 def _plot(axes: Axes, middles: list[float], heights: list[float], curve: Curve, shade: float) -> None:
     kind = curve.policy or curve.kind
     # Several of one kind are told apart by their shade.
-    style: dict[str, Any] = {"color": _COLOURS[str(kind)], "linewidth": 1.6, "label": curve.label, "alpha": shade}
-    if kind in _DASHES:
-        style["dashes"] = _DASHES[str(kind)]
+    style: dict[str, Any] = {"color": COLOURS[str(kind)], "linewidth": 1.6, "label": curve.label, "alpha": shade}
+    if kind in DASHES:
+        style["dashes"] = DASHES[str(kind)]
     axes.plot(middles, heights, **style)
 
 

@@ -135,11 +135,8 @@ def notes(result: ScalingSweep) -> list[str]:
 
 def to_html(result: ScalingSweep, recommendation: Recommendation, svg: str, date: str) -> str:
     """The page; it needs nothing from anywhere. svg: a trusted element, everything else is escaped."""
-    source = (
-        importlib.resources.files("windlass.server.cli.rope").joinpath("report.html.j2").read_text(encoding="utf-8")
-    )
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
-    return environment.from_string(source).render(
+    return render_page(
+        "report.html.j2",
         result=result,
         recommendation=recommendation,
         svg=Markup(svg),
@@ -151,10 +148,23 @@ def to_html(result: ScalingSweep, recommendation: Recommendation, svg: str, date
     )
 
 
+def render_page(template: str, **values: object) -> str:
+    """A page of this folder, or of one below it, in the common style; what is no Markup is escaped."""
+    folder = importlib.resources.files("windlass.server.cli.rope")
+    style, source = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("style.css.j2", template))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(source).render(style=Markup(style), **values)
+
+
 def to_markdown(result: ScalingSweep, recommendation: Recommendation, picture: str | None, date: str) -> str:
     """The same for places that show no HTML. picture: the plot's file name beside the page."""
     table = make_table(result, recommendation.curve)
-    lines = [f"# Rotary scalings of {_plain(result.model_name)}", "", f"{_plain(facts(result))} Measured {date}.", ""]
+    lines = [
+        f"# Rotary scalings of {plain_text(result.model_name)}",
+        "",
+        f"{plain_text(facts(result))} Measured {date}.",
+        "",
+    ]
     lines += [f"**For contexts of {recommendation.target_len:,} tokens: {recommendation.curve}.**"]
     lines += [" ".join(recommendation.reasons), "", "```sh", recommendation.command, "```", ""]
     if recommendation.body:
@@ -162,16 +172,16 @@ def to_markdown(result: ScalingSweep, recommendation: Recommendation, picture: s
         lines += [recommendation.body, "```", ""]
     if picture is not None:
         lines += [f"![Perplexity by position for each scaling]({picture})", ""]
-    lines += _markdown_table(table)
+    lines += markdown_table(table)
     changes = make_changes(result, recommendation.curve)
     if changes is not None:
-        lines += ["", *_markdown_table(changes)]
+        lines += ["", *markdown_table(changes)]
     for paragraph in notes(result):
         lines += ["", paragraph]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_table(table: Table) -> list[str]:
+def markdown_table(table: Table) -> list[str]:
     lines = ["| " + " | ".join(table.heads) + " |", "|---" + "|--:" * (len(table.heads) - 1) + "|"]
     for row in table.rows:
         cells = [f"**{c}**" if row.mark == "chosen" and c else f"*{c}*" if row.mark and c else c for c in row.cells]
@@ -183,6 +193,6 @@ def _overlap(result: ScalingSweep) -> bool:
     return any(b - a < result.max_len for text in result.texts for a, b in pairwise(text.starts))
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """File and directory names as text: none of their characters is read as Markdown."""
     return "".join("\\" + c if c in "\\`*_[]<>#|" else c for c in text)

@@ -28,6 +28,7 @@ from windlass.server.cli.rope.candidates import (
 from windlass.server.cli.rope.inspection import read_groups
 from windlass.server.cli.rope.kept_passes import KeptPasses
 from windlass.server.cli.rope.measuring import Measure
+from windlass.server.cli.rope.outputs import display_name, write_text
 from windlass.server.cli.rope.recommendation import recommend
 from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.sweep_results import Curve, ExactComparison, ScalingSweep
@@ -109,7 +110,7 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
         progress.stop()
     result = ScalingSweep(
         model=options.model_name,
-        model_name=_display_name(options),
+        model_name=display_name(options.model, options.model_name),
         texts=texts,
         trained_len=trained,
         max_len=options.max_len,
@@ -120,12 +121,6 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
     )
     _write(result, options)
     return result
-
-
-def _display_name(options: SweepOptions) -> str:
-    """A hub id as it was given; of a directory its name alone."""
-    given = options.model_name
-    return options.model.name if given is None or Path(given).expanduser().is_dir() else given
 
 
 def _measure_all(
@@ -182,20 +177,13 @@ def _write(result: ScalingSweep, options: SweepOptions) -> None:
     recommendation = recommend(result)
     date = datetime.date.today().isoformat()
     figure = draw_sweep(result)
-    _write_text(options.html, to_html(result, recommendation, to_svg(figure), date))
+    write_text(options.html, to_html(result, recommendation, to_svg(figure), date))
     if options.json is not None:
         payload = {"date": date, **result.to_json(), "recommendation": recommendation.to_json()}
-        _write_text(options.json, json.dumps(payload, indent=1) + "\n")
+        write_text(options.json, json.dumps(payload, indent=1) + "\n")
     if options.png is not None:
         save(draw_sweep(result, ink="#222222"), options.png)
     if options.markdown is not None:
         picture = None if options.png is None else options.png.name
-        _write_text(options.markdown, to_markdown(result, recommendation, picture, date))
+        write_text(options.markdown, to_markdown(result, recommendation, picture, date))
     say(f"{recommendation.curve} for {result.target_len:,} tokens: {recommendation.command}")
-
-
-def _write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}") from None

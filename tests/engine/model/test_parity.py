@@ -124,3 +124,18 @@ def test_prompt_logprobs(family: Path) -> None:
         assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
         assert entry.rank == int((row > row[entry.token_id]).sum()) + 1
         assert [t for t, _ in entry.top] == row.topk(3).indices.tolist()
+
+
+def test_prompt_logprobs_of_the_end_of_a_prompt_take_its_beginning_from_the_cache(family: Path) -> None:
+    core = make_core(family)
+    text = prompt(60)
+    whole = run(core, [greedy("a", text, 0, prompt_logprobs=0)])["a", 0].outputs[0].prompt_logprobs
+    assert whole is not None
+    for first in (33, 50, 59, 60):
+        output = run(core, [greedy("b", text, 0, prompt_logprobs=0, prompt_logprobs_from=first)])["b", 0].outputs[0]
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 60
+        assert output.cached_tokens == (first - 1) // 16 * 16
+        assert output.prompt_logprobs[:first] == (None,) * first
+        for entry, expected in zip(output.prompt_logprobs[first:], whole[first:], strict=True):
+            assert entry is not None and expected is not None and entry.token_id == expected.token_id
+            assert entry.logprob == pytest.approx(expected.logprob, abs=1e-3)

@@ -98,7 +98,8 @@ REQUESTS = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 3),
         "ignore_eos": st.sampled_from([True, True, False]),
         "stop_token_ids": st.sampled_from([(), (), (4,)]),
-        "prompt_logprobs": st.sampled_from([None, None, None, None, 0]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0, 0]),
+        "prompt_logprobs_from": st.sampled_from([0, 0, 1, 2, 5, 9, 99]),
         "context": st.sampled_from(CONTEXTS),
         "reuse": st.sampled_from(REUSES),
         "lifetime": st.sampled_from([None, None, None, None, None, None, 3, 30]),
@@ -312,13 +313,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         request = self.requests[output.request_id]
         assert 0 <= output.cached_tokens < len(request.prompt_token_ids)
         if request.sampling.prompt_logprobs is not None:
-            assert output.cached_tokens == 0
+            assert output.cached_tokens <= max(0, request.sampling.prompt_logprobs_from - 1)
         if output.prompt_logprobs is not None:
             assert output.index == 0 and output.request_id not in self.prompt_logprobs
             assert not self.tokens[key]
             self.prompt_logprobs[output.request_id] = output.prompt_logprobs
             given_ids = [entry and entry.token_id for entry in output.prompt_logprobs]
-            assert given_ids == [None, *request.prompt_token_ids[1:]]
+            unknown = min(max(1, request.sampling.prompt_logprobs_from), len(given_ids))
+            assert given_ids == [*[None] * unknown, *request.prompt_token_ids[unknown:]]
         self.tokens[key] += output.token_ids
         if output.finish_reason is not None:
             self.ended[key] = (output.finish_reason, output.stop_token_id)

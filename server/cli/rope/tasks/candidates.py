@@ -1,0 +1,172 @@
+"""What the tasks are asked under where nobody chooses: one way of each kind. A new kind is a line in `task_candidates`.
+
+Unlike the sweep's, a candidate may be a rule about what a token sees, or a text that is cut. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.engine.api.context import ContextRule
+from windlass.engine.errors import RequestError
+from windlass.engine.rotary.groups import RotaryGroup
+from windlass.engine.rotary.policy import RopeUpdate
+from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.server.cli.rope.candidates import POLICIES, chosen_candidates
+from windlass.server.cli.rope.sweep_results import Kind
+
+_SINKS = 4  # leading tokens that stay in sight (StreamingLLM, 2309.17453)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCandidate:
+    """One way to read a long text.
+
+    scaling: as a person would write it, None for the model's own. plain_to: the length up to which it is, bit for bit, the
+    model without scaling. cut_to: the text is cut to so many tokens, its last ones and the head; None: it is read whole.
+    chosen: a person asked for it, so it must run.
+    """
+
+    name: str
+    kind: Kind
+    scaling: dict[str, Any] | None
+    policy: RopeUpdate | None = None
+    context: ContextRule = field(default_factory=ContextRule)
+    plain_to: int = 0
+    cut_to: int | None = None
+    chosen: bool = False
+
+    @property
+    def cost(self) -> int:
+        """What is asked of the server, to choose among equals: nothing, a fixed rule, frequencies that follow the length."""
+        return 0 if self.kind in ("none", "own", "cut") else 2 if self.policy in ("recompute", "rotate") else 1
+
+    @property
+    def parsed(self) -> RopeScaling | None:
+        return None if self.scaling is None else RopeScaling.from_dict(self.scaling)
+
+    def body(self) -> dict[str, Any]:
+        """The fields of a request."""
+        rule = self.context
+        fields: dict[str, Any] = {}
+        if self.scaling is not None:
+            fields["rope_scaling"] = self.scaling
+        if self.policy is not None:
+            fields["rope_update"] = self.policy
+        if rule.attention_window is not None:
+            fields |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
+        return fields
+
+    def command(self, model: str | None, length: int) -> str:
+        """The command line that serves contexts of `length` so."""
+        longest = length if self.cut_to is None else min(length, self.cut_to)
+        words = ["windlass", "serve", *([model] if model else []), "--max-model-len", str(longest)]
+        for name, value in self.body().items():
+            words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+        return shlex.join(words)
+
+
+def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[TaskCandidate]:
+    """Of every kind one, each with the factor that the longest length needs; no scaling and the cut text come first.
+
+    group: the model's main rotary group. trained: its trained length.
+    """
+    base, own = group.base, group.scaling
+    factor = float(f"{max(longest / trained, 2.0):.4g}")
+    original = {} if trained == base.trained_len else {"original_max_position_embeddings": trained}
+    unscaled = _unscaled(own)
+    found = [TaskCandidate("no scaling", "none", unscaled)]
+    if own.rope_type != "default":
+        found.append(TaskCandidate(f"model's own ({own.rope_type})", "own", None))
+    found.append(_cut(unscaled, trained))
+    window = max(trained - _SINKS - 32, 1)
+    found += [
+        TaskCandidate(
+            f"window {window:,} and {_SINKS} sinks",
+            "window",
+            unscaled,
+            context=ContextRule(attention_window=window, attention_sinks=_SINKS),
+            plain_to=window,
+        ),
+        TaskCandidate(f"linear {factor:g}", "linear", {"rope_type": "linear", "factor": factor}),
+        TaskCandidate(f"ntk {factor:g}", "ntk", {"rope_type": "ntk", "factor": factor}),
+        # A prompt that is read at once runs under the frequencies of its own length, under every policy.
+        TaskCandidate(
+            "dynamic 2", "dynamic", {"rope_type": "dynamic", "factor": 2.0}, "recompute", plain_to=base.trained_len
+        ),
+        TaskCandidate(f"yarn {factor:g}", "yarn", {"rope_type": "yarn", "factor": factor, **original}),
+        TaskCandidate(
+            f"llama3 {factor:g}",
+            "llama3",
+            {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original},
+        ),
+        _dual_chunk(base, original, longest),
+        TaskCandidate("log_n", "log_n", {"rope_type": "log_n", **original}, plain_to=trained),
+    ]
+    if base.inv_freq is None:
+        found.append(_longrope(base, trained, factor))
+    return found
+
+
+def _dual_chunk(base: RotaryBase, original: dict[str, Any], longest: int) -> TaskCandidate:
+    scaling = {"rope_type": "dual_chunk", **original}
+    try:
+        plain_to = resolve(RopeScaling.from_dict(scaling), base, longest).distances.chunk or 0
+    except RequestError:  # a model that cannot run it, which is told where it is tried
+        plain_to = 0
+    return TaskCandidate("dual_chunk", "dual_chunk", scaling, plain_to=plain_to)
+
+
+def _longrope(base: RotaryBase, trained: int, factor: float) -> TaskCandidate:
+    ramp = _ramp(base, trained, factor)
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * len(ramp),
+        "long_factor": ramp,
+        "factor": factor,
+        "original_max_position_embeddings": trained,
+    }
+    return TaskCandidate(f"longrope, untrained ramp to {factor:g}", "longrope", scaling, plain_to=trained)
+
+
+def _ramp(base: RotaryBase, trained: int, factor: float) -> list[float]:
+    """Divisors of a shape as LongRoPE's: 1 for pairs of 32 turns and more within the trained length, `factor` for those of
+    less than one, between them rising evenly in logarithms. Nothing was searched or trained."""
+    divisors = []
+    for frequency in base.unscaled():
+        turns = trained * frequency / (2 * math.pi)
+        share = min(1.0, max(0.0, 1 - math.log(max(turns, 1e-9)) / math.log(32)))
+        divisors.append(round(factor**share, 6))
+    return divisors
+
+
+def _unscaled(own: RopeScaling) -> dict[str, Any] | None:
+    """What a request says to run without scaling: nothing, where the model has none of its own."""
+    return None if own.rope_type == "default" else {"rope_type": "default"}
+
+
+def _cut(unscaled: dict[str, Any] | None, trained: int) -> TaskCandidate:
+    return TaskCandidate("text cut to the trained length", "cut", unscaled, plain_to=trained, cut_to=trained)
+
+
+def chosen_task_candidates(
+    group: RotaryGroup,
+    scalings: Sequence[dict[str, Any]],
+    policies: Sequence[RopeUpdate],
+    trained: int,
+    longest: int,
+    *,
+    cut: bool,
+) -> list[TaskCandidate]:
+    """No scaling, and those a person asked for; `cut` for the text cut to the trained length too."""
+    unscaled = _unscaled(group.scaling)
+    _, *asked = chosen_candidates(scalings, policies or POLICIES, longest)
+    found = [TaskCandidate("no scaling", "none", unscaled)]
+    if cut:
+        found.append(_cut(unscaled, trained))
+    return found + [TaskCandidate(c.name, c.kind, c.scaling, c.policy, chosen=True) for c in asked]

@@ -1,0 +1,237 @@
+"""The parts of `rope sweep --tasks` by themselves: documents, certainty, verdicts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers.toy_tokenizers import byte_level, llama_style
+
+from windlass.engine.api.context import ContextRule
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.groups import RotaryGroup
+from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
+from windlass.server.cli.rope.tasks.candidates import TaskCandidate, task_candidates
+from windlass.server.cli.rope.tasks.certainty import PairedDifference, mcnemar, paired_bootstrap
+from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker, Question
+from windlass.server.cli.rope.tasks.kinds import ALL_TASKS, TASKS, Materials
+from windlass.server.cli.rope.tasks.measuring import Reading
+from windlass.server.cli.rope.tasks.results import DocumentReadings, TaskSweep
+from windlass.server.cli.rope.tasks.verdict import judge
+from windlass.server.cli.rope.tasks.vocabulary import THINGS
+from windlass.server.text.tokenizer import Tokenizer
+
+LENGTH = 4000
+
+
+def maker(tokenizer: Tokenizer, seed: int = 1, texts: dict[str, str] | None = None) -> DocumentMaker:
+    return DocumentMaker(tokenizer, ALL_TASKS, texts or {}, seed=seed, trained_len=2048)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level())
+
+
+def test_a_document_has_its_length_its_facts_and_a_segment_without_any(tokenizer: Tokenizer) -> None:
+    document = maker(tokenizer).make(LENGTH, 0)
+    longest = max(len(q.ending) + max(map(len, q.choices)) for q in document.questions)
+    assert len(document.ids) + longest == LENGTH
+    assert Counter(q.task for q in document.questions) == {"passkey": 1, "needle": 5, "recall": 6, "multihop": 4}
+    text = tokenizer.decode(document.ids)
+    for question in document.questions:
+        right, *wrong = (tokenizer.decode(choice) for choice in question.choices)
+        asked = tokenizer.decode(question.ending)
+        assert len({right, *wrong}) == 4 and right.endswith(".")
+        told = asked.splitlines()[-1].split("? ")[-1]
+        if question.task == "multihop":
+            name = told.removeprefix("So the value of ").removesuffix(" is")
+            for _ in range(2):
+                (line,) = [part for part in text.split(".") if part.strip().startswith(f"Let {name} be the same as ")]
+                name = line.split()[-1]
+            told = f"Let {name} be"
+        assert f"{told}{right}" in text
+        assert sum(choice in text for choice in wrong) >= 2  # most of what it is told from stands there too
+    segment = tokenizer.decode(document.ids[-document.segment :])
+    assert not any(mark in segment for mark in ("pass key", "magic number", "Entry:", "be the same"))
+    needles = [q.depth for q in document.questions if q.task == "needle"]
+    assert needles == [0, 0.25, 0.5, 0.75, 1]
+    values = [tokenizer.decode(q.choices[0]) for q in document.questions if q.task == "needle"]
+    places = [text.index(value) / len(text) for value in values]
+    assert places == sorted(places) and places[0] < 0.1 and 0.8 < places[-1] < 1
+
+
+def test_documents_are_the_same_for_the_same_seed_alone(tokenizer: Tokenizer) -> None:
+    first = maker(tokenizer).make(LENGTH, 0)
+    assert maker(tokenizer).make(LENGTH, 0) == first
+    others = [maker(tokenizer, 2).make(LENGTH, 0), maker(tokenizer).make(LENGTH, 1), maker(tokenizer).make(4100, 0)]
+    assert len({first.digest, *(other.digest for other in others)}) == 4
+
+
+def test_tokenizers_that_put_a_space_themselves_get_no_second_one() -> None:
+    tokenizer = Tokenizer(llama_style())
+    text = tokenizer.decode(maker(tokenizer).make(9000, 0).ids)
+    assert "  Entry:" not in text and " Entry:" in text
+
+
+def test_a_text_of_ones_own_is_read_from_its_beginning_and_must_be_long_enough(tokenizer: Tokenizer) -> None:
+    text = "\n\n".join(f"Paragraph {i}. It says little. It ends here." for i in range(400))
+    made = maker(tokenizer, texts={"a": text}).make(LENGTH, 0)
+    words = tokenizer.decode(made.ids)
+    assert "\n\nParagraph 0." in words and words.index("Paragraph 10.") < words.index("Paragraph 30.")
+    with pytest.raises(LoadError, match=r"--text a has no .* tokens"):
+        maker(tokenizer, texts={"a": "Too short."}).make(LENGTH, 0)
+
+
+def test_the_least_length_that_is_named_does(tokenizer: Tokenizer) -> None:
+    with pytest.raises(LoadError, match="documents of about") as refused:
+        maker(tokenizer).make(500, 0)
+    least = int(str(refused.value).split("about ")[1].split()[0])
+    assert maker(tokenizer).make(int(least * 1.05), 0).questions
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_what_a_task_draws_is_drawn_once(task: str) -> None:
+    assert len(set(THINGS)) == len(THINGS)
+    chance = random.Random(3)
+    hidden = TASKS[task](Materials(chance, iter(THINGS)))
+    for question in hidden.questions:
+        assert question.answer not in question.wrong and len(set(question.wrong)) == 3
+        assert 0 <= question.depth <= 1
+
+
+# ---- certainty ----
+
+
+def test_mcnemar_is_the_binomial_of_the_discordant_pairs() -> None:
+    """Against all outcomes of so many fair coins."""
+    for a, b, both in [(1, 9, 4), (0, 5, 0), (3, 3, 7), (0, 0, 5)]:
+        first = [True] * a + [False] * b + [True] * both
+        second = [False] * a + [True] * b + [True] * both
+        outcomes = [sum(coins) for coins in itertools.product((0, 1), repeat=a + b)]
+        as_far = [o for o in outcomes if abs(o - (a + b) / 2) >= abs(a - b) / 2]
+        assert mcnemar(first, second) == pytest.approx(len(as_far) / len(outcomes))
+
+
+def test_the_bootstrap_resamples_units() -> None:
+    generator = np.random.default_rng(1)
+    values = generator.normal(0.5, 1.0, 200).tolist()
+    alone = paired_bootstrap([[value] for value in values])
+    assert alone.mean == pytest.approx(np.mean(values)) and alone.interval is not None
+    reach = 1.96 * np.std(values) / np.sqrt(200)
+    assert alone.interval.low == pytest.approx(alone.mean - reach, abs=0.02)
+    assert alone.interval.high == pytest.approx(alone.mean + reach, abs=0.02)
+    # Twenty that agree within each unit are worth one.
+    together = paired_bootstrap([[value] * 20 for value in values[:10]])
+    single = paired_bootstrap([[value] for value in values[:10]])
+    assert together.interval is not None and single.interval is not None
+    assert together.interval.low == pytest.approx(single.interval.low)
+    assert together.interval.high == pytest.approx(single.interval.high)
+    assert paired_bootstrap([[1.0]] * 5).interval is None  # too few
+    assert paired_bootstrap([[]] * 9).interval is None
+
+
+def test_a_difference_is_certain_where_interval_and_test_agree() -> None:
+    sure = paired_bootstrap([[1.0]] * 8 + [[0.0]] * 2)
+    assert sure.is_certain and not replace(sure, p_value=0.06).is_certain
+    assert not PairedDifference(1.0, None, 0.001).is_certain
+
+
+# ---- results and verdicts ----
+
+PLAIN = TaskCandidate("no scaling", "none", None)
+YARN = TaskCandidate("yarn 2", "yarn", {"rope_type": "yarn", "factor": 2})
+ROTATE = TaskCandidate("dynamic 2", "dynamic", {"rope_type": "dynamic", "factor": 2}, "rotate")
+WINDOW = TaskCandidate("window", "window", None, context=ContextRule("stop", 16, 28, 4))
+CUT = TaskCandidate("cut", "cut", None, cut_to=512)
+
+
+def sweep(*right: tuple[TaskCandidate, int], documents: int = 4, each: int = 10) -> TaskSweep:
+    """`each` needles a document, of which every candidate chooses so many, the first ones."""
+
+    def reading(hits: int) -> Reading:
+        return Reading(
+            tuple((-1.0, -2.0) if i < hits else (-2.0, -1.0) for i in range(each)),
+            tuple(i < hits // 2 for i in range(each)),
+            (-1.0, -0.5, -9.0),
+        )
+
+    question = Question("needle", 0.5, (1,), ((2,), (3,)))
+    read = tuple(
+        DocumentReadings(
+            Document(1024, number, (1,) * 900, 4, 3, (question,) * each, f"{number}"),
+            {candidate.name: reading(hits) for candidate, hits in right},
+            (-4.0, -1.0, -20.0),
+        )
+        for number in range(documents)
+    )
+    return TaskSweep(
+        "m", "m", 512, (1024,), ("needle", "key-tokens"), tuple(c for c, _ in right), read, judge="no scaling"
+    )
+
+
+def test_the_most_right_choices_win_and_the_least_cost_among_equals() -> None:
+    (verdict,) = judge(sweep((PLAIN, 2), (ROTATE, 9), (YARN, 9), (WINDOW, 6)))
+    assert verdict.chosen == "yarn 2"
+    assert verdict.command == (
+        'windlass serve m --max-model-len 1024 --rope-scaling \'{"rope_type": "yarn", "factor": 2}\''
+    )
+    needle = next(reason for reason in verdict.reasons if reason.startswith("needle"))
+    assert needle.startswith("needle: yarn 2 chooses 36 of 40 (77 % to 96 %), no scaling 8: +70 points")
+    assert needle.endswith("certain. Not told apart from it: dynamic 2.")
+    (verdict,) = judge(sweep((PLAIN, 9), (YARN, 9)))
+    assert verdict.chosen == "no scaling" and "no scaling is needed" in verdict.reasons[0]
+
+
+def test_few_questions_are_told_as_such() -> None:
+    (verdict,) = judge(sweep((PLAIN, 0), (YARN, 1), documents=2, each=1))
+    assert "too few for an interval" in verdict.reasons[1] and "No other way can be told apart" in verdict.reasons[1]
+
+
+def test_many_documents_are_the_units() -> None:
+    few, many = sweep((PLAIN, 2), (YARN, 9)), sweep((PLAIN, 2), (YARN, 9), documents=8)
+    assert (few.unit(1024), many.unit(1024)) == ("question", "document")
+    assert few.difference("no scaling", "yarn 2", 1024, "needle", "chosen").interval is not None
+    apart = many.difference("no scaling", "yarn 2", 1024, "needle", "chosen")
+    assert apart.interval is not None and apart.interval.low == apart.interval.high == pytest.approx(0.7)  # all alike
+    assert many.difference("no scaling", "yarn 2", 1024, "needle", "written").mean == pytest.approx(0.3)
+
+
+def test_key_tokens_gain_from_a_long_context_and_are_likely_after_it() -> None:
+    result = sweep((PLAIN, 1))
+    assert [losses.tolist() for losses in result.key_losses("no scaling", 1024)] == [[1.0]] * 4
+    assert result.key_perplexity("no scaling", 1024) == pytest.approx(np.e)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "words"),
+    [
+        (PLAIN, "windlass serve m --max-model-len 2048"),
+        (
+            ROTATE,
+            'windlass serve m --max-model-len 2048 --rope-scaling \'{"rope_type": "dynamic", "factor": 2}\' --rope-update rotate',
+        ),
+        (WINDOW, "windlass serve m --max-model-len 2048 --attention-window 28 --attention-sinks 4"),
+        (CUT, "windlass serve m --max-model-len 512"),
+    ],
+)
+def test_commands(candidate: TaskCandidate, words: str) -> None:
+    assert candidate.command("m", 2048) == words
+
+
+def test_no_scaling_is_said_where_the_model_has_one_of_its_own() -> None:
+    base = RotaryBase(10_000.0, 16, 16, 512)
+    own = RotaryGroup("full_attention", base, RopeScaling.from_dict({"rope_type": "linear", "factor": 2.0}))
+    plain, named, *others = task_candidates(own, 512, 1024)
+    assert plain.body() == {"rope_scaling": {"rope_type": "default"}} and named.body() == {}
+    assert {c.kind for c in others} == {
+        "cut", "window", "linear", "ntk", "dynamic", "yarn", "llama3", "dual_chunk", "log_n", "longrope",
+    }  # fmt: skip
+    bare = RotaryGroup("full_attention", base, RopeScaling())
+    assert task_candidates(bare, 512, 1024)[0].body() == {}
+    ramp = next(c for c in others if c.kind == "longrope").scaling["long_factor"]
+    assert ramp == sorted(ramp) and ramp[0] == 1.0 and ramp[-1] == 2.0 and len(ramp) == 8

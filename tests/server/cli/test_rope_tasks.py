@@ -1,0 +1,262 @@
+"""`windlass rope sweep --tasks`: its numbers against transformers, its report, and a run that goes on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.rotary_oracles import Uncached, plain_frequencies
+from helpers.tiny_models import make_model
+from helpers.toy_tokenizers import byte_level
+
+from windlass.engine.evaluation.batch_scoring import BatchScorer
+from windlass.server.cli import main as cli
+from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
+from windlass.server.startup import launch
+from windlass.server.text.tokenizer import Tokenizer
+
+TRAINED, LENGTH, DIM = 512, 768, 16
+TASKS = ("passkey", "key-tokens")
+LINEAR = '{"rope_type": "linear", "factor": 1.5}'
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = byte_level()
+    size = tokenizer.get_vocab_size()
+    make_model("llama", directory, vocab_size=size, max_position_embeddings=TRAINED, num_hidden_layers=2)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def run(model: Path, out: Path, *more: str, tasks: str = ",".join(TASKS)) -> int:
+    return cli.run([
+        "rope", "sweep", str(model), "--tasks", tasks, "--lengths", f"{LENGTH}", "--documents", "2",
+        "--device", "cpu", "--kv-cache-memory", "64MiB", "--out", str(out / "r.html"), "--json", str(out / "r.json"),
+        "--markdown", str(out / "r.md"), "--keep", str(out / "kept.jsonl"), *more,
+    ])  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def report(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("report")
+    assert run(model, out, "--lengths", f"{TRAINED},{LENGTH}", "--png", str(out / "plot.png")) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def measured(report: Path) -> dict[str, Any]:
+    return json.loads((report / "r.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def kept(report: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (report / "kept.jsonl").read_text().splitlines()]
+
+
+def document(model: Path, length: int, number: int) -> Document:
+    maker = DocumentMaker(Tokenizer.from_directory(model), TASKS, {}, seed=1, trained_len=TRAINED)
+    return maker.make(length, number)
+
+
+def log_probabilities(reference: Uncached, ids: tuple[int, ...], factor: float = 1.0) -> torch.Tensor:
+    return reference.logits(ids, plain_frequencies(10_000.0, DIM) / factor).double().log_softmax(-1)
+
+
+def total(rows: torch.Tensor, start: int, ids: tuple[int, ...]) -> float:
+    return sum(float(rows[i - 1, ids[i]]) for i in range(start, len(ids)))
+
+
+@pytest.mark.parametrize(("name", "factor"), [("no scaling", 1.0), ("linear 2", 2.0)])
+def test_choices_and_segments_are_scored_as_transformers_scores_them(
+    name: str, factor: float, model: Path, kept: list[dict[str, Any]]
+) -> None:
+    reference = Uncached(model)
+    for number in (0, 1):
+        doc = document(model, LENGTH, number)
+        (entry,) = [e for e in kept if (e["scaling"], e["length"], e["document"]) == (name, LENGTH, number)]
+        rows = log_probabilities(reference, doc.ids, factor)
+        expected = [float(rows[i - 1, doc.ids[i]]) for i in range(len(doc.ids) - doc.segment, len(doc.ids))]
+        assert entry["segment"] == pytest.approx(expected, abs=2e-3)
+        (question,) = doc.questions
+        for choice, score in zip(question.choices, entry["choices"][0], strict=True):
+            ids = (*doc.ids, *question.ending, *choice)
+            rows = log_probabilities(reference, ids, factor)
+            assert score == pytest.approx(total(rows, len(ids) - len(choice), ids), abs=5e-3)
+        written = (*doc.ids, *question.ending, *question.choices[0])
+        first = len(written) - len(question.choices[0])
+        best = log_probabilities(reference, written, factor)[first - 1 : -1].argmax(-1).tolist()
+        assert entry["exact"] == [best == list(question.choices[0])]
+
+
+def test_a_cut_text_is_its_head_and_its_last_tokens(model: Path, kept: list[dict[str, Any]]) -> None:
+    doc = document(model, LENGTH, 0)
+    name = "text cut to the trained length"
+    (entry,) = [e for e in kept if (e["scaling"], e["length"], e["document"]) == (name, LENGTH, 0)]
+    (question,) = doc.questions
+    tail = len(question.ending) + max(map(len, question.choices))
+    cut = doc.ids[: doc.head] + doc.ids[len(doc.ids) - (TRAINED - tail - doc.head) :]
+    ids = (*cut, *question.ending, *question.choices[1])
+    rows = log_probabilities(Uncached(model), ids)
+    expected = total(rows, len(ids) - len(question.choices[1]), ids)
+    assert len(ids) <= TRAINED and entry["choices"][0][1] == pytest.approx(expected, abs=5e-3)
+
+
+def test_key_tokens_are_told_by_a_long_and_a_short_context_without_scaling(
+    model: Path, measured: dict[str, Any], kept: list[dict[str, Any]]
+) -> None:
+    reference, count = Uncached(model), 0
+    for number in (0, 1):
+        doc = document(model, LENGTH, number)
+        by_name = {e["scaling"]: e for e in kept if (e["length"], e["document"]) == (LENGTH, number)}
+        ids = doc.ids[-(TRAINED // 8 + doc.segment) :]
+        rows = log_probabilities(reference, ids)
+        short = [float(rows[i - 1, ids[i]]) for i in range(TRAINED // 8, len(ids))]
+        assert by_name["a short context"]["segment"] == pytest.approx(short, abs=2e-3)
+        long = by_name["text cut to the trained length"]["segment"]
+        count += sum(a - b > 2 and a > -2 for a, b in zip(long, short, strict=True))
+    (found,) = [part for part in measured["lengths"] if part["length"] == LENGTH]
+    assert {c["key_tokens"]["tokens"] for c in found["candidates"]} == {count}
+
+
+def test_equal_readings_are_made_once(measured: dict[str, Any], kept: list[dict[str, Any]]) -> None:
+    """Within the trained length the cut text, dynamic, longrope and log-n are the model as it is."""
+    names = [candidate["name"] for candidate in measured["lengths"][0]["candidates"]]
+    short = [entry["scaling"] for entry in kept if (entry["length"], entry["document"]) == (TRAINED, 0)]
+    alike = {"text cut to the trained length", "dynamic 2", "log_n", "longrope, untrained ramp to 2"}
+    assert alike <= set(names) and not alike & set(short)
+    window, *_ = [name for name in names if name.startswith("window")]
+    assert window in short  # it is a little narrower
+    long = [entry["scaling"] for entry in kept if (entry["length"], entry["document"]) == (LENGTH, 0)]
+    assert sorted(long) == sorted([*names, "a short context"])
+    right = {name: measured["documents"][0]["right"][name] for name in ["no scaling", *alike]}
+    assert measured["documents"][0]["length"] == TRAINED and all(r == right["no scaling"] for r in right.values())
+
+
+def test_an_interrupted_run_goes_on(
+    model: Path, report: Path, measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    lines = (report / "kept.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "kept.jsonl").write_text("".join(lines[:-3]) + lines[-3][:40])
+    scores, texts = BatchScorer.scores, []
+
+    def counting(self: BatchScorer, given: Any, computed: Any = None) -> Any:
+        texts.extend(given)
+        return scores(self, given, computed)
+
+    monkeypatch.setattr(BatchScorer, "scores", counting)
+    assert run(model, tmp_path, "--lengths", f"{TRAINED},{LENGTH}") == 0
+    assert len(texts) == 3 * 5  # a segment and four choices each
+    again = json.loads((tmp_path / "r.json").read_text())
+    assert again.keys() == measured.keys() and all(
+        again[part] == measured[part] for part in ("documents", "verdicts", "tasks")
+    )
+    texts.clear()
+    capsys.readouterr()
+    assert run(model, tmp_path, "--lengths", f"{TRAINED},{LENGTH}") == 0 and not texts
+    assert "passes" not in capsys.readouterr().err
+    # Other facts are other documents.
+    assert run(model, tmp_path, "--documents", "1", "--seed", "2", "--scaling", LINEAR) == 0 and texts
+
+
+def test_the_report_tells_who_wins_and_how_to_serve_it(
+    model: Path, report: Path, measured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, words = ((report / name).read_text() for name in ("r.html", "r.md"))
+    assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
+    assert (report / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for verdict in measured["verdicts"]:
+        assert verdict["command"] in words and all(reason.split(" (")[0] in words for reason in verdict["reasons"])
+        assert any(reason.startswith("passkey: ") for reason in verdict["reasons"])
+        started: list[Any] = []
+        monkeypatch.setattr(launch, "serve", lambda *arguments, started=started: started.append(arguments) or 0)
+        given = shlex.split(verdict["command"])
+        assert given[:3] == ["windlass", "serve", str(model)] and cli.run(given[1:]) == 0
+        (names,) = [c for c in measured["lengths"][0]["candidates"] if c["name"] == verdict["chosen"]]
+        config = started[0][1].to_config(model)
+        scaling = config.rotary.scaling
+        assert (scaling.to_dict() if scaling else None) == names["request"].get("rope_scaling")
+    assert "McNemar" in words and "Wilson" in words and "bootstrap over questions" in words
+
+
+def test_chosen_scalings(model: Path, tmp_path: Path) -> None:
+    assert run(model, tmp_path, "--documents", "1", "--scaling", LINEAR, "--no-cut", tasks="passkey") == 0
+    found = json.loads((tmp_path / "r.json").read_text())
+    candidates = found["lengths"][0]["candidates"]
+    assert [c["name"] for c in candidates] == ["no scaling", "linear 1.5"]
+    assert candidates[1]["request"] == {"rope_scaling": {"rope_type": "linear", "factor": 1.5}}
+    assert all(c["key_tokens"] is None for c in candidates) and found["tasks"] == ["passkey"]
+
+
+def test_texts_of_ones_own(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "own.txt"
+    text.write_text(" ".join(f"Line {i} says nothing of it." for i in range(400)), encoding="utf-8")
+    assert run(model, tmp_path, "--documents", "1", "--scaling", LINEAR, "--text", str(text), tasks="passkey") == 0
+    assert json.loads((tmp_path / "r.json").read_text())["texts"] == ["own.txt"]
+    assert "cut from own.txt" in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", "passkeys"], "did you mean"),
+        (["--tasks", ","], "names none"),
+        (["--tasks", "all", "--lengths", "100"], "--lengths 100: the facts of"),
+        (["--tasks", "passkey", "--lengths", "many"], "--lengths takes numbers"),
+        (["--tasks", "passkey", "--lengths", "0"], "--lengths takes numbers"),
+        (["--tasks", "passkey", "--lengths", "99999999999999"], "--lengths takes numbers"),
+        (["--tasks", "passkey", "--documents", "0"], "--documents"),
+        (["--tasks", "passkey", "--max-len", "900"], "--max-len reads perplexity"),
+        (["--tasks", "passkey", "--samples", "3"], "--samples reads perplexity"),
+        (["--text", "{text}", "--lengths", "900"], "--lengths is for --tasks"),
+        (["--text", "{text}", "--kv-cache-memory", "1GiB"], "--kv-cache-memory is for --tasks"),
+        ([], "--text is missing"),
+        (["--tasks", "passkey", "--text", "{text}"], "give a longer text"),
+        (["--tasks", "passkey", "--text", "{text}", "--text", "{other}"], "same name"),
+        (["--tasks", "passkey", "--keep", "{foreign}"], "line 1, is no pass"),
+        (["--tasks", "passkey", "--policy", "rotate"], "give --scaling too"),
+        (["--tasks", "passkey", "--lengths", "768", "--trained-len", "200"], "no room for the questions"),
+        (["--tasks", "passkey", "--kv-cache-memory", "much"], "--kv-cache-memory"),
+        (["--tasks", "passkey", "--json", "{text}", "--png", "{text}"], "are both"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: list[str],
+    words: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "other").mkdir()
+    for place in ("short.txt", "other/short.txt"):
+        (tmp_path / place).write_text("Too short.", encoding="utf-8")
+    (tmp_path / "foreign").write_text('{"key": "0", "nll": [1.0]}\n', encoding="utf-8")
+    places = {"{text}": "short.txt", "{other}": "other/short.txt", "{foreign}": "foreign"}
+    given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
+    monkeypatch.setattr(BatchScorer, "load", None)  # all of it is said before the model is read
+    assert cli.run(["rope", "sweep", str(model), "--out", str(tmp_path / "r.html"), *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and words in error, error
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kv-cache-memory", "100KiB"], "memory"),
+        (["--scaling", '{"rope_type": "learned"}'], "learned"),
+    ],
+)
+def test_more_than_the_engine_gives_is_one_line(
+    arguments: list[str], words: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, tmp_path, *arguments) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("error: ") and words in last, last
