@@ -123,11 +123,6 @@ def describe_tensors(tensors: Collection[str]) -> str | None:
     """What a checkpoint holds whose tensors are named otherwise than those of a language model; None for one of those."""
     if not tensors or "model.embed_tokens.weight" in tensors:
         return None
-    if "embed_tokens.weight" in tensors:
-        return (
-            "these are the weights of a model without its language-model head (an embedding model, for example), which "
-            "writes no text: give the model for text generation that it was made from"
-        )
     if any("vision" in name or name.startswith("language_model.") for name in tensors):
         return "these are the weights of a multimodal model, which is not supported: give a language model"
     return None

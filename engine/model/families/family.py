@@ -132,6 +132,11 @@ class Family:
         return self.architecture, *self.other_names
 
     @property
+    def headless(self) -> str:
+        """The architecture of its models that were saved without a head."""
+        return f"{self.architecture.removesuffix('ForCausalLM').removesuffix('Model')}{self.text_part}Model"
+
+    @property
     def classifier(self) -> str:
         """The architecture of its models that have a classification head."""
         return f"{self.architecture.removesuffix('ForCausalLM')}{self.text_part}ForSequenceClassification"

@@ -111,6 +111,15 @@ def _family_of_architecture(config: Config) -> tuple[Family, bool]:
         )
     architecture = str(found)
     family = next((family for family in FAMILIES if architecture in (*family.names, family.classifier)), None)
+    headless = next((family for family in FAMILIES if architecture == family.headless), None)
+    if family is None and headless is not None:
+        if read_flag(config, "tie_word_embeddings", headless.rules.tie_word_embeddings):
+            return headless, False  # its head is the embedding
+        raise LoadError(
+            f"architecture {architecture!r} in config.json is an embedding model or one without its language-model head, which "
+            "writes no text and is not supported: give the model for text generation that it was made from, or set "
+            '"tie_word_embeddings": true if its head is the embedding'
+        )
     if family is None:
         kind = describe_architecture(architecture, config)
         what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""

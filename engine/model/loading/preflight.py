@@ -25,6 +25,7 @@ from windlass.engine.model.loading.learned_frequencies import with_learned_frequ
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.loading.stored_names import with_stored_names
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes, plan_storage
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
@@ -144,6 +145,10 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
     if fault is not None:
         raise LoadError(f"{directory}: {fault}")
+    try:
+        spec = with_stored_names(spec, headers)
+    except LoadError as error:
+        raise LoadError(f"{directory}: {error}") from None
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
     check_not_quantized_twice(config, directory, gguf, quantized)
     own_groups = with_learned_frequencies(spec.rotary_groups, directory)

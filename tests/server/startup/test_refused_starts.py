@@ -126,7 +126,7 @@ DIRECTORIES = {
     "experts": (configured(architectures=["JetMoeForCausalLM"], num_local_experts=8), "a mixture of experts of another.*not sup"),
     "pictures": (configured(architectures=["LlavaForConditionalGeneration"], vision_config={"x": 1}), "a multimodal model"),
     "encoder": (configured(architectures=["BertForMaskedLM"]), "an encoder, which writes no text"),
-    "embedding": (configured(architectures=["LlamaModel"]), "an embedding model or one without its language-model head"),
+    "embedding": (configured(architectures=["LlamaModel"], tie_word_embeddings=False), "without its language-model head"),
     "rotation": (configured(rope_scaling={"rope_type": "spiral"}), "spiral"),
     "gptq": (configured(quantization_config={"quant_method": "gptq", "bits": 5}), QUANTIZED.format("GPTQ, 5 bits")),
     "awq": (configured(quantization_config={"quant_method": "awq", "version": "gemv"}), QUANTIZED.format("AWQ, version gemv")),

@@ -42,7 +42,7 @@ def size_of(model: ModelDescription, dtype: str = "float32", quantization: str =
 @pytest.mark.parametrize(
     ("rename", "says"),
     [
-        (lambda name: name.removeprefix("model."), "without its language-model head"),
+        (lambda name: name.removeprefix("model.").replace("lm_head", "dense"), "without its language-model head"),
         (lambda name: f"language_{name}", "of a multimodal model"),
         (lambda name: name.replace(".weight", ".qweight"), r"quantized \(GPTQ or AWQ\), but its config.json has no"),
         (lambda name: name.replace("norm.weight", "norm.weight_scale_inv"), r"quantized \(FP8\), but"),

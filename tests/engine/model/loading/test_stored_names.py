@@ -1,0 +1,79 @@
+"""Checkpoints whose tensors are named otherwise than the family's: saved without a head, or from inside another model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from helpers.adapters import merged, save_adapter
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.errors import LoadError
+
+PROMPT = [3, 17, 42, 8, 99]
+
+
+def logits(directory: Path, adapter: Path | None = None) -> torch.Tensor:
+    lora = () if adapter is None else (AdapterSource(1, "a", str(adapter)),)
+    request = greedy("a", PROMPT, 3, adapter=None if adapter is None else 1)
+    return torch.stack(run(make_core(directory, lora=lora), [request])["a", 0].logits)
+
+
+def without_head(model: Path, target: Path) -> Path:
+    """The model as transformers saves its part below the head."""
+    transformers.AutoModelForCausalLM.from_pretrained(model).base_model.save_pretrained(target)
+    return target
+
+
+def renamed(model: Path, prefix: str) -> None:
+    tensors = load_file(model / "model.safetensors")
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, model / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_neox", "gptj", "falcon"])
+def test_a_tied_model_that_was_saved_without_its_head(family: str, tmp_path: Path) -> None:
+    model = make_model(family, tmp_path / "model", tie_word_embeddings=True)
+    if family == "gptj":  # its head has a bias, which is not there then
+        with pytest.raises(LoadError, match=r"lm_head\.bias"):
+            logits(without_head(model, tmp_path / "base"))
+        return
+    base = without_head(model, tmp_path / "base")
+    assert not any(
+        name.startswith(("model.", "transformer.", "gpt_neox.")) for name in load_file(base / "model.safetensors")
+    )
+    assert torch.equal(logits(base), logits(model))
+
+
+@pytest.mark.parametrize("prefix", ["wrapped.", "a.b."])
+def test_a_model_from_inside_another(prefix: str, tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    wanted = logits(model)
+    renamed(model, prefix)
+    assert torch.equal(logits(model), wanted)
+
+
+def test_an_adapter_of_the_whole_model_fits(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model", tie_word_embeddings=True)
+    adapter = save_adapter(tmp_path / "adapter", model)
+    wanted = logits(merged(model, adapter, tmp_path / "merged"))
+    found = logits(without_head(model, tmp_path / "base"), adapter)
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_a_head_that_is_missing_is_named(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    base = without_head(model, tmp_path / "base")
+    with pytest.raises(LoadError, match=r"'LlamaModel' in config\.json is an embedding model or one without its"):
+        make_core(base)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(
+        LoadError, match=r"hold no lm_head\.weight.*without its language-model head.*tie_word_embeddings"
+    ):
+        make_core(base)
