@@ -212,6 +212,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """gate * sigmoid(alpha * gate) * (up + 1) of [T, 2F] holding (gate, up), both limited to `limit`, up from below too.
+
+        Returns [T, F].
+        """
+
+    @abstractmethod
     def activation(self, x: Tensor, activation: str) -> Tensor:
         """activation(x) of [T, F], one of those that `gated_activation` has."""
 

@@ -89,6 +89,7 @@ class ModelSpec:
     logit_scale: multiplies the logits. norm: what the norms of the stream are. head_bias: the head adds one.
     embedding_norm: the stream begins normed, by a norm without weights. unit_head: rows of the head have the length 1.
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
+    unused: beginnings of names of tensors that predict further tokens, which the model does without.
     """
 
     architecture: str
@@ -113,6 +114,7 @@ class ModelSpec:
     embedding_norm: bool = False
     unit_head: bool = False
     names: OuterNames = field(default_factory=OuterNames)
+    unused: tuple[str, ...] = ()
 
     @property
     def head_tensors(self) -> tuple[str, ...]:

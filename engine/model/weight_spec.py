@@ -50,7 +50,9 @@ class FusedHeads:
 class StoredTensor:
     """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices.
 
-    unit_rows: each row is divided by its length when it is loaded (Baichuan 2).
+    unit_rows: each row is divided by its length when it is loaded (Baichuan 2). A name that ends in "[3]" is the fourth of the
+    tensors that the one before the bracket holds along its first dimension. transposed: it has columns where the weight has
+    rows. alternating: its rows are those of two parts by turns.
     """
 
     name: str
@@ -59,6 +61,8 @@ class StoredTensor:
     fused: FusedHeads | None = None
     role: TensorRole | None = None
     unit_rows: bool = False
+    transposed: bool = False
+    alternating: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,9 @@ class CompiledBackend(Backend):
     def clip(self, x: Tensor, limit: float) -> None:
         self._torch.clip(x, limit)
 
+    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return self._torch.clamped_glu(gate_up, alpha, limit)
+
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         self._torch.gate_by_sigmoid(x, gate)
 

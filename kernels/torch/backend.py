@@ -124,6 +124,9 @@ class TorchBackend(Backend):
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)
 
+    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return reference.clamped_glu(gate_up, alpha, limit)
+
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         x.mul_(gate.float().sigmoid())
 
@@ -222,6 +225,9 @@ class RowIndependentBackend(TorchBackend):
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return rowwise.soft_cap(x, cap)
+
+    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return rowwise.clamped_glu(gate_up, alpha, limit)
 
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         for row, own in zip(x, gate, strict=True):

@@ -226,6 +226,13 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     return activated(gate, activation) * up
 
 
+def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `Backend.clamped_glu`; in float32."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(gate_up.dtype)
+
+
 def activated(x: Tensor, activation: str) -> Tensor:
     """activation(x) of [T, F], see `Backend`."""
     if activation == "silu":

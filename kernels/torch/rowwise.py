@@ -67,6 +67,11 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     return torch.cat([reference.gated_activation(row, activation) for row in rows])
 
 
+def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `reference.clamped_glu`."""
+    return torch.cat([reference.clamped_glu(row, alpha, limit) for row in _rows(gate_up) or [gate_up]])
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """See `reference.layer_norm`."""
     return torch.cat([reference.layer_norm(row, weight, bias, eps) for row in _rows(x) or [x]])

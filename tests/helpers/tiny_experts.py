@@ -4,9 +4,66 @@ from __future__ import annotations
 
 from typing import Any
 
-# Ends of names of parameters and buffers that have more or fewer dimensions than other biases.
-BIASES = ("e_score_correction_bias", "expert_bias", "proj_bias")
+# Ends of names of parameters and buffers that are zero unless they are filled.
+BIASES = ("e_score_correction_bias", "expert_bias", "proj_bias", "router.bias")
+
+_LOCAL = {"sliding_window": 8}
+_SPARSE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_GRANITE = {
+    "num_local_experts": 6,
+    "attention_bias": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 8.0,
+}
+_GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, **_LOCAL}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **_SPARSE,
+            **_LOCAL,
+            "use_sliding_window": True,
+            "max_window_layers": 3,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 32,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**_SPARSE, "num_experts": 6, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "granitemoe": ("GraniteMoe", _GRANITE),
+    "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 32}),
+    "phimoe": (
+        "Phimoe",
+        {**_LOCAL, "num_local_experts": 6, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},
+    ),
+    "hunyuan_moe": ("HunYuanMoEV1", {"num_experts": 6, "moe_topk": 2}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_LOCAL,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "truncate": False,
+            },
+        },
+    ),
+    "glm4_moe": ("Glm4Moe", {**_SPARSE, **_GROUPED, "attention_bias": True, "use_qk_norm": True}),
+    "dots1": ("Dots1", {**_SPARSE, **_GROUPED, **_LOCAL, "max_window_layers": 2, "first_k_dense_replace": 2}),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8}),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_intermediate_size": 48, "moe_k": 2, "moe_num_experts": 6, "moe_layer_end_index": 2, "use_bias": True},
+    ),
+    "afmoe": ("Afmoe", {**_SPARSE, **_LOCAL, "num_experts": 6, "route_scale": 1.5, "mup_enabled": True}),
 }

@@ -133,13 +133,15 @@ class Reference:
         ).eval()
         by_name = dict(zip(names, specs, strict=True))
         fallback = specs[0]
+        takes_half = type(self.model).__name__ == "GptOssForCausalLM"
         repeats = type(self.model).__name__.startswith("Cohere")
 
         def rotary(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
             spec = by_name.get(layer_type or "", fallback)
             inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float64)
             angle = position_ids[..., None].double() * inv_freq
-            angle = torch.cat((angle, angle), dim=-1) if not repeats else angle.repeat_interleave(2, dim=-1)
+            if not takes_half:
+                angle = torch.cat((angle, angle), dim=-1) if not repeats else angle.repeat_interleave(2, dim=-1)
             return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()
 
         for name, module in self.model.named_modules():

@@ -42,7 +42,7 @@ _READ = frozenset(
     "use_sliding_window max_window_layers no_rope_layers no_rope_layer_interval layer_rope_theta query_pre_attn_scalar "
     "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config attention_out_bias "
     "compression_config layer_norm_eps norm_epsilon norm_eps use_qkv_bias use_parallel_residual "
-    "id2label num_labels problem_type layer_norm_epsilon activation activation_function bias".split()
+    "num_nextn_predict_layers id2label num_labels problem_type layer_norm_epsilon activation activation_function bias".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(

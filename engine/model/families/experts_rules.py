@@ -68,7 +68,8 @@ class ExpertsRules:
     counts, top_k_keys, width_keys: keys of the number of experts, of those that a token goes to, and of their width, of which
     the first that is there counts. router: top_k aside, and but for what the other keys say. normalized_key: whether weights
     are divided by their sum. scale_key: what multiplies them. grouped: `n_group` and `topk_group` are read. jitter_key,
-    least_sum_key: of `RouterSpec.jitter` and `RouterSpec.least_sum`.
+    least_sum_key: of `RouterSpec.jitter` and `RouterSpec.least_sum`. bias: on the experts' products. clamp_keys: of alpha and
+    limit of gpt-oss's activation. more_keys: that are looked at elsewhere, or say what always holds.
     """
 
     experts: int
@@ -83,6 +84,9 @@ class ExpertsRules:
     grouped: bool = False
     jitter_key: str | None = None
     least_sum_key: str | None = None
+    bias: bool = False
+    clamp_keys: tuple[str, str] | None = None
+    clamp: tuple[float, float] = (1.702, 7.0)
     shared: SharedExpert | None = None
     dense: DenseLayer = no_dense_layers
     names: ExpertsNames = field(default_factory=ExpertsNames)
@@ -94,12 +98,13 @@ class ExpertsRules:
         single = (self.normalized_key, self.scale_key, self.jitter_key, self.least_sum_key)
         shared = () if self.shared is None else (self.shared.width_key, self.shared.count_key)
         groups = ("n_group", "topk_group") if self.grouped else ()
-        found = (*self.counts, *self.top_k_keys, *self.width_keys, *single, *shared, *groups)
+        clamp = self.clamp_keys or ()
+        found = (*clamp, *self.counts, *self.top_k_keys, *self.width_keys, *single, *shared, *groups)
         return frozenset(key for key in found if key is not None) | self.more_keys
 
 
 def read_experts(config: Config, rules: ExpertsRules, activation: Activation, bias: bool) -> ExpertsSpec:
-    """The feed-forward of a layer that has experts. bias: on all of their products. Raises LoadError."""
+    """The feed-forward of a layer that has experts. bias: on the products of a shared expert. Raises LoadError."""
     count_key, top_k_key = _present(config, rules.counts), _present(config, rules.top_k_keys)
     width_key = _present(config, rules.width_keys)
     count = read_size(config, count_key, rules.experts)
@@ -124,7 +129,13 @@ def read_experts(config: Config, rules: ExpertsRules, activation: Activation, bi
         intermediate_size=width,
         router=router,
         activation=activation,
-        bias=bias,
+        bias=rules.bias,
+        clamp=None
+        if rules.clamp_keys is None
+        else (
+            read_number(config, rules.clamp_keys[0]) or rules.clamp[0],
+            read_number(config, rules.clamp_keys[1]) or rules.clamp[1],
+        ),
         shared_size=None if rules.shared is None else rules.shared.width(config, width),
         shared_bias=bias,
         names=rules.names,

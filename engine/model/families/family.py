@@ -75,7 +75,8 @@ class Family:
     swapped: checkpoints hold rotated pairs as (j + d/2, j). unit_head: rows of the head are brought to the length 1.
     norm_eps_key None: it is always the default. clip_key: of the number that limits queries, keys and values. variant: what
     the family is where config.json says so, from itself and the config; raises LoadError. reads: further keys that it looks
-    at. experts: of layers whose feed-forward they are. other_names: of the architecture in config.json.
+    at. experts: of layers whose feed-forward they are. sinks: attention has learned sink logits. unused:
+    beginnings of names of tensors that predict further tokens. other_names: of the architecture in config.json.
     title: what people call its models, where that is another name.
     """
 
@@ -107,11 +108,13 @@ class Family:
     parallel_norms: LayerNorms | None = None
     norm_eps_key: str | None = "rms_norm_eps"
     outer_names: OuterNames = field(default_factory=OuterNames)
-    head_bias: bool = False
+    head_bias: bool | Flag = False
     text_part: str = ""
     title: str = ""
     other_names: tuple[str, ...] = ()
     experts: ExpertsRules | None = None
+    sinks: bool = False
+    unused: tuple[str, ...] = ()
     variant: Callable[[Family, Config], Family] | None = None
     reads: frozenset[str] = frozenset()
 

@@ -13,7 +13,7 @@ from windlass.engine.model.config_json.known_keys import refuse_other_mathematic
 from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
 from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.experts_rules import read_experts
+from windlass.engine.model.families.experts_rules import read_count, read_experts
 from windlass.engine.model.families.family import Family, Flag, Multipliers
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
@@ -78,13 +78,14 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         logit_scale=_multiplier(config, multipliers.logits, multipliers.logits_default)
         / _multiplier(config, multipliers.logits_divided_by),
         norm=family.norms.form,
-        head_bias=family.head_bias,
+        head_bias=_is_set(config, family.head_bias),
         embedding_norm=family.embedding_norm,
         unit_head=family.unit_head,
         names=family.outer_names,
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
         classifier=read_classifier(config) if classifies else None,
+        unused=_unused(config, family, len(layers)),
         notices=unread_keys(config, family.own_keys),
     )
 
@@ -185,6 +186,7 @@ def _layers(
                 else 0,
                 swapped_dims=layout.groups[group].base.rotary_dim if family.swapped and group is not None else 0,
                 names=family.attention_names,
+                sinks=family.sinks,
             ),
             feed_forward=feed_forward,
             norms=norms,
@@ -219,6 +221,11 @@ def _dense(config: Config, family: Family, activation: Activation, bias: bool) -
     if isinstance(names, GatedNames):
         return GatedSpec(width, activation, bias, names)
     return PlainSpec(width, activation, bias, names)
+
+
+def _unused(config: Config, family: Family, layers: int) -> tuple[str, ...]:
+    further = read_count(config, "num_nextn_predict_layers", 0)
+    return family.unused + tuple(f"{family.outer_names.layers}.{layers + i}." for i in range(min(further, 64)))
 
 
 def _is_set(config: Config, switch: bool | Flag) -> bool:

@@ -26,8 +26,19 @@ from windlass.engine.model.families.nanochat import NANOCHAT
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
+from windlass.engine.model.families.sigmoid_experts import AFMOE, DOTS1, ERNIE4_5_MOE, GLM4_MOE, MINIMAX_M2
 from windlass.engine.model.families.smollm3 import SMOLLM3
-from windlass.engine.model.families.softmax_experts import MIXTRAL
+from windlass.engine.model.families.softmax_experts import (
+    GPT_OSS,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    HUNYUAN_MOE,
+    MIXTRAL,
+    OLMOE,
+    PHI_MOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 
 FAMILIES = (
     LLAMA,
@@ -74,4 +85,17 @@ FAMILIES = (
     BAICHUAN,
     CHATGLM,
     MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    OLMOE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    PHI_MOE,
+    HUNYUAN_MOE,
+    GPT_OSS,
+    GLM4_MOE,
+    DOTS1,
+    MINIMAX_M2,
+    ERNIE4_5_MOE,
+    AFMOE,
 )

@@ -50,7 +50,10 @@ class ExpertsFeedForward:
         logits = backend.linear(wide, self._router, self._router_bias)  # [T, E]
         chosen, weights = backend.route(logits, self._routing, self._choice_bias)
         gate_up = backend.linear_of_experts(x, self._gate_up, chosen)  # [T * k, 2 * intermediate]
-        y = backend.gated_activation(gate_up, self.spec.activation)
+        if self.spec.clamp is not None:
+            y = backend.clamped_glu(gate_up, *self.spec.clamp)
+        else:
+            y = backend.gated_activation(gate_up, self.spec.activation)
         out = backend.sum_of_experts(backend.linear_of_experts(y, self._down, chosen), weights)
         if self._shared is not None:
             shared = self._shared.forward(x, None if changes is None else changes.below("shared."))

@@ -45,12 +45,27 @@ class RouterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """Full names of tensors that hold all experts, [E, rows, columns], within their layer.
+
+    transposed: [E, columns, rows]. alternating: rows of gate and up by turns. biases: of their [E, rows].
+    """
+
+    gate_up: str
+    down: str
+    gate_up_bias: str = ""
+    down_bias: str = ""
+    transposed: bool = False
+    alternating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsNames:
     """Of a checkpoint's tensors, within their layer.
 
-    expert: of each, "<experts>.<index>.<name>". router_bias: a bias of the router's product; choice_bias: what is added to
-    scores for the choice alone, and whether it is stored as a row [1, experts]. shared: of what every token meets;
-    shared_gate: of its gate.
+    expert: of each, "<experts>.<index>.<name>"; stacks: where all are stored as one instead. router_bias: a bias of the
+    router's product; choice_bias: what is added to scores for the choice alone, and whether it is stored as a row [1, experts].
+    shared: of what every token meets; shared_gate: of its gate.
     """
 
     router: str = "mlp.gate"
@@ -61,6 +76,7 @@ class ExpertsNames:
     choice_bias_is_row: bool = False
     shared: GatedNames | None = None
     shared_gate: str | None = None
+    stacks: ExpertStacks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,7 @@ class ExpertsSpec:
     """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), and what the shared expert makes of x.
 
     shared_size: width of the shared expert, None where there is none; it is multiplied by sigmoid(gate(x)) where it has a gate.
+    clamp: (alpha, limit) of gpt-oss's activation in place of the other.
     """
 
     experts: int
@@ -77,6 +94,7 @@ class ExpertsSpec:
     bias: bool = False
     shared_size: int | None = None
     shared_bias: bool = False
+    clamp: tuple[float, float] | None = None
     names: ExpertsNames = field(default_factory=ExpertsNames)
 
     @property
@@ -99,8 +117,7 @@ class ExpertsSpec:
                 WeightSpec("choice_bias", "score" if row else "shift", (1, count) if row else (count,), stored)
             )
         for index in range(count):
-            for weight in self._expert(hidden_size):
-                found.append(weight.below(f"experts.{index}.", f"{names.experts}.{index}."))
+            found += self._expert(index, hidden_size)
         if (shared := self.shared) is not None:
             found += [weight.below("shared.", "") for weight in shared.weights(hidden_size)]
             if names.shared_gate is not None:
@@ -108,8 +125,29 @@ class ExpertsSpec:
                 found.append(WeightSpec("shared_gate", "score", (1, hidden_size), gate))
         return tuple(found)
 
-    def _expert(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+    def _expert(self, index: int, hidden_size: int) -> list[WeightSpec]:
         """The weights of one expert."""
+        names, prefix = self.names, f"experts.{index}."
+        if names.stacks is not None:
+            return [weight.below(prefix, "") for weight in self._of_stacks(names.stacks, index, hidden_size)]
         spec = GatedSpec(self.intermediate_size, self.activation, self.bias, self.names.expert)
-        weights = spec.weights(hidden_size)
-        return tuple(replace(one, kind="expert") if one.kind == "matrix" else one for one in weights)
+        weights = [weight.below(prefix, f"{names.experts}.{index}.") for weight in spec.weights(hidden_size)]
+        return [replace(one, kind="expert") if one.kind == "matrix" else one for one in weights]
+
+    def _of_stacks(self, names: ExpertStacks, index: int, hidden_size: int) -> list[WeightSpec]:
+        rows, inner = 2 * self.intermediate_size, self.intermediate_size
+        by_turns, turned = names.alternating, names.transposed
+        gate_up = StoredTensor(
+            f"{names.gate_up}[{index}]", rows, role="gate up", transposed=turned, alternating=by_turns
+        )
+        down = StoredTensor(f"{names.down}[{index}]", hidden_size, role="down", transposed=turned)
+        found = [
+            WeightSpec("gate_up", "expert", (rows, hidden_size), (gate_up,)),
+            WeightSpec("down", "expert", (hidden_size, inner), (down,)),
+        ]
+        if self.bias:
+            gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, alternating=by_turns)
+            down = StoredTensor(f"{names.down_bias}[{index}]", hidden_size)
+            found.append(WeightSpec("gate_up_bias", "bias", (rows,), (gate_up,)))
+            found.append(WeightSpec("down_bias", "bias", (hidden_size,), (down,)))
+        return found

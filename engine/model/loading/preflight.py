@@ -201,8 +201,10 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
     if config.loading.format == "dummy":
         stored = str(model.config.get("dtype") or model.config.get("torch_dtype") or "float32")
         return stored if stored in ("bfloat16", "float16") else dtype
-    sources = model.quantized.sources if model.quantized is not None else {}
-    found = matrix_types({name: header for name, header in model.headers.items() if name not in sources})
+    others = set(model.quantized.sources if model.quantized is not None else ())
+    # What is float32 here in any case: routers often are in their files too.
+    others |= {one.name for weight in model.spec.weights() if weight.kind == "score" for one in weight.stored}
+    found = matrix_types({name: header for name, header in model.headers.items() if name not in others})
     return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(found)), dtype) if len(found) == 1 else dtype
 
 

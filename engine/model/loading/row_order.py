@@ -32,6 +32,8 @@ def swapped_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
 def row_order(tensor: StoredTensor) -> Tensor | None:
     """Which row of the checkpoint's tensor becomes each row here; None: in order."""
     by_part = None
+    if tensor.alternating:
+        by_part = torch.cat((torch.arange(0, tensor.rows, 2), torch.arange(1, tensor.rows, 2)))
     if (fused := tensor.fused) is not None:
         rows = torch.arange(tensor.rows).view(fused.blocks, -1, fused.head_dim)
         q, k, v = rows.split_with_sizes(

@@ -7,7 +7,8 @@ writes the first. It knows no names.
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -36,13 +37,19 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PIECE = 64 << 20  # bytes written at a time
 
 
-def read_tensors(path: Path, place: Place, leave: Container[str] = ()) -> Iterator[Part]:
-    """Every tensor of the file, in the order of its data, as `read_entries` gives them. leave: names that are left out.
+def read_tensors(
+    path: Path, place: Place, leave: Callable[[str], bool] = lambda name: False, stacks: Container[str] = ()
+) -> Iterator[Part]:
+    """Every tensor of the file, in the order of its data, as `read_entries` gives them.
+
+    leave: whether one is left out, by its name. stacks: names of tensors that come as one for each number of their first
+    dimension, "name[0]" and so on.
 
     Raises SafetensorError or OSError, which name no path, or LoadError.
     """
-    entries = (entry for entry in _entries(_checked_header(path)) if entry.name not in leave)
-    yield from read_entries(path, entries, place)
+    entries = (entry for entry in _entries(_checked_header(path)) if not leave(entry.name))
+    parts = (part for entry in entries for part in (_each(entry) if entry.name in stacks else [entry]))
+    yield from read_entries(path, parts, place)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
@@ -74,6 +81,15 @@ def _checked_header(path: Path) -> SafetensorsHeader:
     with safe_open(path, framework="pt"):
         pass  # it checks the header: lengths, offsets that overlap or leave holes, shapes that do not fit their bytes
     return read_header(path)
+
+
+def _each(stack: Entry) -> list[Entry]:
+    """The tensors that one holds along its first dimension."""
+    if not stack.shape:
+        return [stack]
+    count, *shape = stack.shape
+    size = prod(shape) * stack.dtype.itemsize
+    return [Entry(f"{stack.name}[{i}]", stack.dtype, shape, stack.offset + i * size) for i in range(count)]
 
 
 def _entries(header: SafetensorsHeader) -> list[Entry]:

@@ -6,7 +6,7 @@ Which tensor goes where is said by the specs of the weights. Reads safetensors a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from windlass.engine.model.loading.quantized.reading import read_quantized
 from windlass.engine.model.loading.row_order import row_order
 from windlass.engine.model.loading.safetensors_file import read_tensors
 from windlass.engine.model.loading.tensor_stream import Part, Place
+from windlass.engine.model.spec import ModelSpec
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
 from windlass.kernels.layouts.blocks import store
 
@@ -48,12 +49,25 @@ class _WeightTarget:
     offset is added once it is there (Gemma's 1 + w); rows take none.
 
     rows: which row of the checkpoint's tensor becomes each row of the view; None: in order. unit_rows: divided by their length.
+    transposed: once its columns have become rows.
     """
 
     view: Tensor | _Rows
     offset: float = 0.0
     rows: Tensor | None = None
     unit_rows: bool = False
+    transposed: bool = False
+
+    @property
+    def wants_whole(self) -> bool:
+        """Whether the tensor is needed as one, wherever it is read to."""
+        return self.rows is not None or self.transposed
+
+    @property
+    def stored_shape(self) -> list[int]:
+        """Of the tensor in a checkpoint."""
+        shape = list(self.view.shape)
+        return shape[::-1] if self.transposed else shape
 
     def takes(self, blocks: str) -> bool:
         """Whether the view holds blocks of this type of GGUF just as they are."""
@@ -61,10 +75,11 @@ class _WeightTarget:
         return isinstance(self.view, BlockRows) and self.view.weight.form == form and not self.unit_rows
 
     def fill(self, backend: Backend, tensor: Tensor, first: int = 0, *, blocks: bool = False) -> None:
-        """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where `rows` sorts them.
+        """Take over rows of a checkpoint's tensor, from row `first` of the view on; all of them where it `wants_whole`.
 
         blocks: they are the bytes of blocks, which the view takes as they are.
         """
+        tensor = tensor.t() if self.transposed else tensor
         ordered = tensor if self.rows is None else tensor[self.rows]
         view = _rows_of(self.view, first, len(tensor))
         if blocks:
@@ -104,22 +119,29 @@ def _targets(decoder: Decoder) -> dict[str, _WeightTarget]:
         offset = decoder.spec.norm_offset if spec.kind == "norm" else 0.0
         views = _split(weights[spec.name], [tensor.rows for tensor in spec.stored])
         for tensor, view in zip(spec.stored, views, strict=True):
-            targets[tensor.name] = _WeightTarget(view, offset, row_order(tensor), tensor.unit_rows)
+            order = row_order(tensor)
+            targets[tensor.name] = _WeightTarget(view, offset, order, tensor.unit_rows, tensor.transposed)
     return targets
 
 
 class _Checkpoint:
-    """The tensors of a model's files, whatever their format."""
+    """The tensors of a model's files, whatever their format. names: those that are wanted."""
 
-    def __init__(self, directory: Path, quantized: QuantizedCheckpoint | None) -> None:
-        self._leave = quantized.sources if quantized is not None else {}
+    def __init__(
+        self, directory: Path, quantized: QuantizedCheckpoint | None, spec: ModelSpec, names: Iterable[str]
+    ) -> None:
+        sources = quantized.sources if quantized is not None else {}
+        self._leave = lambda name: name in sources or name.startswith(spec.unused)
+        self._stacks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
         self._gguf: GgufIndex | None = read_index(directory)
         self._files = checkpoint_files(directory)
         self.num_bytes = sum(file.stat().st_size for file in self._files)
 
     def parts(self, place: Place) -> Iterator[Part]:
         """Raises LoadError for files that cannot be read."""
-        return _read(self._files, place, self._leave) if self._gguf is None else read_gguf_tensors(self._gguf, place)
+        if self._gguf is not None:
+            return read_gguf_tensors(self._gguf, place)
+        return _read(self._files, place, self._leave, self._stacks)
 
     def blocks(self, name: str) -> str | None:
         """The type of a tensor that comes as rows of bytes; None for one that comes as numbers."""
@@ -143,7 +165,7 @@ def load_weights(
     """
     targets = _targets(decoder)
     remaining = set(targets)
-    checkpoint = _Checkpoint(directory, quantized)
+    checkpoint = _Checkpoint(directory, quantized, decoder.spec, targets)
     done = 0
     if quantized is not None:
         for name, size in _fill_quantized(decoder, directory, targets, quantized):
@@ -156,7 +178,7 @@ def load_weights(
 
     def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor | None:
         target = targets.get(name)
-        if (name in heads and target is None) or (target is not None and target.rows is not None):
+        if (name in heads and target is None) or (target is not None and target.wants_whole):
             return torch.empty(shape, dtype=dtype)  # wanted whole
         if target is None or not isinstance(target.view, Tensor):
             return None
@@ -181,10 +203,10 @@ def load_weights(
             raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
         if name not in remaining:
             raise LoadError(f"{directory}: tensor {name!r} appears in more than one file")
-        if checkpoint.shape(part) != list(target.view.shape):
+        if checkpoint.shape(part) != target.stored_shape:
             raise LoadError(
                 f"{directory}: tensor {name!r} has shape {checkpoint.shape(part)} where config.json asks for "
-                f"{list(target.view.shape)}"
+                f"{target.stored_shape}"
             )
         taken = blocks is not None and target.takes(blocks)
         if not taken:
@@ -295,9 +317,9 @@ def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor
     return all(torch.equal(again.dequantize(part), weight.dequantize(part)) for part in parts)
 
 
-def _read(files: list[Path], place: Place, leave: Container[str]) -> Iterator[Part]:
+def _read(files: list[Path], place: Place, leave: Callable[[str], bool], stacks: Container[str]) -> Iterator[Part]:
     for file in files:
         try:
-            yield from read_tensors(file, place, leave)
+            yield from read_tensors(file, place, leave, stacks)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None

@@ -6,7 +6,7 @@ Knows its spec, its weights and the backend. It knows no other layer, no checkpo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class AttentionWeights:
     q_norm_bias: Tensor | None = None  # as q_norm
     k_norm_bias: Tensor | None = None  # as k_norm
     output_norm: Tensor | None = None  # [Hq * D]
+    gate: Weight | None = None  # [Hq * D, hidden]
+    sinks: Tensor | None = None  # [Hq] float32
 
 
 @dataclass(slots=True)
@@ -158,8 +160,16 @@ class Attention:
             q.mul_(w.q_norm * w.k_norm)
         if inputs.sources is not None and group is not None:
             q = backend.turn_queries(q, inputs.sources, *inputs.turns[group])
-        attended = backend.paged_attention(q, pages, inputs.calls[self._kind])  # [T, Hq, D]
+        call = inputs.calls[self._kind]
+        if w.sinks is not None:
+            call = replace(call, sink_logits=w.sinks)
+        attended = backend.paged_attention(q, pages, call)  # [T, Hq, D]
         attended = self._output_norm(attended.view(attended.shape[0], -1))
+        if w.gate is not None:
+            gate = backend.linear(x, w.gate)
+            if changes is not None:
+                changes.add("gate", gate, x)
+            backend.gate_by_sigmoid(attended, gate)
         out = backend.linear(attended, w.out, w.out_bias)
         if changes is not None:
             changes.add("out", out, attended)

@@ -19,7 +19,7 @@ class AttentionNames:
 
     qkv_order: "parts", all queries, all keys, all values; "groups", one key head after another, each as its queries, its key
     and its value; "quarters", four parts of the heads, each as its queries, values and keys (CodeGen).
-    output_norm: of an RMS norm over what attention gives.
+    output_norm: of an RMS norm over what attention gives. gate: of a projection whose sigmoid multiplies it.
     """
 
     q: str = "self_attn.q_proj"
@@ -31,6 +31,8 @@ class AttentionNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     output_norm: str | None = None
+    gate: str | None = None
+    sinks: str = "self_attn.sinks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class AttentionSpec:
     qk_norm: a norm per head, before or after the rotation; "all heads": one over all of them, before it. qk_norm_form: what
     it does. clip: queries, keys and values are limited to ±clip when they are projected.
     interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
-    0: its pairs are (j, j + d/2) already. swapped_dims: how many it holds as pairs (j + d/2, j).
+    0: its pairs are (j, j + d/2) already. swapped_dims: how many it holds as pairs (j + d/2, j). sinks: it has
+    learned sink logits.
     """
 
     num_heads: int
@@ -60,6 +63,7 @@ class AttentionSpec:
     qk_norm_form: NormForm = field(default_factory=NormForm)
     clip: float | None = None
     swapped_dims: int = 0
+    sinks: bool = False
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `AttentionWeights`: projections fused, so that each input is read once."""
@@ -85,6 +89,10 @@ class AttentionSpec:
             result += form.weights("k_norm", names.k_norm, kv_size if over_all else self.head_dim, pairs)
         if names.output_norm is not None:
             result += NormForm().weights("output_norm", names.output_norm, q_size)
+        if names.gate is not None:
+            result += projection("gate", [StoredTensor(names.gate, q_size)], hidden_size, bias=False)
+        if self.sinks:
+            result += (WeightSpec("sinks", "shift", (heads,), (StoredTensor(names.sinks, heads),)),)
         return result
 
     def _fused(self) -> FusedHeads | None:
