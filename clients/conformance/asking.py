@@ -1,67 +1,50 @@
-"""Asks a server for greedy answers with log-probabilities, and says how far two steps are apart. Knows no check."""
+"""Asks a server for greedy answers with log-probabilities, in bounded time. Knows no check."""
 
 from __future__ import annotations
 
+import json
 import secrets
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from threading import Event
 from typing import Any
 
 import httpx
 
+from windlass.clients.conformance.answers import Answer, NotAskableError, Reader
+from windlass.clients.sse import SSEDecoder
 from windlass.clients.terminal.errors import CommandError
 
 TOP = 5
-OPTIONAL = ("cache_salt", "cache_prompt", "ignore_eos")  # sent until the server refuses a body that has them
-
-
-class NotAskableError(Exception):
-    """This server cannot be asked this; the message says why and what would help."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One greedy step: its token's text, and the log-probabilities (nats) of the likeliest tokens by text."""
-
-    token: str
-    top: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A greedy answer. cached: prompt tokens the server says it did not compute, None where it does not say."""
-
-    text: str
-    steps: tuple[Step, ...]
-    prompt_tokens: int
-    cached: int | None
-
-
-def distance(one: Step, other: Step) -> float:
-    """The largest change of a log-probability between two steps, in nats; a lower bound where the lists differ.
-
-    A token in only one of the lists has, in the other, at most the least value listed there. A tie can choose either
-    token without changing any log-probability, so the chosen tokens themselves are not compared.
-    """
-    far = 0.0
-    for mine, theirs in ((one.top, other.top), (other.top, one.top)):
-        least = min(theirs.values())
-        for token, value in mine.items():
-            far = max(far, abs(value - theirs[token]) if token in theirs else value - least)
-    return far
+# Sent until the server refuses a body that has them. Without stream_options, usage may still come.
+OPTIONAL = ("cache_salt", "cache_prompt", "ignore_eos", "logprobs", "stream_options")
 
 
 class Asker:
-    """One model of one server, asked over /v1/completions with text prompts. Safe to use from several threads."""
+    """One model of one server, asked over /v1/completions with text prompts. Safe to use from several threads.
+
+    timeout: seconds for one request. time_limit: seconds for all of them; past it nothing more is asked.
+    by_text: whether the server turned out to offer no log-probabilities, so that only texts can be compared.
+    """
 
     def __init__(
-        self, url: str, model: str | None, api_key: str | None, timeout: float, client: httpx.Client | None = None
+        self,
+        url: str,
+        model: str | None,
+        api_key: str | None,
+        timeout: float,
+        client: httpx.Client | None = None,
+        *,
+        time_limit: float = float("inf"),
     ) -> None:
         base = url.rstrip("/")
         self._base = base if base.endswith("/v1") else base + "/v1"
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = client or httpx.Client(timeout=timeout, trust_env=False)
+        self._http = client or httpx.Client(trust_env=False)
         self._http.headers.update(headers)
+        self._timeout, self._end = timeout, time.monotonic() + time_limit
         self._optional = set(OPTIONAL)
+        self.by_text: bool | None = None
         self.card = self._find(model)
         self.model: str = self.card["id"]
 
@@ -70,7 +53,7 @@ class Asker:
 
     def _find(self, model: str | None) -> dict[str, Any]:
         try:
-            reply = self._http.get(self._base + "/models")
+            reply = self._http.get(self._base + "/models", timeout=self._timeout)
             cards = reply.json()["data"] if reply.status_code == 200 else []
             cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -86,70 +69,97 @@ class Asker:
 
     def context(self) -> int | None:
         """The longest context in tokens, where /v1/models tells it in vLLM's or llama.cpp's way."""
+        return self._told("max_model_len", "n_ctx")
+
+    def trained(self) -> int | None:
+        """The positions the model was trained on, where /v1/models tells them in Windlass's or llama.cpp's way."""
+        return self._told("trained_len", "n_ctx_train")
+
+    def _told(self, name: str, in_meta: str) -> int | None:
         meta = self.card.get("meta")
-        for value in (self.card.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, dict) else None):
+        for value in (self.card.get(name), meta.get(in_meta) if isinstance(meta, dict) else None):
             if isinstance(value, int) and value > 0:
                 return value
         return None
 
-    def ask(self, prompt: str, tokens: int, *, fresh: bool = False) -> Answer:
-        """The greedy answer of at most `tokens` tokens. fresh: ask that no earlier request's cache be used."""
+    def ask(self, prompt: str, tokens: int, *, fresh: bool = False, began: Event | None = None) -> Answer:
+        """The greedy answer of at most `tokens` tokens.
+
+        fresh: ask that no earlier request's cache be used. began: is set when the first part of the answer arrives.
+        """
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": tokens,
             "temperature": 0,
-            "logprobs": TOP,
+            "stream": True,
         }
-        extras: dict[str, Any] = {"ignore_eos": True}
+        extras: dict[str, Any] = {
+            "logprobs": TOP,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
         if fresh:
             extras.update(cache_salt=secrets.token_hex(8), cache_prompt=False)
         unsure: set[str] = set()  # left out for an error that names none of them
         while True:
             sent = {name: value for name, value in extras.items() if name in self._optional - unsure}
-            try:
-                reply = self._http.post(self._base + "/completions", json=body | sent)
-            except httpx.TimeoutException:
-                raise NotAskableError("the server did not answer in time: give a longer --timeout") from None
-            except httpx.HTTPError as error:
-                raise CommandError(f"the server at {self._base} stopped answering: {error}") from None
-            if reply.status_code in (400, 422) and sent:
-                named = [name for name in sent if name in reply.text]
+            reader, status, said = self._send(body | sent, began)
+            if status in (400, 422) and sent:
+                named = [name for name in sent if name in said]
                 if named:
                     self._optional -= set(named)
                 else:
                     unsure = set(sent)  # an error of another kind comes again without them: then they stay
                 continue
             break
-        if reply.status_code == 200:
+        if status == 200:
             self._optional -= unsure
-        if reply.status_code in (401, 403):
+        if status in (401, 403):
             raise CommandError("the server refuses the key: give --api-key")
-        if reply.status_code != 200:
-            raise NotAskableError(f"status {reply.status_code}: {reply.text[:200]}")
-        return _read(reply)
+        if status != 200:
+            raise NotAskableError(f"status {status}: {said[:200]}")
+        if self.by_text is None:
+            self.by_text = not reader.steps
+        return reader.whole(by_text=self.by_text)
+
+    def _send(self, body: dict[str, Any], began: Event | None) -> tuple[Reader, int, str]:
+        """What was read of the answer, the status, and the text of an error."""
+        end = min(self._end, time.monotonic() + self._timeout)
+        late = "the time of the run is used up: give a longer --time-limit"
+        if end <= time.monotonic():
+            raise NotAskableError(late)
+        if end != self._end:
+            late = "the server did not answer in time: give a longer --timeout"
+        reader = Reader()
+        wait = end - time.monotonic()
+        try:
+            with self._http.stream("POST", self._base + "/completions", json=body, timeout=wait) as reply:
+                if reply.status_code != 200:
+                    return reader, reply.status_code, reply.read().decode("utf-8", "replace")
+                for part in _parts(reply):
+                    reader.part(part, time.monotonic())
+                    if began is not None and reader.times:
+                        began.set()
+                    if time.monotonic() > end:
+                        raise NotAskableError(late)
+        except httpx.TimeoutException:
+            raise NotAskableError(late) from None
+        except httpx.HTTPError as error:
+            raise CommandError(f"the server at {self._base} stopped answering: {error}") from None
+        except ValueError as error:
+            raise NotAskableError(f"the answer is no JSON ({error})") from None
+        return reader, 200, ""
 
 
-def _read(reply: httpx.Response) -> Answer:
-    try:
-        body = reply.json()
-        choice, usage = body["choices"][0], body["usage"]
-        given = choice.get("logprobs") or {}
-        if isinstance(given.get("content"), list):  # llama.cpp answers in the form of chats
-            steps = [
-                Step(one["token"], {top["token"]: float(top["logprob"]) for top in one["top_logprobs"]})
-                for one in given["content"]
-            ]
-        else:
-            tops = given.get("top_logprobs") or []
-            steps = [
-                Step(token, {name: float(value) for name, value in top.items()})
-                for token, top in zip(given.get("tokens") or [], tops, strict=True)
-            ]
-        details = usage.get("prompt_tokens_details") or {}
-        answer = Answer(choice["text"], tuple(steps), int(usage["prompt_tokens"]), details.get("cached_tokens"))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise NotAskableError(f"the answer is no completion as OpenAI has it ({error!r})") from None
-    if not answer.steps or any(not step.top for step in answer.steps):
-        raise NotAskableError("the answer has no top_logprobs: this server does not offer logprobs in /v1/completions")
-    return answer
+def _parts(reply: httpx.Response) -> Iterator[Any]:
+    """The JSON objects of a stream as they arrive; the one object where the server does not stream."""
+    if "event-stream" not in reply.headers.get("content-type", ""):
+        reply.read()
+        yield reply.json()
+        return
+    decoder = SSEDecoder()
+    for chunk in reply.iter_bytes():
+        for event in decoder.feed(chunk):
+            if event.data != "[DONE]":
+                yield json.loads(event.data)

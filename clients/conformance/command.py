@@ -20,27 +20,38 @@ def conform(
     ] = None,
     trained_len: Annotated[
         int | None,
-        typer.Option("--trained-len", min=64, help="Positions the model was trained on. Needed past that length."),
+        typer.Option(
+            "--trained-len", min=64, help="Positions the model was trained on. Default: what /v1/models tells."
+        ),
     ] = None,
     max_len: Annotated[
         int | None, typer.Option("--max-len", min=128, help="Longest context. Default: what /v1/models tells.")
     ] = None,
+    far_len: Annotated[
+        int, typer.Option("--far-len", min=256, help="Tokens of the texts with which the precision of angles is asked.")
+    ] = 100_000,
     tolerance: Annotated[float, typer.Option("--tolerance", min=0, help="Nats that count as rounding.")] = 0.05,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds for one request.")] = 300,
+    time_limit: Annotated[
+        float, typer.Option("--time-limit", min=1, help="Seconds for all; what is not asked by then is told.")
+    ] = 1800,
     seed: Annotated[int, typer.Option("--seed", help="Of the texts.")] = 0,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write Markdown.")] = None,
 ) -> None:
-    """Check a server's rotary positions from outside. Exit status 0: all asked holds, 1: something differs, 2: error."""
-    from windlass.clients.conformance.asking import Asker, NotAskableError
-    from windlass.clients.conformance.checks import Suite
+    """Check a server's rotary positions from outside. Exit status 0: all shown holds, 1: something differs, 2: error."""
+    from windlass.clients.conformance.answers import NotAskableError
+    from windlass.clients.conformance.asking import Asker
+    from windlass.clients.conformance.checks import CHECKS
     from windlass.clients.conformance.report import exit_status, to_json, to_lines, to_markdown
+    from windlass.clients.conformance.suite import Suite
 
     check_outputs({"--json": as_json, "--markdown": markdown})
-    asker = Asker(url, model, api_key, timeout)
+    asker = Asker(url, model, api_key, timeout, time_limit=time_limit)
     try:
-        suite = Suite(asker, trained_len, max_len or asker.context(), tolerance, seed)
-        results = suite.run(lambda name: typer.echo(f"asking: {name}", err=True))
+        trained = trained_len or asker.trained()
+        suite = Suite(asker, trained, max_len or asker.context(), tolerance, seed, far_len)
+        results = suite.run(CHECKS, lambda name: typer.echo(f"asking: {name}", err=True))
     except NotAskableError as error:
         raise CommandError(f"{url} cannot be checked: {error}") from None
     finally:

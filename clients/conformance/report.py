@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from windlass.clients.conformance.checks import CheckResult
+from windlass.clients.conformance.suite import CheckResult
 
 
 def to_json(server: str, model: str, results: Sequence[CheckResult]) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def to_markdown(server: str, model: str, results: Sequence[CheckResult]) -> str:
 
 
 def exit_status(results: Sequence[CheckResult]) -> int:
-    """0: all that could be asked holds; 1: something differs; 2: nothing could be asked."""
+    """0: something holds and nothing differs; 1: something differs; 2: nothing was shown."""
     if any(result.verdict == "differs" for result in results):
         return 1
     return 0 if any(result.verdict == "holds" for result in results) else 2

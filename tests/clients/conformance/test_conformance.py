@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import torch
 from helpers.real_server import serve
 from typer.testing import CliRunner
 
-from windlass.clients.conformance.asking import Asker, NotAskableError, Step, distance
-from windlass.clients.conformance.checks import CheckResult, Suite
+from windlass.clients.conformance.answers import Agreement, NotAskableError, Step, distance
+from windlass.clients.conformance.asking import Asker
+from windlass.clients.conformance.checks import CHECKS
 from windlass.clients.conformance.report import exit_status, to_markdown
+from windlass.clients.conformance.suite import CheckResult, Found, Suite
 from windlass.server.cli.main import rope
 
 TRAINED = 128
@@ -25,44 +29,54 @@ DIM = 16
 
 
 class Faulty:
-    """One layer of rotary attention over letters, its base growing with the length past TRAINED, with one defect."""
+    """One layer of rotary attention over letters, its base growing with the length past TRAINED, with one defect.
 
-    def __init__(self, defect: str) -> None:
-        self.defect = defect
+    It streams. "queued" answers one request at a time, "silent" tells of no prefix hit, "texts" has no
+    log-probabilities: no defects, but what a check must notice all the same. `fixed`: the base does not grow.
+    """
+
+    def __init__(self, *traits: str, fixed: bool = False) -> None:
+        self.traits, self.fixed = set(traits), fixed
         made = torch.Generator().manual_seed(3)
         self.embedding, self.key, self.out = (
             torch.randn(len(LETTERS), DIM, generator=made, dtype=torch.float64) for _ in range(3)
         )
-        self.lock = threading.Lock()
+        self.lock, self.queue = threading.Lock(), threading.Lock()
         self.running: dict[int, int] = {}
         self.kept: list[str] = []
 
     def base(self, length: int) -> float:
-        return 50.0 * max(length / TRAINED, 1.0) ** 6
+        return 50.0 if self.fixed else 50.0 * max(length / TRAINED, 1.0) ** 6
 
     def turn(self, rows: torch.Tensor, positions: torch.Tensor, bases: torch.Tensor) -> torch.Tensor:
         exponents = torch.arange(0, DIM, 2, dtype=torch.float64) / DIM
         angles = positions[:, None] * bases[:, None] ** -exponents
+        if "coarse" in self.traits:
+            angles = angles.bfloat16().double()
         even, odd = rows[:, : DIM // 2], rows[:, DIM // 2 :]
         return torch.cat((even * angles.cos() - odd * angles.sin(), odd * angles.cos() + even * angles.sin()), 1)
 
     def logprobs(self, ids: list[int], prompt: int, hit: int) -> torch.Tensor:
         length, count = len(ids), torch.arange(len(ids), dtype=torch.float64)
         used = length
-        if self.defect == "neighbour":
-            used = max([length, *self.running.values()])
-        if self.defect == "switch":
+        if "neighbour" in self.traits:
+            used = max([length, *list(self.running.values())])
+        if "switch" in self.traits:
             used = prompt
         bases = torch.full((length,), self.base(used), dtype=torch.float64)
-        if self.defect == "stale":
+        if "stale" in self.traits:
             bases[:prompt] = self.base(prompt)
-        if self.defect == "turns" and hit:
+        if "turns" in self.traits and hit:
             bases[:hit] = self.base(hit)
         positions = count.clone()
-        if self.defect == "prefix" and hit:
+        if "decode" in self.traits:
+            positions[prompt:] += 3
+        if "prefix" in self.traits and hit:
             positions[hit:] -= 3
-        if self.defect == "chunk" and prompt > 64:
+        if "chunk" in self.traits and prompt > 64:
             positions[64:] += 5
+        if "batch" in self.traits:
+            positions[length // 2 :] += 4 * (len(self.running) - 1)
         rows = torch.tensor(ids)
         keys = self.turn(self.key[rows], positions, bases)
         query = self.turn(self.embedding[rows[-1:]], positions[-1:], bases[-1:])
@@ -72,46 +86,53 @@ class Faulty:
     def answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path.endswith("/models"):
             return httpx.Response(200, json={"data": [{"id": "letters", "max_model_len": 1024}]})
-        body: dict[str, Any] = json.loads(request.content)
+        parts = self.parts(json.loads(request.content))
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=parts)
+
+    def parts(self, body: dict[str, Any]) -> Iterator[bytes]:
         text: str = body["prompt"]
         ids = [LETTERS.index(letter) for letter in text]
-        prompt, me = len(ids), threading.get_ident()
-        with self.lock:
-            warm = "cache_salt" not in body
-            hit = max((len(one) for one in self.kept if warm and text.startswith(one) and one != text), default=0)
-            self.running[me] = prompt
-        tokens, tops = [], []
-        for _ in range(body["max_tokens"]):
-            row = self.logprobs(ids, prompt, hit)
-            values, indices = row.topk(5)
-            tops.append({LETTERS[i]: float(v) for v, i in zip(values, indices, strict=True)})
-            tokens.append(LETTERS[int(indices[0])])
-            ids.append(int(indices[0]))
-            if self.defect == "neighbour" and body["max_tokens"] > 12:
-                time.sleep(0.002)
-        with self.lock:
-            del self.running[me]
-            if warm:
-                self.kept.append(text)
-        logprobs = {"tokens": tokens, "top_logprobs": tops}
-        return httpx.Response(
-            200,
-            json={
-                "choices": [{"text": "".join(tokens), "logprobs": logprobs}],
-                "usage": {"prompt_tokens": prompt, "prompt_tokens_details": {"cached_tokens": hit}},
-            },
-        )
+        prompt, me = len(ids), id(body)
+        with self.queue if "queued" in self.traits else contextlib.nullcontext():
+            with self.lock:
+                warm = "cache_salt" not in body
+                hit = max((len(one) for one in self.kept if warm and text.startswith(one) and one != text), default=0)
+                self.running[me] = prompt
+            for _ in range(body["max_tokens"]):
+                row = self.logprobs(ids, prompt, hit)
+                values, indices = row.topk(5)
+                top = {LETTERS[i]: float(v) for v, i in zip(values, indices, strict=True)}
+                letter = LETTERS[int(indices[0])]
+                ids.append(int(indices[0]))
+                given = None if "texts" in self.traits else {"tokens": [letter], "top_logprobs": [top]}
+                yield event({"choices": [{"text": letter, "logprobs": given}]})
+                if body["max_tokens"] > 12:
+                    time.sleep(0.001)
+            with self.lock:
+                del self.running[me]
+                if warm:
+                    self.kept.append(text)
+            usage: dict[str, Any] = {"prompt_tokens": prompt}
+            if "silent" not in self.traits:
+                usage["prompt_tokens_details"] = {"cached_tokens": hit}
+            yield event({"choices": [], "usage": usage})
+            yield b"data: [DONE]\n\n"
 
 
-def run(defect: str) -> dict[str, CheckResult]:
-    client = httpx.Client(transport=httpx.MockTransport(Faulty(defect).answer))
+def event(part: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(part)}\n\n".encode()
+
+
+def run(*traits: str, only: tuple[str, ...] = (), fixed: bool = False) -> dict[str, CheckResult]:
+    client = httpx.Client(transport=httpx.MockTransport(Faulty(*traits, fixed=fixed).answer))
     asker = Asker("http://letters", None, None, 10, client)
-    suite = Suite(asker, TRAINED, asker.context(), tolerance=1e-6)
-    return {result.name: result for result in suite.run()}
+    suite = Suite(asker, TRAINED, asker.context(), tolerance=1e-6, far_len=900)
+    return {result.name: result for result in suite.run([one for one in CHECKS if not only or one[0] in only])}
 
 
 def test_a_right_server_holds() -> None:
-    results = run("none")
+    # Where the base grows with every token, the words nearest to the end alone decide: nothing for "far" to go by.
+    results = run(only=tuple(one[0] for one in CHECKS[:-1])) | run(only=("far",), fixed=True)
     verdicts = {name: result.verdict for name, result in results.items()}
     assert verdicts == dict.fromkeys(results, "holds")
     assert exit_status(list(results.values())) == 0
@@ -120,16 +141,18 @@ def test_a_right_server_holds() -> None:
 @pytest.mark.parametrize(
     ("defect", "check"),
     [
+        ("decode", "continued"),
         ("stale", "switch"),
         ("switch", "switch"),
         ("turns", "stale"),
         ("neighbour", "neighbour"),
+        ("batch", "together"),
         ("prefix", "prefix"),
         ("chunk", "chunking"),
     ],
 )
 def test_each_defect_is_found_by_its_check(defect: str, check: str) -> None:
-    results = run(defect)
+    results = run(defect, only=("continued", check))
     assert results[check].verdict == "differs"
     assert (results[check].effect or 0) > 0.01
     assert exit_status(list(results.values())) == 1
@@ -138,13 +161,104 @@ def test_each_defect_is_found_by_its_check(defect: str, check: str) -> None:
     assert "differs" in to_markdown("here", "letters", list(results.values()))
 
 
+def test_coarse_angles_are_found_where_they_are_far() -> None:
+    right, coarse = (run(*traits, only=("far",), fixed=True)["far"] for traits in ((), ("coarse",)))
+    assert right.verdict == "holds" and coarse.verdict == "differs", (right, coarse)
+    blind = Faulty(fixed=True)
+    blind.embedding[:] = 0.0  # no answer depends on anything
+    asker = Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(blind.answer)))
+    (found,) = Suite(asker, TRAINED, 1024, 1e-6, far_len=900).run([one for one in CHECKS if one[0] == "far"])
+    assert found.verdict == "not shown" and "order of words" in found.detail
+
+
+def test_a_context_that_is_too_short_is_told() -> None:
+    asker = Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer)))
+    results = {one.name: one for one in Suite(asker, 900, asker.context(), 1e-6).run(CHECKS[1:2] + CHECKS[-1:])}
+    assert {one.verdict for one in results.values()} == {"not askable"}
+    assert results["far"].detail.startswith("context 1024")
+    assert exit_status(list(results.values())) == 2
+
+
+def test_what_was_not_seen_to_come_about_is_not_said_to_hold() -> None:
+    queued = run("queued", only=("neighbour", "together", "prefix"))
+    assert [one.verdict for one in queued.values()] == ["not shown", "not shown", "holds"]
+    silent = run("silent", only=("continued", "prefix", "stale"))
+    assert [one.verdict for one in silent.values()] == ["holds", "not shown", "not shown"]
+    assert "no prefix hit" in silent["stale"].detail
+    assert run("silent", "turns", only=("stale",))["stale"].verdict == "differs", "what differs differs all the same"
+    assert exit_status([queued["neighbour"]]) == 2
+
+
+def test_where_only_texts_can_be_compared_many_other_tokens_differ() -> None:
+    right = run("texts")
+    assert {name: one.verdict for name, one in right.items()} == dict.fromkeys(right, "holds") | {"far": "not askable"}
+    assert all(one.effect is None for one in right.values())
+    wrong = run("texts", "stale", only=("switch",))["switch"]
+    assert wrong.verdict == "differs" and f"{wrong.parted} of {wrong.compared}" in wrong.detail
+
+
+def test_a_few_other_tokens_may_be_near_ties() -> None:
+    asker = Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty("texts").answer)))
+    suite = Suite(asker, TRAINED, 1024, 1e-6)
+    found = [
+        ("one", "?", lambda suite, parted=parted: Found(Agreement(0.0, 20, parted), "")) for parted in (0, 2, 4, 5)
+    ]
+    assert [one.verdict for one in suite.run(found)] == ["holds", "not shown", "not shown", "differs"]
+
+
+def test_the_time_of_a_run_is_bounded() -> None:
+    client = httpx.Client(transport=httpx.MockTransport(Faulty().answer))
+    suite = Suite(Asker("http://letters", None, None, 10, client, time_limit=1.0), TRAINED, 1024, 1e-6)
+
+    def slow(suite: Suite) -> Found:
+        time.sleep(1.0)
+        return Found(Agreement(), "")
+
+    first, *rest = suite.run([("slow", "?", slow), *CHECKS[:3]])
+    assert first.verdict == "holds"
+    assert all(one.verdict == "not askable" and "--time-limit" in one.detail for one in rest)
+
+
+def test_an_answer_without_end_is_left() -> None:
+    def drip() -> Iterator[bytes]:
+        while True:
+            time.sleep(0.01)
+            yield event({"choices": [{"text": "a", "logprobs": None}]})
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/models"):
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=drip())
+
+    asker = Asker("http://m", None, None, 0.2, httpx.Client(transport=httpx.MockTransport(answer)))
+    with pytest.raises(NotAskableError, match="--timeout"):
+        asker.ask("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("card", "trained", "context"),
+    [
+        ({"trained_len": 512, "max_model_len": 2048}, 512, 2048),
+        ({"meta": {"n_ctx_train": 8192, "n_ctx": 4096}}, 8192, 4096),
+        ({"max_model_len": 2048}, None, 2048),
+        ({}, None, None),
+    ],
+)
+def test_lengths_are_those_that_the_list_of_models_tells(
+    card: dict[str, Any], trained: int | None, context: int | None
+) -> None:
+    reply = httpx.Response(200, json={"data": [{"id": "m", **card}]})
+    asker = Asker("http://m", None, None, 10, httpx.Client(transport=httpx.MockTransport(lambda request: reply)))
+    assert (asker.trained(), asker.context()) == (trained, context)
+
+
 def test_distance_bounds_what_only_one_list_has() -> None:
     one, other = Step("a", {"a": -0.1, "b": -3.0}), Step("a", {"a": -0.2, "c": -2.5})
     assert distance(one, other) == pytest.approx(0.5)  # c is at most -3.0 in the first list
     assert distance(one, one) == 0
 
 
-def test_a_refused_field_is_left_out_and_missing_logprobs_are_told() -> None:
+def test_a_refused_field_is_left_out_and_without_log_probabilities_texts_are_read() -> None:
     seen: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -156,8 +270,7 @@ def test_a_refused_field_is_left_out_and_missing_logprobs_are_told() -> None:
         return httpx.Response(200, json={"choices": [{"text": "x", "logprobs": None}], "usage": {"prompt_tokens": 1}})
 
     asker = Asker("http://m/v1", None, None, 10, httpx.Client(transport=httpx.MockTransport(answer)))
-    with pytest.raises(NotAskableError, match="top_logprobs"):
-        asker.ask("a", 1, fresh=True)
+    assert asker.ask("a", 1, fresh=True).steps == (Step("x", {}),) and asker.by_text
     assert "cache_salt" in seen[0] and "cache_salt" not in seen[1] and "cache_prompt" in seen[1]
 
 
@@ -165,12 +278,13 @@ def test_a_refused_field_is_left_out_and_missing_logprobs_are_told() -> None:
 def test_a_server_of_this_project_holds_under_a_scaling_that_follows_the_length(tmp_path: Path) -> None:
     scaling = json.dumps({"rope_type": "dynamic", "factor": 4.0})
     with serve("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--rope-scaling", scaling) as running:
-        options = ["--trained-len", "512", "--json", str(tmp_path / "found.json")]
+        options = ["--far-len", "900", "--json", str(tmp_path / "found.json")]
         done = CliRunner().invoke(rope, ["conform", running.url, *options])
     assert done.exit_code == 0, done.output
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["checks"]
     verdicts = {one["name"]: one["verdict"] for one in found}
-    assert verdicts == dict.fromkeys(verdicts, "holds")
+    # No key is kept from one length to the next, so there is none that could be stale.
+    assert verdicts == dict.fromkeys(verdicts, "holds") | {"stale": "not shown"}
 
 
 def test_an_error_of_another_kind_costs_no_fresh_request() -> None:
