@@ -22,7 +22,7 @@ from windlass.server.options.engine import EngineOptions
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay
 from windlass.server.startup.launch import check_model, make_client, start_engine
-from windlass.server.text.tokenizer_file import find_tokenizer
+from windlass.server.startup.tokenizer_directory import with_tokenizer
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ async def _generate_with(
     _, path = choose_model(model)
     options = with_draft_model(options)
     check_model(options, path)
-    find_tokenizer(path)
+    path = with_tokenizer(path)
     client = make_client(options, path, log_level, child)
     loading = LoadingDisplay()
     client.progress = loading if sys.stderr.isatty() else None

@@ -41,8 +41,8 @@ from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
+from windlass.server.startup.tokenizer_directory import with_tokenizer
 from windlass.server.startup.unix_socket import listen_unix
-from windlass.server.text.tokenizer_file import find_tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -90,7 +90,7 @@ def _serve_with(
     engine = with_draft_model(engine)
     settings = server.to_settings(name, engine)
     check_model(engine, path)
-    find_tokenizer(path)
+    path = with_tokenizer(path)
     if server.generation_config == "auto":
         settings = replace(settings, sampling=read_defaults(path))
     client = make_client(engine, path, level, child)

@@ -26,6 +26,12 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = _byte_alphabet()
+_STAND_INS = {byte: char for char, byte in _ALPHABET.items()}
+
+
+def text_of_bytes(data: bytes) -> str:
+    """A token's bytes as a byte-level vocabulary writes them."""
+    return "".join(_STAND_INS[byte] for byte in data)
 
 
 @dataclass(frozen=True, slots=True)

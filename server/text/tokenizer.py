@@ -15,10 +15,11 @@ from typing import Any
 import tokenizers
 
 from windlass.engine.errors import LoadError, RequestError
+from windlass.server.text.special_tokens import add_missing_tokens, content_of, one_line, read_json, special_tokens
+from windlass.server.text.template_files import chat_templates
 from windlass.server.text.token_pieces import PieceDecoder
-from windlass.server.text.tokenizer_file import find_tokenizer
+from windlass.server.text.tokenizer_file import TOKENIZER, find_tokenizer
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MAX_ID = 2**32 - 1
 
 
@@ -60,25 +61,24 @@ class Tokenizer:
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Load from a model directory; raises LoadError (one line) when that cannot be done."""
         directory = Path(path)
-        file = find_tokenizer(directory)
+        text, config = _read_files(find_tokenizer(directory))
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_str(text)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic inside the Rust library is not an Exception
             raise LoadError(
-                f"cannot read {file} ({_one_line(error)}): fetch the file again or re-save the tokenizer"
+                f"cannot read {directory / TOKENIZER} ({one_line(error)}): fetch the file again or re-save the tokenizer"
             ) from error
-        config = _read_json(directory / "tokenizer_config.json")
         try:
-            named, extra = _special_tokens(directory, config)
-            _add_missing_tokens(backend, directory, config, named, extra)
-            templates = _chat_templates(directory, config)
+            named, extra = special_tokens(directory, config)
+            add_missing_tokens(backend, directory, config, named, extra)
+            templates = chat_templates(directory, config)
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             raise LoadError(
-                f"cannot understand tokenizer_config.json in {directory} ({_one_line(error)}): fetch the file again"
+                f"cannot understand tokenizer_config.json in {directory} ({one_line(error)}): fetch the file again"
             ) from error
-        return cls(backend, {name: _content(token) for name, token in named.items()}, templates)
+        return cls(backend, {name: content_of(token) for name, token in named.items()}, templates)
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -171,20 +171,18 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+def _read_files(file: Path) -> tuple[str, dict[str, Any]]:
+    """The text of tokenizer.json and the content of tokenizer_config.json, made where the vocabulary is in another file."""
+    if file.name != TOKENIZER:
+        from windlass.server.text.vocabularies.conversion import tokenizer_files
 
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+        made = tokenizer_files(file)
+        return made.tokenizer, json.loads(made.config)
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise LoadError(f"cannot read {file} ({_one_line(error)}): fetch the file again or remove it") from error
-    if not isinstance(value, dict):
-        raise LoadError(f"{file} must hold a JSON object: fetch the file again or remove it")
-    return value
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot read {file} ({one_line(error)}): fetch the file again") from error
+    return text, read_json(file.parent / "tokenizer_config.json")
 
 
 def _kinds(component: Any) -> set[str]:
@@ -203,94 +201,3 @@ def _kinds(component: Any) -> set[str]:
         return {"Shrinking"} if node.get("behavior") == "Removed" else {node["type"]}
 
     return walk(json.loads(component.__getstate__()))
-
-
-def _content(token: str | tokenizers.AddedToken) -> str:
-    return token if isinstance(token, str) else token.content
-
-
-def _added_token(value: Any, *, special: bool | None = None) -> str | tokenizers.AddedToken:
-    """A special token as configs write it: a string, or an object with content and flags."""
-    if isinstance(value, str):
-        return value
-    flags = {key: value[key] for key in ("lstrip", "rstrip", "single_word", "normalized", "special") if key in value}
-    if special is not None:
-        flags["special"] = special
-    return tokenizers.AddedToken(value["content"], **flags)
-
-
-def _special_tokens(
-    directory: Path, config: dict[str, Any]
-) -> tuple[dict[str, str | tokenizers.AddedToken], list[str | tokenizers.AddedToken]]:
-    """Named and nameless special tokens. special_tokens_map.json counts only beside configs of the old form."""
-    source = {
-        key: _added_token(value)
-        for key, value in config.items()
-        if key.endswith("_token")
-        and isinstance(value, (str, dict))
-        and (key in _NAMED_TOKENS or isinstance(value, str) or "content" in value)
-    }
-    nameless = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if "added_tokens_decoder" not in config:
-        for key, value in _read_json(directory / "special_tokens_map.json").items():
-            if key in ("additional_special_tokens", "extra_special_tokens"):
-                nameless = nameless or value
-            elif isinstance(value, (str, dict)):
-                source[key] = _added_token(value, special=True)
-    if isinstance(nameless, dict):
-        source.update({key: _added_token(value) for key, value in nameless.items()})
-        nameless = []
-    return source, [_added_token(value) for value in nameless]
-
-
-def _add_missing_tokens(
-    backend: tokenizers.Tokenizer,
-    directory: Path,
-    config: dict[str, Any],
-    named: dict[str, str | tokenizers.AddedToken],
-    nameless: list[str | tokenizers.AddedToken],
-) -> None:
-    """Add what the files beside tokenizer.json declare and it lacks, in the order of their ids."""
-    present = {repr(token) for token in backend.get_added_tokens_decoder().values()}
-    declared: dict[int, tokenizers.AddedToken] = {}
-    for index, value in (config.get("added_tokens_decoder") or {}).items():
-        token = _added_token(value)
-        declared[int(index)] = token if not isinstance(token, str) else tokenizers.AddedToken(token)
-    if "added_tokens_decoder" not in config:
-        specials = {_content(token) for token in [*named.values(), *nameless]}
-        for text, index in _read_json(directory / "added_tokens.json").items():
-            special = text in specials
-            declared[int(index)] = tokenizers.AddedToken(text, normalized=not special, special=special)
-    missing = [token for _, token in sorted(declared.items()) if repr(token) not in present]
-    known = {token.content for token in backend.get_added_tokens_decoder().values()} | {t.content for t in missing}
-    for token in [*named.values(), *nameless]:
-        text = _content(token)
-        if text not in known:
-            known.add(text)
-            missing.append(tokenizers.AddedToken(text, special=True) if isinstance(token, str) else token)
-    if missing:
-        names = {_content(token) for token in named.values()}
-        for token in missing:
-            token.special = token.special or token.content in names
-        backend.add_tokens(missing)
-
-
-def _chat_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name; files win over tokenizer_config.json, which wins over the older chat_template.json."""
-    templates: dict[str, str] = {}
-    for value in (_read_json(directory / "chat_template.json").get("chat_template"), config.get("chat_template")):
-        if isinstance(value, str):
-            templates = {"default": value}
-        elif isinstance(value, list):
-            templates = {entry["name"]: entry["template"] for entry in value}
-        elif isinstance(value, dict):
-            templates = {str(name): str(text) for name, text in value.items()}
-    files = {"default": directory / "chat_template.jinja"}
-    files.update({file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))})
-    try:
-        on_disk = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
-    except (OSError, ValueError) as error:
-        raise LoadError(
-            f"cannot read a chat template in {directory} ({_one_line(error)}): fetch the file again"
-        ) from error
-    return on_disk or templates

@@ -15,7 +15,7 @@ from helpers.gguf_conversion import byte_vocabulary, convert, metadata_of, tenso
 from helpers.tiny_models import make_model
 
 from windlass.engine.errors import LoadError
-from windlass.server.startup import gguf_directory
+from windlass.server.startup import derived
 from windlass.server.startup.choice import choose_model
 from windlass.server.startup.gguf_directory import derive_directory, source_stem
 from windlass.server.startup.hub import resolve_model
@@ -121,7 +121,7 @@ def test_where_nothing_can_be_kept(file: Path, tmp_path: Path, monkeypatch: pyte
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     removed = []
-    monkeypatch.setattr(gguf_directory.atexit, "register", lambda function, path, **_: removed.append(path))
+    monkeypatch.setattr(derived.atexit, "register", lambda function, path, **_: removed.append(path))
     made = derive_directory(file)
     assert {path.name for path in made.iterdir()} == FILES and removed == [made]
     said = capsys.readouterr().err

@@ -153,7 +153,7 @@ def test_chat_template_files_in_order_of_precedence(tmp_path):
     ("files", "says"),
     [
         ({}, "copy it from the model's repository"),
-        ({"tokenizer.model": "x"}, "save_pretrained"),
+        ({"spiece.model": "x"}, "save_pretrained"),
         ({"tokenizer.json": "{"}, "fetch the file again"),
         ({"tokenizer.json": "{}"}, "fetch the file again"),
         ({"tokenizer.json": '{"model": {"type": "New"}, "added_tokens": []}'}, "fetch the file again"),

@@ -1,0 +1,122 @@
+"""Directories made from a model's files once and used again by later starts, in the cache.
+
+Responsible for where they lie, for making them whole or not at all, and for telling whether they are current. What is in them is
+their makers' business.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.clients.terminal.lines import say
+from windlass.engine.errors import LoadError
+from windlass.server.startup.catalogue.folder import cache_folder
+
+_LONGEST_STEM = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """What is derived, and how. folder: its place in the cache. index: the file that tells what a directory was made from.
+
+    files: names that a whole directory has. made_by: counted up when newer code would make something else from the same files.
+    """
+
+    folder: str
+    index: str
+    files: Sequence[str]
+    made_by: int
+
+    def directory(self, stem: str, sources: Sequence[Path], source: str, fill: Callable[[Path], None]) -> Path:
+        """The directory made from these files as they are now; made where it is not there yet.
+
+        stem: how its name begins. source: what to call the files. fill: writes into an empty directory all files, the index among
+        them (see `described`). The directory of what the first file was before it changed goes. Raises LoadError, one line.
+        """
+        files = self.described(sources, source)
+        digest = hashlib.sha256(json.dumps([self.made_by, files]).encode()).hexdigest()[:16]
+        try:
+            target = cache_folder() / self.folder / f"{stem[:_LONGEST_STEM]}-{digest}"
+            if self._is_current(target, files):
+                return target
+            target.parent.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+            reason = getattr(error, "strerror", None) or error
+            say(f"notice: what is derived from {source} cannot be kept for later starts ({reason}): set WINDLASS_CACHE")
+            made = Path(tempfile.mkdtemp(prefix=f"windlass-{self.folder}-"))
+            atexit.register(shutil.rmtree, made, ignore_errors=True)
+            fill(made)
+            return made
+        try:
+            fill(made)
+            self._put_in_place(made, target, files)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        self._remove_older(target, files)
+        return target
+
+    def described(self, sources: Sequence[Path], source: str) -> list[dict[str, Any]]:
+        """What tells these files from what they were before, the `files` of an index. Raises LoadError."""
+        try:
+            found = [(path, path.stat()) for path in sources]
+        except OSError as error:
+            raise LoadError(f"cannot read {source}: {error.strerror or error}") from None
+        return [{"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns} for path, stat in found]
+
+    def read_index(self, directory: Path) -> dict[str, Any] | None:
+        """The index, None where there is none that can be used."""
+        try:
+            index = json.loads((directory / self.index).read_text(encoding="utf-8"))
+            return index if all(isinstance(file["path"], str) for file in index["files"]) else None
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+    def _put_in_place(self, made: Path, target: Path, files: Sequence[dict[str, Any]]) -> None:
+        """Rename the finished directory; where another server was quicker, its directory is as good."""
+        try:
+            made.rename(target)
+            return
+        except OSError:
+            if self._is_current(target, files):
+                return
+        # What lies there is damaged: it is moved away first, since a directory replaces no other that holds something.
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as away:
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    target.rename(Path(away) / "old")
+                made.rename(target)
+            except OSError as error:
+                if not self._is_current(target, files):
+                    raise LoadError(f"cannot write {target} ({error.strerror or error}): remove it") from None
+
+    def _remove_older(self, target: Path, files: Sequence[dict[str, Any]]) -> None:
+        """Directories of what the first file was before it changed."""
+        for other in target.parent.iterdir():
+            if other != target and not other.name.startswith("."):
+                theirs = (self.read_index(other) or {}).get("files")
+                if theirs and theirs[0]["path"] == files[0]["path"]:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def _is_current(self, directory: Path, files: Sequence[dict[str, Any]]) -> bool:
+        return (self.read_index(directory) or {}).get("files") == list(files) and all(
+            (directory / name).is_file() for name in self.files
+        )
+
+
+def write_files(directory: Path, texts: dict[str, str]) -> None:
+    """Write every file. A disk that is full is the person's to know of."""
+    try:
+        for name, text in texts.items():
+            (directory / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LoadError(f"cannot write to {directory} ({error.strerror or error}): free some space there") from None
