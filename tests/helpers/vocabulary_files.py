@@ -1,4 +1,7 @@
-"""llama.cpp's files of vocabularies, each with texts and the ids it expects, from the source of llama-cpp-python on PyPI."""
+"""llama.cpp's files of vocabularies, each with texts and the ids it expects, and chat templates of many models.
+
+From the source of llama-cpp-python on PyPI, downloaded where a test asks for them.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ def prepare_metadata_for_build_wheel(folder, config_settings=None):
 
 
 def vocabulary_files(cache: Path) -> Path:
-    """The folder of `ggml-vocab-*.gguf`, `.inp` and `.out`, 75 MB; downloaded once into `cache`. Skips where that fails."""
-    kept = cache / _VERSION
+    """The folder of `ggml-vocab-*.gguf`, `.inp`, `.out` and `*.jinja`, 75 MB; downloaded once into `cache`. Skips without."""
+    kept = cache / f"{_VERSION}-with-templates"
     if kept.is_dir():
         return kept
     with tempfile.TemporaryDirectory(dir=cache) as work:
@@ -39,8 +42,9 @@ def vocabulary_files(cache: Path) -> Path:
         made.mkdir()
         with tarfile.open(archive) as files:
             for member in files:
-                name = member.name.removeprefix(_INSIDE)
-                if member.isfile() and name.startswith("ggml-vocab-") and "/" not in name:
+                name = member.name.removeprefix(_INSIDE).removeprefix("templates/")
+                wanted = name.startswith("ggml-vocab-") or name.endswith(".jinja")
+                if member.isfile() and wanted and "/" not in name:
                     source = files.extractfile(member)
                     assert source is not None
                     with (made / name).open("wb") as target:

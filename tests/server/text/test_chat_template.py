@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import re
+from pathlib import Path
 
 import pytest
 from helpers import toy_tokenizers as toys
+from helpers.conversations import conversation
+from helpers.vocabulary_files import vocabulary_files
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 
@@ -108,6 +113,7 @@ ODDS = """{%- macro show(value, depth=0) -%}
 {% for message in messages %}{{ message.thinking or '' }}{{ message.reasoning_content or '' }}{% endfor %}
 """
 
+THINKING = ("reasoning_content", "thinking", "reasoning")
 TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL, "odds": ODDS}
 TOOLS = [{"type": "function", "function": {"name": "find", "description": "Größe <b>", "parameters": {"a": [1, 2.5]}}}]
 CHATS = {
@@ -155,6 +161,50 @@ def test_same_bytes_as_transformers(name, chat, prompt, options):
             template.render(CHATS[chat], add_generation_prompt=prompt, **options)
         return
     assert template.render(CHATS[chat], add_generation_prompt=prompt, **options) == expected
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_any_conversation_comes_to_what_transformers_makes_of_it(name):
+    assert same_on_any_conversation(TEMPLATES[name], range(60)) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_templates_of_many_models(request):
+    """Those that llama.cpp has in its source, 70 at this time."""
+    files = sorted(vocabulary_files(Path(request.config.cache.mkdir("gguf-vocabularies"))).glob("*.jinja"))
+    rendered = {file.stem: same_on_any_conversation(file.read_text(encoding="utf-8"), range(80)) for file in files}
+    assert len(files) > 60 and sum(rendered.values()) > 40 * len(files)
+    # One reads fields that messages of any API lack, the other wants a text that nobody gives.
+    assert [name for name, count in rendered.items() if count < 5] == [
+        "CohereForAI-c4ai-command-r-plus-tool_use",
+        "fireworks-ai-llama-3-firefunction-v2",
+    ]
+
+
+def same_on_any_conversation(source: str, seeds: range) -> int:
+    """How many conversations render, all to the same text as transformers; the others are refused by both."""
+    template, rendered = ChatTemplate(source, SPECIAL), 0
+    own_name = re.search(r"\.reasoning\b|['\"]reasoning['\"]", source) is not None
+    for seed in seeds:
+        messages, options = conversation(seed)
+        given = messages
+        if own_name:  # a template that reads thinking as `reasoning` gets it, by whatever name it came
+            given = [
+                message | {"reasoning": next(message[key] for key in THINKING if key in message)}
+                if any(key in message for key in THINKING)
+                else message
+                for message in messages
+            ]
+        try:
+            expected = render_jinja_template([given], chat_template=source, **{**SPECIAL, **options})[0][0]
+        except Exception:
+            with pytest.raises(ChatTemplateError):
+                template.render(messages, **options)
+            continue
+        assert template.render(messages, **options) == expected, seed
+        rendered += 1
+    return rendered
 
 
 def test_most_pairs_above_really_render():
