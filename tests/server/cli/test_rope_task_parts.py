@@ -25,7 +25,7 @@ from windlass.server.cli.rope.tasks.verdict import judge
 from windlass.server.cli.rope.tasks.vocabulary import THINGS
 from windlass.server.text.tokenizer import Tokenizer
 
-LENGTH = 4000
+LENGTH = 6000
 
 
 def maker(tokenizer: Tokenizer, seed: int = 1, texts: dict[str, str] | None = None) -> DocumentMaker:
@@ -41,7 +41,7 @@ def test_a_document_has_its_length_its_facts_and_a_segment_without_any(tokenizer
     document = maker(tokenizer).make(LENGTH, 0)
     longest = max(len(q.ending) + max(map(len, q.choices)) for q in document.questions)
     assert len(document.ids) + longest == LENGTH
-    assert Counter(q.task for q in document.questions) == {"passkey": 1, "needle": 5, "recall": 6, "multihop": 4}
+    assert Counter(q.task for q in document.questions) == {"passkey": 1, "needle": 9, "recall": 9, "multihop": 6}
     text = tokenizer.decode(document.ids)
     for question in document.questions:
         right, *wrong = (tokenizer.decode(choice) for choice in question.choices)
@@ -59,7 +59,7 @@ def test_a_document_has_its_length_its_facts_and_a_segment_without_any(tokenizer
     segment = tokenizer.decode(document.ids[-document.segment :])
     assert not any(mark in segment for mark in ("pass key", "magic number", "Entry:", "be the same"))
     needles = [q.depth for q in document.questions if q.task == "needle"]
-    assert needles == [0, 0.25, 0.5, 0.75, 1]
+    assert needles == [i / 8 for i in range(9)]
     values = [tokenizer.decode(q.choices[0]) for q in document.questions if q.task == "needle"]
     places = [text.index(value) / len(text) for value in values]
     assert places == sorted(places) and places[0] < 0.1 and 0.8 < places[-1] < 1
@@ -68,7 +68,7 @@ def test_a_document_has_its_length_its_facts_and_a_segment_without_any(tokenizer
 def test_documents_are_the_same_for_the_same_seed_alone(tokenizer: Tokenizer) -> None:
     first = maker(tokenizer).make(LENGTH, 0)
     assert maker(tokenizer).make(LENGTH, 0) == first
-    others = [maker(tokenizer, 2).make(LENGTH, 0), maker(tokenizer).make(LENGTH, 1), maker(tokenizer).make(4100, 0)]
+    others = [maker(tokenizer, 2).make(LENGTH, 0), maker(tokenizer).make(LENGTH, 1), maker(tokenizer).make(6100, 0)]
     assert len({first.digest, *(other.digest for other in others)}) == 4
 
 

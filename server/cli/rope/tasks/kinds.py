@@ -18,9 +18,9 @@ from itertools import pairwise
 DIGITS = 5
 CHOICES = 4  # the right one and what it is told from
 _OTHER_NUMBERS = ("order", "house", "phone")  # what the pass key is told from
-_NEEDLES = 5
-_RECORDS, _ASKED_RECORDS = 12, 6
-_CHAINS, _HOPS = 4, 2
+_NEEDLES = 9
+_RECORDS, _ASKED_RECORDS = 12, 9
+_CHAINS, _HOPS = 6, 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,8 +138,8 @@ def notes(result: TaskSweep) -> list[str]:
             f"{confidence} interval of the share chosen; the figure behind it is the share written."
         )
         found.append(
-            "passkey: one number, told twice, among three others of other names. needle: a number for each of five keys, at even "
-            "depths. recall: words for twelve keys at random depths, of which six are asked for. multihop: a value, and two "
+            "passkey: one number, told twice, among three others of other names. needle: a number for each of nine keys, at even "
+            "depths. recall: words for twelve keys at random depths, of which nine are asked for. multihop: a value, and two "
             "further names that each stand for the one before; the last name's value is asked for. All facts stand in one "
             "document, whose questions "
             "share its prefill."
