@@ -39,7 +39,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 def filled(backend: Backend, dtype: torch.dtype, keys: Tensor) -> KVPages:
     """Pages that hold these keys [TOKENS, DIM], rotated at positions 0, 1, …"""
-    shapes = plane_shapes(TOKENS // BLOCK, BLOCK, 1, DIM, dtype)
+    shapes = plane_shapes(TOKENS // BLOCK, BLOCK, 1, DIM, DIM, dtype)
     pages = KVPages(*(torch.zeros(shape, dtype=kind) for shape, kind in shapes))
     k = rotated(keys, torch.arange(TOKENS)).float()[:, None]
     plain = torch.ones(TOKENS, DIM // 2), torch.zeros(TOKENS, DIM // 2), torch.ones(TOKENS)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.family import Family, is_set
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.gguf.architectures import ARCHITECTURES
 
@@ -75,7 +75,7 @@ def rows() -> Iterator[str]:
 
 
 def _pairs(family: Family) -> str:
-    pairs = "2j, 2j + 1" if family.interleaved else "j, j + d/2"
+    pairs = "2j, 2j + 1" if is_set({}, family.interleaved) else "j, j + d/2"
     share = family.rules.partial_rotary_factor
     return pairs if share == 1 else f"{pairs}; {share:g}"
 

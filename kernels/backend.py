@@ -197,6 +197,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """`rms_norm` of x [T, D], any row stride, written over it."""
+
+    @abstractmethod
     def add(self, residual: Tensor, x: Tensor) -> None:
         """Add x to `residual` in place, rounded to its dtype. Both [T, D], of one dtype."""
 
@@ -287,10 +291,13 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def rows_filler(self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, block_size: int) -> RowsFiller:
+    def rows_filler(
+        self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
+    ) -> RowsFiller:
         """What fills in these rows, again and again, where `reads_host_memory`.
 
-        inv_freq: [G, R, d/2] float64, q_scale: [G, R] float32, whose memory stays while what they hold may change.
+        inv_freq: [G, R, d/2] float64, q_scale: [G, R], score_scale: [R] float32, whose memory stays while what they
+        hold may change.
         """
 
     @abstractmethod
@@ -332,6 +339,23 @@ class Backend(ABC):
         q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only keys and values that some
         query sees are read. Raises ValueError where q and the call disagree, and IndexError for a block or a row of q that is
         none.
+        """
+
+    # Latent attention (arXiv 2405.04434), H heads with R rotated, N plain, V value and C latent dims
+
+    @abstractmethod
+    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+        """Queries as they meet latent vectors: the plain dims of each head times what makes its keys of such a vector.
+
+        q: [T, H, R + N]. up: [H, N + V, C] in q's dtype or a narrower one, of each head what makes its keys, then what makes
+        its values. Returns [T, H, R + C] in q's dtype, contiguous: the first R dims as they are, then q[:, h, R:] @ up[h, :N].
+        """
+
+    @abstractmethod
+    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+        """What heads saw, made of the latent vectors that attention weighed: up[h, N:] @ attended[:, h].
+
+        attended: [T, H, C], any row and head strides. up: as above. value_dim: V. Returns [T, H * V] in attended's dtype.
         """
 
     # Drawing

@@ -26,7 +26,7 @@ class StepRows:
     said: [5, B] int64, what the caller writes: of each row its token, its slot's number in its sequence, the position of that
     sequence's first slot, its rotary row, and its row of the tables. The others follow: positions, lengths: [B] int64.
     slots: [K, B] int64. tables: [K, B, width] int32, of which columns past a sequence's blocks mean nothing. cos, sin:
-    [G, B, d/2] float32, q_scale: [G, B] float32.
+    [G, B, d/2] float32, q_scale: [G, B] float32, score_scale: [B] float32.
     """
 
     said: NDArray[np.int64]
@@ -37,6 +37,7 @@ class StepRows:
     cos: Tensor
     sin: Tensor
     q_scale: Tensor
+    score_scale: Tensor
 
     @classmethod
     def zeros(cls, groups: int, rows: int, width: int, rotary_groups: int, half: int) -> StepRows:
@@ -46,4 +47,5 @@ class StepRows:
         cos, sin = (torch.from_numpy(np.zeros((rotary_groups, rows, half), dtype=np.float32)) for _ in range(2))
         scale = torch.from_numpy(np.ones((rotary_groups, rows), dtype=np.float32))
         said, slots = np.zeros((5, rows), dtype=np.int64), np.zeros((groups, rows), dtype=np.int64)
-        return cls(said, positions, lengths, slots, tables, cos, sin, scale)
+        score_scale = torch.from_numpy(np.ones(rows, dtype=np.float32))
+        return cls(said, positions, lengths, slots, tables, cos, sin, scale, score_scale)

@@ -32,9 +32,9 @@ class CachePlan:
 
 def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
     """What one token takes in a KV group's pages of this type, padding and scales included (see `kernels.plane_shapes`)."""
-    dim = group.head_dim
-    int8 = ceil(dim / _INT8_QUAD) * _INT8_QUAD + dim + _INT8_SCALES
-    per_head = int8 if dtype == "int8" else 2 * dim * ITEM_BYTES[dtype]
+    dim, value_dim = group.head_dim, group.cached_value_dim
+    int8 = ceil(dim / _INT8_QUAD) * _INT8_QUAD + value_dim + _INT8_SCALES
+    per_head = int8 if dtype == "int8" else (dim + value_dim) * ITEM_BYTES[dtype]
     return len(group.layers) * group.num_kv_heads * per_head
 
 
@@ -75,10 +75,11 @@ def plan_cache(
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
         windows = any(group.window is not None for group in groups)
+        can_be_int8 = all(group.cached_value_dim for group in groups)
         ways = [
             "raise `cache.memory`" if needed <= limit else "",
             "lower `max_model_len` or `scheduling.max_num_seqs`" if windows else "lower `max_model_len`",
-            "use `cache.dtype=int8`" if dtype != "int8" and size(per_sequence, "int8") <= limit else "",
+            "use `cache.dtype=int8`" if can_be_int8 and dtype != "int8" and size(per_sequence, "int8") <= limit else "",
         ]
         raise LoadError(
             f"a context of {wanted} tokens does not fit: it needs {gib(needed)} of KV cache, there are {gib(budget)}, "

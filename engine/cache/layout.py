@@ -7,12 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
-    """Layers that share a block table: same head count, head dim and window."""
+    """Layers that share a block table: same head count, head dims and window.
+
+    value_dim: of a cached value, None: as wide as a key; 0: the keys are the values too (latent attention).
+    """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     window: int | None
+    value_dim: int | None = None
+
+    @property
+    def cached_value_dim(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 @dataclass(frozen=True, slots=True)

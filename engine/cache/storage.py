@@ -34,7 +34,9 @@ class KVStorage:
         for group, blocks in zip(groups, num_blocks, strict=True):
             planes = [
                 backend.pages((len(group.layers), *shape), kind)
-                for shape, kind in plane_shapes(blocks, block_size, group.num_kv_heads, group.head_dim, dtype)
+                for shape, kind in plane_shapes(
+                    blocks, block_size, group.num_kv_heads, group.head_dim, group.cached_value_dim, dtype
+                )
             ]
             self._groups.append(tuple(planes))
             for i, layer in enumerate(group.layers):

@@ -40,7 +40,7 @@ class _Memory:
     ) -> None:
         rotary_groups, _, half = rotary.inv_freq.shape
         self.rows = StepRows.zeros(groups, rows, width, rotary_groups, half)
-        self.fill = backend.rows_filler(self.rows, rotary.inv_freq, rotary.q_scale, block_size)
+        self.fill = backend.rows_filler(self.rows, rotary.inv_freq, rotary.q_scale, rotary.score_scale, block_size)
         ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.said)
         positions = torch.from_numpy(self.rows.positions)
         self.batch = ForwardBatch(
@@ -55,7 +55,7 @@ class _Memory:
             cos=self.rows.cos,
             sin=self.rows.sin,
             q_scale=self.rows.q_scale,
-            score_scale=torch.from_numpy(np.ones(rows, dtype=np.float32)),
+            score_scale=self.rows.score_scale,
             lasting=True,
         )
         self.adapter_slots = torch.full((rows,), -1)
@@ -153,6 +153,8 @@ class BatchBuilder:
         rules = [self._rotary.distances[live.rotary_id] for live, _, _ in chunks]
         turned_at, score_scale = _under_rules(rules, counts, places)
         positions, rotary_ids = self._tensor(turned_at), self._tensor(rotary[row])
+        rotation = self._rotary.cos_sin(rotary_ids, positions)
+        rotation = rotation._replace(score_scale=rotation.score_scale * self._tensor(score_scale))
         versions = self._versions(chunks, rules, places, closed[row], rotary[row]) if ranged else None
         return ForwardBatch(
             input_ids=self._tensor(ids),
@@ -163,8 +165,7 @@ class BatchBuilder:
             query_start=self._tensor(query_start),
             seq_lens=self._tensor(lengths),
             context_positions=positions if versions is None else self._tensor(places - closed[row]),
-            **self._rotary.cos_sin(rotary_ids, positions)._asdict(),
-            score_scale=self._tensor(score_scale),
+            **rotation._asdict(),
             versions=versions,
         )
 
@@ -185,7 +186,7 @@ class BatchBuilder:
         turned = self._rotary.cos_sin(self._tensor(rotary[found.sources]), self._tensor(found.turns))
         anchor_cos = anchor_sin = every_query = None
         if self._anchored and closed.any():
-            anchor_cos, anchor_sin, _ = self._rotary.cos_sin(self._tensor(rotary), self._tensor(-closed))
+            anchor_cos, anchor_sin = self._rotary.cos_sin(self._tensor(rotary), self._tensor(-closed))[:2]
             every_query = torch.arange(len(positions), device=self._device)
         names = ("ends", "rows", "plain_rows", "reaches", "sources")
         return QueryVersions(

@@ -22,6 +22,8 @@ from windlass.engine.model.feed_forward.gated import GatedFeedForward
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain import PlainFeedForward
 from windlass.engine.model.mixers.attention import Attention, SharedAttention
+from windlass.engine.model.mixers.latent import LatentAttention
+from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm import Norm
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
 from windlass.engine.model.storage import StoragePlan
@@ -38,7 +40,7 @@ class DecoderLayer:
     """
 
     mixer_norm: Norm
-    mixer: Attention
+    mixer: Attention | LatentAttention
     mixer_output_norm: Norm
     feed_forward_norm: Norm | None
     feed_forward: FeedForward
@@ -84,7 +86,9 @@ class Decoder:
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
         return DecoderLayer(
             mixer_norm=norms.get("mixer_norm", none),
-            mixer=Attention(layer.mixer, mixer, self.spec.norm_eps, kind, backend),
+            mixer=LatentAttention(layer.mixer, mixer, kind, backend)
+            if isinstance(layer.mixer, LatentSpec)
+            else Attention(layer.mixer, mixer, self.spec.norm_eps, kind, backend),
             mixer_output_norm=norms.get("mixer_output_norm", none),
             feed_forward_norm=None if shares_norm else norms.get("feed_forward_norm", none),
             feed_forward=self._feed_forward(layer.feed_forward, feed_forward),

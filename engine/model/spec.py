@@ -15,6 +15,7 @@ from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
+from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.groups import RotaryGroup
@@ -59,7 +60,7 @@ class LayerNorms:
 class LayerSpec:
     """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | LatentSpec
     feed_forward: FeedForwardSpec
     norms: LayerNorms = LayerNorms()
 
@@ -129,7 +130,8 @@ class ModelSpec:
     @property
     def scores_by_absolute_position(self) -> bool:
         """Whether a query and a key that move on by as many positions score otherwise than before."""
-        return any(layer.mixer.qk_norm == "after" and layer.mixer.qk_norm_form.weight for layer in self.layers)
+        mixers = [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+        return any(mixer.qk_norm == "after" and mixer.qk_norm_form.weight for mixer in mixers)
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """Every weight of the model, each once. Names are those of a layer's fields behind "layers.0." and so on."""

@@ -87,7 +87,7 @@ def plan_storage(
         parts: list[StoredPart] = []
         for tensor in weight.stored:
             storage = recipe(weight, tensor, spec) if recipe is not None else kept.get(tensor.name)
-            storage = storage or weight_dtype
+            storage = (storage if weight.kind != "heads" else None) or weight_dtype
             if parts and parts[-1].storage == storage:
                 parts[-1] = StoredPart(parts[-1].rows + tensor.rows, storage)
             else:

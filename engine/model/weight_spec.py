@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 # "table": rows are gathered from it. "head": it is multiplied by and kept at 8 bits where matrices are narrower.
+# "heads": a small matrix for each head, below one another, of a plain type: no quantization changes them.
 # "expert": a matrix that only some tokens meet. "score": a head of few classes or a router, in float32 as norms are; "shift":
 # what a norm or a router adds; "number": one number of an activation.
-WeightKind = Literal["table", "head", "table and head", "matrix", "expert", "bias", "norm", "shift", "number", "score"]
+WeightKind = Literal[
+    "table", "head", "table and head", "matrix", "expert", "heads", "bias", "norm", "shift", "number", "score"
+]
 # What a tensor of a layer's matrix does there. Some lose more than others when they are rounded.
 TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "down"]
 
@@ -30,6 +33,20 @@ class InterleavedHeads:
     head_dim: int
     rotary_dim: int
     swapped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryLast:
+    """Rows of heads whose rotated dims come last in a checkpoint, where the decoder has them first.
+
+    They are the last rotary_dim rows, out of head_dim, of each of the tensor's heads. interleaved: in the checkpoint they are
+    pairs (2j, 2j + 1), where the decoder has (j, j + rotary_dim / 2).
+    """
+
+    heads: int
+    head_dim: int
+    rotary_dim: int
+    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +80,7 @@ class StoredTensor:
     unit_rows: bool = False
     transposed: bool = False
     alternating: bool = False
+    rotary_last: RotaryLast | None = None
 
 
 @dataclass(frozen=True, slots=True)

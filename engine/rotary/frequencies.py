@@ -92,14 +92,15 @@ def yarn(
 
 
 def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """m(mscale) / m(mscale_all_dim) when both are given and not 0, else m(1), with m(x) = 0.1 x ln(factor) + 1."""
-
-    def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
+    """m(mscale) / m(mscale_all_dim) when both are given and not 0, else m(1), with m as in `yarn_magnitude`."""
     if mscale and mscale_all_dim:
-        return magnitude(mscale) / magnitude(mscale_all_dim)
-    return magnitude(1.0)
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, scale: float) -> float:
+    """m(scale) = 0.1 scale ln(factor) + 1. DeepSeek's latent attention multiplies whole scores by m(mscale_all_dim)^2."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def llama3(

@@ -119,6 +119,7 @@ class RotaryBase:
     inv_freq: frequencies learned with the weights, rotary_dim/2 of them, in place of rope_theta; empty until they have
     been read from the checkpoint.
     own_distances: why this model's distances are not to be changed, None where they may be.
+    scales_scores: YaRN's `mscale_all_dim` multiplies whole scores too, as it does with latent attention.
     """
 
     rope_theta: float
@@ -128,6 +129,7 @@ class RotaryBase:
     rotating_pairs: int | None = None
     inv_freq: tuple[float, ...] | None = None
     own_distances: str | None = None
+    scales_scores: bool = False
 
     def unscaled(self, theta: float | None = None) -> tuple[float, ...]:
         """The model's own frequencies, radians per token, under another base if one is given; [rotary_dim/2]."""
@@ -154,18 +156,18 @@ class RotarySpec:
     """Everything the rotation of one request in one group depends on.
 
     inv_freq: rotary_dim/2 radians per token, float64. rotary_scale: the attention factor A on cos and sin, so that
-    scores over the rotated dimensions grow by A². distances: the rule of how far keys seem.
+    scores over the rotated dimensions grow by A². distances: the rule of how far keys seem. score_scale: of whole scores.
     fingerprint: sha256 over all of it; two specs share cached keys only if it is equal.
     """
 
     inv_freq: tuple[float, ...]
     rotary_scale: float = 1.0
     distances: Distances = PLAIN
+    score_scale: float = 1.0
 
     @property
     def fingerprint(self) -> str:
-        # The 1 stands for a factor on whole scores that no kind has: fingerprints people have noted stay what they are.
-        values = (self.rotary_scale, 1.0, *self.inv_freq)
+        values = (self.rotary_scale, self.score_scale, *self.inv_freq)
         packed = struct.pack(f"<{len(values)}d", *values)
         if not self.distances.is_plain:
             packed += repr(self.distances).encode()
@@ -238,10 +240,27 @@ def resolve(
             f"{param}.attention_factor",
             INVALID,
         )
+    score_scale = _score_scale(scaling, base)
+    if not score_scale <= _MAX_ATTENTION_FACTOR:
+        raise RequestError(
+            f"{param}.mscale_all_dim gives a factor of {score_scale:g} on scores: it must not be above "
+            f"{_MAX_ATTENTION_FACTOR:g}",
+            f"{param}.mscale_all_dim",
+            INVALID,
+        )
     distances = distances_of(
         scaling.rope_type, dict(scaling.parameters), min(original_len(scaling, base), base.trained_len), length, param
     )
-    return RotarySpec(inv_freq, rotary_scale, distances)
+    return RotarySpec(inv_freq, rotary_scale, distances, score_scale)
+
+
+def _score_scale(scaling: RopeScaling, base: RotaryBase) -> float:
+    """What whole scores are multiplied by."""
+    all_dim = scaling.get("mscale_all_dim")
+    if not base.scales_scores or scaling.rope_type != "yarn" or not all_dim:
+        return 1.0
+    factor = scaling.get("factor") or base.trained_len / original_len(scaling, base)
+    return frequencies.yarn_magnitude(factor, all_dim) ** 2
 
 
 def _cause(scaling: RopeScaling) -> str:

@@ -20,20 +20,22 @@ from windlass.kernels import Backend
 class TokenRotations(NamedTuple):
     """What the tokens of one step are rotated by, float32. cos, sin: [G, T, D/2] at unit scale, D the widest rotary_dim.
 
-    q_scale: [G, T], the square of the attention factor, for the rotated slice of the query only.
+    q_scale: [G, T], the square of the attention factor, for the rotated slice of the query only. score_scale: [T], for
+    whole scores.
     """
 
     cos: Tensor
     sin: Tensor
     q_scale: Tensor
+    score_scale: Tensor
 
 
 class RotaryTables:
     """Ref-counted rows, one per distinct spec; a row holds the frequencies of every rotary group.
 
     num_rows: at least twice the number of sequences, so that rows cannot run out. Groups with a smaller rotary_dim than
-    the widest are padded with frequency 0 (cosine 1, sine 0: no rotation). inv_freq, q_scale: [G, R, D/2] float64 and [G, R]
-    float32, whose memory stays. distances: of each row, as its first group has them.
+    the widest are padded with frequency 0 (cosine 1, sine 0: no rotation). inv_freq, q_scale, score_scale: [G, R, D/2] float64,
+    [G, R] and [R] float32, whose memory stays. distances: of each row, as its first group has them.
     """
 
     def __init__(self, num_rows: int, bases: Sequence[RotaryBase], backend: Backend) -> None:
@@ -45,6 +47,7 @@ class RotaryTables:
         self._backend, self._device = backend, backend.device
         self.inv_freq = torch.zeros(groups, num_rows, half, dtype=torch.float64, device=self._device)  # [G, R, D/2]
         self.q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
+        self.score_scale = torch.ones(num_rows, dtype=torch.float32, device=self._device)  # [R]
         self.distances: list[Distances] = [PLAIN] * num_rows
         self._row_of: dict[tuple[str, ...], int] = {}
         self._key_of: dict[int, tuple[str, ...]] = {}
@@ -100,6 +103,7 @@ class RotaryTables:
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
             self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
             self.q_scale[group, row] = spec.rotary_scale**2
+        self.score_scale[row] = specs[0].score_scale
         self.distances[row] = specs[0].distances
         self._content[row] = key
 
@@ -111,7 +115,9 @@ class RotaryTables:
         on the tokens beside it.
         """
         cos, sin = self._backend.rotary_angles(self.inv_freq, rotary_ids, positions)
-        return TokenRotations(cos, sin, self.q_scale.index_select(1, rotary_ids))
+        return TokenRotations(
+            cos, sin, self.q_scale.index_select(1, rotary_ids), self.score_scale.index_select(0, rotary_ids)
+        )
 
 
 def rerotation_angles(

@@ -157,6 +157,15 @@ class CompiledBackend(Backend):
             ones = self._ones[x.shape[1]] = torch.ones(x.shape[1], dtype=torch.float32)
         ops.rms_norm(x, ones, 1.0, residual, library=self._library)
 
+    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        self._torch.rms_norm_in_place(x, weight, eps)
+
+    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+        return self._torch.latent_queries(q, up, rotary_dim)
+
+    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+        return self._torch.latent_values(attended, up, value_dim)
+
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         return self._torch.scaled(x, factor)
 
@@ -203,8 +212,10 @@ class CompiledBackend(Backend):
     def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary.rotary_angles(inv_freq, rows, positions, library=self._library)
 
-    def rows_filler(self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, block_size: int) -> RowsFiller:
-        return step_rows.rows_filler(rows, inv_freq, q_scale, block_size, library=self._library)
+    def rows_filler(
+        self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
+    ) -> RowsFiller:
+        return step_rows.rows_filler(rows, inv_freq, q_scale, score_scale, block_size, library=self._library)
 
     def rotate_and_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor

@@ -13,7 +13,13 @@ from windlass.kernels.step_rows import RowsFiller, StepRows
 
 
 def rows_filler(
-    rows: StepRows, inv_freq: Tensor, q_scale: Tensor, block_size: int, *, library: Library | None = None
+    rows: StepRows,
+    inv_freq: Tensor,
+    q_scale: Tensor,
+    score_scale: Tensor,
+    block_size: int,
+    *,
+    library: Library | None = None,
 ) -> RowsFiller:
     """See `Backend.rows_filler`. Operands are checked here, once: a step is short, and checks are most of it."""
     count, (groups, table_rows, half) = rows.said.shape[1], inv_freq.shape
@@ -22,7 +28,9 @@ def rows_filler(
         f"rows_filler: inv_freq is {inv_freq.dtype} on {inv_freq.device}, not contiguous float64 [G, R, d/2]",
     )
     check(
-        rows.cos.shape == rows.sin.shape == (groups, count, half) and q_scale.shape == (groups, table_rows),
+        rows.cos.shape == rows.sin.shape == (groups, count, half)
+        and q_scale.shape == (groups, table_rows)
+        and score_scale.shape == (table_rows,),
         f"rows_filler: angles {tuple(rows.cos.shape)} and scales {tuple(q_scale.shape)} do not fit",
     )
     check(
@@ -39,6 +47,7 @@ def rows_filler(
     angles = (inv_freq.data_ptr(), groups, table_rows, half, rotary_rows, positions, count)
     cos, sin = rows.cos.data_ptr(), rows.sin.data_ptr()
     scales, own_scales = q_scale.numpy(), rows.q_scale.numpy()
+    whole, own_whole = score_scale.numpy(), rows.score_scale.numpy()
     known: tuple[int, int, int, int] = (0, 0, 0, 0)  # of the tables: who they are, address, strides
     held: NDArray[np.int32] | None = None
 
@@ -65,6 +74,7 @@ def rows_filler(
         if bound.rotary_angles(*angles, cos, sin):
             raise IndexError(f"rows_filler: a row lies outside the rotary table of {table_rows}")
         scales.take(rotary, axis=1, out=own_scales, mode="clip")  # checked above; "clip" spares a copy
+        whole.take(rotary, out=own_whole, mode="clip")
 
     return fill
 

@@ -48,6 +48,11 @@ class KVPages:
         return self.key.shape[0] * self.block_size
 
     @property
+    def with_keys_as_values(self) -> KVPages:
+        """Pages of floats that hold no values (Dv is 0), as attention reads them whose values are the keys themselves."""
+        return KVPages(self.key, self.key)
+
+    @property
     def value_dim(self) -> int:
         return self.value.shape[3]
 
@@ -72,16 +77,22 @@ class KVPages:
 
 
 def plane_shapes(
-    num_blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype
+    num_blocks: int, block_size: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and types of the tensors of `KVPages`, in their order, for keys and values of one width.
+    """Shapes and types of the tensors of `KVPages`, in their order. value_dim 0: of pages that hold no values.
 
     Raises ValueError for int8 pages whose block size is no multiple of 16.
     """
+    size = num_blocks, block_size, kv_heads
     if dtype != torch.int8:
-        return [((num_blocks, block_size, kv_heads, dim), dtype)] * 2
-    size, scales = (num_blocks, block_size, kv_heads, dim), ((num_blocks, kv_heads, block_size), torch.float32)
-    return [(int8_layout.key_shape(*size), dtype), (int8_layout.value_shape(*size), dtype), scales, scales]
+        return [((*size, dim), dtype), ((*size, value_dim), dtype)]
+    scales = (num_blocks, kv_heads, block_size), torch.float32
+    return [
+        (int8_layout.key_shape(*size, dim), dtype),
+        (int8_layout.value_shape(*size, value_dim), dtype),
+        scales,
+        scales,
+    ]
 
 
 def _widened(rows: Tensor, scale: Tensor, blocks: Tensor) -> Tensor:

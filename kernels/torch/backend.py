@@ -28,6 +28,7 @@ from windlass.kernels.torch import (
     block_quantizers,
     blocks,
     draw,
+    latent,
     linear,
     logprobs,
     reference,
@@ -106,6 +107,15 @@ class TorchBackend(Backend):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return reference.layer_norm(x, weight, bias, eps)
 
+    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        latent.rms_norm_in_place(x, weight, eps)
+
+    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+        return latent.latent_queries(q, up, rotary_dim)
+
+    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+        return latent.latent_values(attended, up, value_dim)
+
     def add(self, residual: Tensor, x: Tensor) -> None:
         residual += x
 
@@ -155,8 +165,12 @@ class TorchBackend(Backend):
         plain = rowwise.rotary_angles if self.device.type == "cpu" else reference.rotary_angles
         return plain(inv_freq, rows, positions)
 
-    def rows_filler(self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, block_size: int) -> RowsFiller:
-        return step_rows.rows_filler(rows, q_scale, block_size, functools.partial(self.rotary_angles, inv_freq))
+    def rows_filler(
+        self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
+    ) -> RowsFiller:
+        return step_rows.rows_filler(
+            rows, q_scale, score_scale, block_size, functools.partial(self.rotary_angles, inv_freq)
+        )
 
     def rotate_and_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
@@ -235,6 +249,15 @@ class RowIndependentBackend(TorchBackend):
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
         return rowwise.route(logits, routing, bias)
+
+    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        latent.rms_norm_in_place_by_row(x, weight, eps)
+
+    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+        return latent.latent_queries_by_row(q, up, rotary_dim)
+
+    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+        return latent.latent_values_by_row(attended, up, value_dim)
 
     def log1p(self, counts: Tensor) -> Tensor:
         # Torch's own differs between a vector's body and its tail.

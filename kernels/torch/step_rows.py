@@ -14,7 +14,7 @@ from windlass.kernels.step_rows import RowsFiller, StepRows
 Angles = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def rows_filler(rows: StepRows, q_scale: Tensor, block_size: int, angles: Angles) -> RowsFiller:
+def rows_filler(rows: StepRows, q_scale: Tensor, score_scale: Tensor, block_size: int, angles: Angles) -> RowsFiller:
     """See `Backend.rows_filler`. angles: cosines and sines of rotary rows [B] at positions [B]."""
     place = np.arange(rows.said.shape[1])
     positions = torch.from_numpy(rows.positions)
@@ -33,5 +33,6 @@ def rows_filler(rows: StepRows, q_scale: Tensor, block_size: int, angles: Angles
         for target, found in zip((rows.cos, rows.sin), angles(ids, positions), strict=True):
             target.numpy()[...] = found.numpy()
         rows.q_scale.numpy()[...] = q_scale.index_select(1, ids).numpy()
+        rows.score_scale.numpy()[...] = score_scale.index_select(0, ids).numpy()
 
     return fill

@@ -104,8 +104,14 @@ def _attend(
         spec = oracle.spec_of(module)
         weights = [getattr(module, name, None) for name in ("query_layernorm", "key_layernorm")]
         qw, kw = (1.0 if norm is None else norm.weight for norm in weights)  # they follow the rotation
-        query = apply(query / qw, query / qw, *oracle.rotation([oracle.query_position], spec))[0] * qw
-        k = apply(k / kw, k / kw, *oracle.rotation(oracle.key_positions, spec))[0] * kw
+        plain = getattr(module, "qk_nope_head_dim", 0)  # dims before those that rotate
+
+        def rotated(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
+            still, turned = x[..., :plain], x[..., plain:]
+            return torch.cat((still, apply(turned, turned, *oracle.rotation(positions, spec))[0]), dim=-1)
+
+        query = rotated(query / qw, [oracle.query_position]) * qw
+        k = rotated(k / kw, oracle.key_positions) * kw
     k = k.repeat_interleave(query.shape[1] // k.shape[1], dim=1)
     v = torch.stack(values, dim=1)[None].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = (query @ k.transpose(-1, -2)) * scaling * oracle.score_scale

@@ -22,6 +22,35 @@ _LOCAL = {"sliding_window": 8}
 _GPTJ = {"rotary_dim": 8, "n_inner": 96, "tie_word_embeddings": False}
 _FALCON = {"ffn_hidden_size": 96, "bias": True}
 
+_LATENT = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "initializer_range": 0.06,  # else scores are all but equal, or far apart
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+_EXPERTS = {
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.7,
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
     "gemma2": ("Gemma2", {**_LOCAL, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
@@ -96,6 +125,36 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("BitNet", {"attention_bias": True}),
     "nanochat": ("NanoChat", {"attention_bias": True, "final_logit_softcapping": 5.0}),
     "persimmon": ("Persimmon", {"intermediate_size": 96}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {**_LATENT, **_EXPERTS, "topk_method": "group_limited_greedy", "attention_bias": True},
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        {**_LATENT, **_EXPERTS, "q_lora_rank": None, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {**_LATENT, **_EXPERTS, "attention_bias": True, "rope_parameters": _DEEPSEEK_YARN},
+    ),
+    "deepseek_v3_half": ("DeepseekV3", {**_LATENT, **_EXPERTS, "first_k_dense_replace": 4, "rope_interleave": False}),
+    "youtu": ("Youtu", _LATENT),
+    "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, **_EXPERTS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}),
+    "minicpm3": (
+        "MiniCPM3",
+        {
+            **_LATENT,
+            "scale_emb": 3.0,
+            "dim_model_base": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "original_max_position_embeddings": 4,
+                "short_factor": [1.0 + 0.1 * i for i in range(4)],
+                "long_factor": [1.5 + 0.5 * i for i in range(4)],
+            },
+        },
+    ),
 }
 
 COMMON |= {name: _SIZES for name, (kind, _) in FAMILIES.items() if kind in ("GPTJ", "CodeGen", "Falcon", "Persimmon")}

@@ -135,11 +135,14 @@ class Reference:
         fallback = specs[0]
         takes_half = type(self.model).__name__ == "GptOssForCausalLM"
         repeats = type(self.model).__name__.startswith("Cohere")
+        is_complex = type(self.model).__name__.startswith("DeepseekV2")
 
         def rotary(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
             spec = by_name.get(layer_type or "", fallback)
             inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float64)
             angle = position_ids[..., None].double() * inv_freq
+            if is_complex:
+                return torch.polar(torch.full_like(angle, spec.rotary_scale), angle).to(torch.complex64)
             if not takes_half:
                 angle = torch.cat((angle, angle), dim=-1) if not repeats else angle.repeat_interleave(2, dim=-1)
             return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()

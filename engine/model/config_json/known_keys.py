@@ -42,7 +42,9 @@ _READ = frozenset(
     "use_sliding_window max_window_layers no_rope_layers no_rope_layer_interval layer_rope_theta query_pre_attn_scalar "
     "attn_logit_softcapping final_logit_softcapping eos_token_id quantization_config attention_out_bias "
     "compression_config layer_norm_eps norm_epsilon norm_eps use_qkv_bias use_parallel_residual "
-    "num_nextn_predict_layers id2label num_labels problem_type layer_norm_epsilon activation activation_function bias".split()
+    "num_nextn_predict_layers id2label num_labels problem_type layer_norm_epsilon activation activation_function bias "
+    "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave "
+    "scale_emb scale_depth dim_model_base first_k_dense_replace mlp_layer_types".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(
@@ -53,7 +55,8 @@ _HARMLESS = frozenset(
     "task_specific_params finetuning_task _attn_implementation_autoset auto_map attn_implementation resid_pdrop embd_pdrop "
     "eod_token_id classifier_dropout hidden_dropout residual_dropout embedding_dropout attn_pdrop n_ctx gradient_checkpointing "
     "summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels "
-    "output_router_logits router_aux_loss_coef router_jitter_noise input_jitter_noise".split()
+    "output_router_logits router_aux_loss_coef router_jitter_noise input_jitter_noise qk_head_dim "
+    "embedding_initializer_range".split()
 )
 
 

@@ -213,7 +213,7 @@ def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
 def _head_dim(config: Config, rules: ConfigRules) -> int:
     heads = read_size(config, "num_attention_heads", rules.num_attention_heads)
     hidden = read_size(config, "hidden_size", rules.hidden_size)
-    return read_size(config, "head_dim", rules.head_dim or hidden // heads)
+    return read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads)
 
 
 def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any) -> RotaryBase:
@@ -233,4 +233,4 @@ def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any) -> R
     if rotating == 0:
         raise LoadError(f"config.json: partial_rotary_factor {partial!r} of a head_dim of {head_dim} leaves no pair")
     trained_len = read_size(config, "max_position_embeddings", rules.max_position_embeddings)
-    return RotaryBase(rules.rope_theta, head_dim, rotary_dim, trained_len, rotating)
+    return RotaryBase(rules.rope_theta, head_dim, rotary_dim, trained_len, rotating, scales_scores=rules.scales_scores)

@@ -22,12 +22,13 @@ Rewrite = Callable[[Config], dict[str, Any]]
 class ConfigRules:
     """A family's defaults, under the names of config.json, and what it reads differently from others.
 
-    num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads. local_rope_theta: set
-    where sliding layers have a theta of their own. rope_parameters: the object used when config.json has none.
-    no_rope_layer_interval: every n-th layer does not rotate. query_temperature: whether the rotary object may carry
-    Ministral's `llama_4_scaling_beta`. scales_full_layers_alone: `rope_scaling` is not for layers with a window (OLMo 3).
-    intermediate_factor: how many times hidden_size a feed-forward is wide. longrope_names: older names of longrope that mean
-    something else elsewhere. rewrite: the config in the names that other families have, where this one has its own.
+    num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads. head_dim_key: the key of
+    the dimensions that rotate; scales_scores: see `RotaryBase`. local_rope_theta: set where sliding layers have a theta of
+    their own. rope_parameters: the object used when config.json has none. no_rope_layer_interval: every n-th layer does not
+    rotate. query_temperature: whether the rotary object may carry Ministral's `llama_4_scaling_beta`. scales_full_layers_alone:
+    `rope_scaling` is not for layers with a window (OLMo 3). intermediate_factor: how many times hidden_size a feed-forward is
+    wide. longrope_names: older names of longrope that mean something else elsewhere. rewrite: the config in the names that
+    other families have, where this one has its own.
     """
 
     max_position_embeddings: int
@@ -37,6 +38,8 @@ class ConfigRules:
     num_attention_heads: int = 32
     num_key_value_heads: int | None = None
     head_dim: int | None = None
+    head_dim_key: str = "head_dim"
+    scales_scores: bool = False
     rms_norm_eps: float = 1e-6
     intermediate_factor: int | None = None
     tie_word_embeddings: bool = False

@@ -43,6 +43,9 @@ _KINDS = {
     "a hybrid of attention and convolutions, whose state is no cache of keys and values,": frozenset(
         {"lfm2", "lfm2moe"}
     ),
+    "a model whose attention looks at chosen keys only (sparse attention)": frozenset(
+        {"deepseekv32", "deepseekv4", "glmmoedsa"}
+    ),
     "a model whose layers share keys and have embeddings of their own (Gemma 3n)": frozenset({"gemma3n"}),
     "a model without rotary attention (ALiBi)": frozenset({"bloom", "mpt"}),
     "a model without rotary attention (learned or sinusoidal positions)": frozenset(
@@ -76,8 +79,6 @@ def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str |
     experts = [config.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts")]
     if any(isinstance(count, int) and count > 1 for count in experts) or "moe" in name or "mixtral" in name:
         return "a mixture of experts of another kind than those that are supported,"
-    if isinstance(config.get("kv_lora_rank"), int):
-        return "a model with latent attention (MLA)"
     if config.get("is_encoder_decoder") is True:
         return "an encoder-decoder model"
     if name.endswith("formaskedlm"):

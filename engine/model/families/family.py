@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config
+from windlass.engine.model.config_json.values import Config, read_flag
 from windlass.engine.model.families.experts_rules import ExpertsRules
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
@@ -28,6 +28,10 @@ class Flag:
     default: bool = False
 
 
+def is_set(config: Config, switch: bool | Flag) -> bool:
+    return read_flag(config, switch.key, switch.default) if isinstance(switch, Flag) else switch
+
+
 ATTENTION_BIAS = Flag("attention_bias")
 MLP_BIAS = Flag("mlp_bias")
 
@@ -41,10 +45,25 @@ class SoftCaps:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """The sizes of latent attention where config.json says nothing, under its names; that of the rotated part is in the rules.
+
+    q_lora_rank None: queries are made of the hidden state. v_head_dim None: hidden_size / num_attention_heads.
+    """
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    v_head_dim: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Multipliers:
     """The keys under which config.json has them; what it leaves out is 1. attention: multiplies q·k.
 
-    residual: what a layer's parts add to the stream. logits_divided_by, logits: of the head's.
+    residual: what a layer's parts add to the stream. logits_divided_by, logits: of the head's. depth: what parts add is
+    multiplied by it over the root of the number of layers. base_width: logits are divided by hidden_size over it. Both
+    are as good as absent where config.json says null.
     """
 
     embedding: str | None = None
@@ -53,6 +72,11 @@ class Multipliers:
     logits_divided_by: str | None = None
     logits: str | None = None
     logits_default: float = 1.0
+    embedding_default: float = 1.0
+    depth: str | None = None
+    depth_default: float = 1.0
+    base_width: str | None = None
+    base_width_default: float = 1.0
 
     @property
     def keys(self) -> frozenset[str]:
@@ -77,6 +101,7 @@ class Family:
     the family is where config.json says so, from itself and the config; raises LoadError. reads: further keys that it looks
     at. experts: of layers whose feed-forward they are. sinks: attention has learned sink logits. unused:
     beginnings of names of tensors that predict further tokens. other_names: of the architecture in config.json.
+    latent: its attention is latent. other_model_types: what config.json may have as well.
     title: what people call its models, where that is another name.
     """
 
@@ -100,7 +125,9 @@ class Family:
     soft_caps: SoftCaps | None = None
     multipliers: Multipliers | None = None
     gelu_by_tanh: bool = False
-    interleaved: bool = False
+    interleaved: bool | Flag = False
+    latent: LatentSizes | None = None
+    other_model_types: tuple[str, ...] = ()
     attention_names: AttentionNames = field(default_factory=AttentionNames)
     feed_forward_names: GatedNames | PlainNames = field(default_factory=GatedNames)
     norms: LayerNorms = field(default_factory=LayerNorms)

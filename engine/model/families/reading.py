@@ -6,6 +6,9 @@ family, opens no file and imports no torch.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.classes import read_classifier
@@ -14,7 +17,8 @@ from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_r
 from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
 from windlass.engine.model.families.experts_rules import read_count, read_experts
-from windlass.engine.model.families.family import Family, Flag, Multipliers
+from windlass.engine.model.families.family import Family, Multipliers, is_set
+from windlass.engine.model.families.reading_latent import read_latent
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
@@ -38,7 +42,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
     """The spec of the model that config.json describes; raises LoadError with one line that says what is not supported."""
     family, classifies = _family_of_architecture(config)
-    if config.get("model_type", family.model_type) != family.model_type:
+    if config.get("model_type", family.model_type) not in (family.model_type, *family.other_model_types):
         raise LoadError(
             f"config.json names architecture {family.architecture} and model_type {config['model_type']!r}, which do not "
             f"belong together: {family.architecture} is {family.model_type!r}"
@@ -57,7 +61,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     layers, kv_groups = _layers(config, family, layout)
     hidden = read_size(config, "hidden_size")
     # Parts that add r times what they make: the same as a stream that is 1 / r as large, of which norms take the scale out.
-    residual = _multiplier(config, multipliers.residual)
+    residual = _residual(config, multipliers, len(layers))
     caps = family.soft_caps
     return ModelSpec(
         architecture=family.classifier if classifies else family.architecture,
@@ -70,15 +74,21 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         norm_eps=_norm_eps(config, family) / residual**2,
         norm_offset=family.norm_offset,
         embedding_scale=(
-            (float(hidden) ** 0.5 if family.scaled_embeddings else _multiplier(config, multipliers.embedding))
+            (
+                float(hidden) ** 0.5
+                if family.scaled_embeddings
+                else _multiplier(config, multipliers.embedding, multipliers.embedding_default)
+            )
             / residual
         ),
         tied_embeddings=read_flag(config, "tie_word_embeddings", family.rules.tie_word_embeddings),
         logit_soft_cap=None if caps is None else _soft_cap(config, "final_logit_softcapping", caps.logits),
         logit_scale=_multiplier(config, multipliers.logits, multipliers.logits_default)
-        / _multiplier(config, multipliers.logits_divided_by),
+        / _multiplier(config, multipliers.logits_divided_by)
+        * _base_width(config, multipliers, hidden)
+        / hidden,
         norm=family.norms.form,
-        head_bias=_is_set(config, family.head_bias),
+        head_bias=is_set(config, family.head_bias),
         embedding_norm=family.embedding_norm,
         unit_head=family.unit_head,
         names=family.outer_names,
@@ -133,7 +143,7 @@ def _family_of_architecture(config: Config) -> tuple[Family, bool]:
 
 def _family_of_model_type(config: Config) -> Family:
     model_type = config.get("model_type")
-    family = next((family for family in FAMILIES if family.model_type == model_type), None)
+    family = next((family for family in FAMILIES if model_type in (family.model_type, *family.other_model_types)), None)
     if family is None:
         raise LoadError(
             f"config.json: model_type {shown(model_type)} is not supported: known are "
@@ -151,10 +161,11 @@ def _layers(
     dim = layout.groups[0].base.head_dim
     if heads % kv_heads:
         raise LoadError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if config.get("head_dim") is None and dim == hidden // heads and hidden % heads:
+    if config.get("head_dim") is None and dim == hidden // heads and hidden % heads and family.latent is None:
         raise LoadError(
             f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}: set head_dim"
         )
+    latent = None if family.latent is None else read_latent(config, family, family.latent, layout)
     scaled_by: float = dim
     if family.query_pre_attn_scalar is not None:
         scaled_by = read_number(config, "query_pre_attn_scalar") or family.query_pre_attn_scalar
@@ -162,12 +173,14 @@ def _layers(
     if family.multipliers is not None and family.multipliers.attention is not None:
         scale = _multiplier(config, family.multipliers.attention)
     caps, norms = family.soft_caps, family.norms
-    if family.parallel is not None and family.parallel_norms is not None and _is_set(config, family.parallel):
+    if family.parallel is not None and family.parallel_norms is not None and is_set(config, family.parallel):
         norms = family.parallel_norms
     windows = list(dict.fromkeys(layer.window for layer in layout.layers))
     layers = tuple(
         LayerSpec(
-            mixer=AttentionSpec(
+            mixer=replace(latent, rotary_group=group)
+            if latent is not None
+            else AttentionSpec(
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=dim,
@@ -176,13 +189,13 @@ def _layers(
                 kv_group=windows.index(layer.window),
                 window=layer.window,
                 soft_cap=None if caps is None else _soft_cap(config, "attn_logit_softcapping", caps.attention),
-                qkv_bias=_is_set(config, family.qkv_bias),
-                out_bias=_is_set(config, family.out_bias),
+                qkv_bias=is_set(config, family.qkv_bias),
+                out_bias=is_set(config, family.out_bias),
                 qk_norm=family.qk_norm,
                 qk_norm_form=family.qk_norm_form,
                 clip=None if family.clip_key is None else read_number(config, family.clip_key),
                 interleaved_dims=layout.groups[group].base.rotary_dim
-                if family.interleaved and group is not None
+                if is_set(config, family.interleaved) and group is not None
                 else 0,
                 swapped_dims=layout.groups[group].base.rotary_dim if family.swapped and group is not None else 0,
                 names=family.attention_names,
@@ -195,6 +208,8 @@ def _layers(
             layout.layers, layout.layer_groups, _feed_forwards(config, family, len(layout.layers)), strict=True
         )
     )
+    if latent is not None:
+        return layers, (KVGroupSpec(tuple(range(len(layers))), 1, latent.cached_dim, None, value_dim=0),)
     kv_groups = tuple(
         KVGroupSpec(tuple(i for i, layer in enumerate(layout.layers) if layer.window == window), kv_heads, dim, window)
         for window in windows
@@ -204,7 +219,7 @@ def _layers(
 
 def _feed_forwards(config: Config, family: Family, count: int) -> list[FeedForwardSpec]:
     """That of each layer."""
-    activation, bias = _activation(config, family), _is_set(config, family.feed_forward_bias)
+    activation, bias = _activation(config, family), is_set(config, family.feed_forward_bias)
     rules = family.experts
     if rules is None:
         return [_dense(config, family, activation, bias)] * count
@@ -228,10 +243,6 @@ def _unused(config: Config, family: Family, layers: int) -> tuple[str, ...]:
     return family.unused + tuple(f"{family.outer_names.layers}.{layers + i}." for i in range(min(further, 64)))
 
 
-def _is_set(config: Config, switch: bool | Flag) -> bool:
-    return read_flag(config, switch.key, switch.default) if isinstance(switch, Flag) else switch
-
-
 def _norm_eps(config: Config, family: Family) -> float:
     given = None if family.norm_eps_key is None else read_number(config, family.norm_eps_key)
     return given or family.rules.rms_norm_eps
@@ -239,6 +250,21 @@ def _norm_eps(config: Config, family: Family) -> float:
 
 def _multiplier(config: Config, key: str | None, default: float = 1.0) -> float:
     return default if key is None else read_number(config, key) or default
+
+
+def _residual(config: Config, multipliers: Multipliers, layers: int) -> float:
+    """What the parts of a layer are multiplied by when they are added to the stream."""
+    found = _multiplier(config, multipliers.residual)
+    if multipliers.depth is None or (multipliers.depth in config and config[multipliers.depth] is None):
+        return found
+    return found * _multiplier(config, multipliers.depth, multipliers.depth_default) / math.sqrt(layers)
+
+
+def _base_width(config: Config, multipliers: Multipliers, hidden: int) -> float:
+    """The hidden_size of which logits are what they are here."""
+    if multipliers.base_width is None or (multipliers.base_width in config and config[multipliers.base_width] is None):
+        return float(hidden)
+    return _multiplier(config, multipliers.base_width, multipliers.base_width_default)
 
 
 def _soft_cap(config: Config, key: str, default: float | None) -> float | None:

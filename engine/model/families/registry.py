@@ -18,6 +18,13 @@ from windlass.engine.model.families.gptj import CODEGEN, GPTJ
 from windlass.engine.model.families.helium import HELIUM
 from windlass.engine.model.families.hunyuan import HUNYUAN
 from windlass.engine.model.families.internlm import INTERNLM2, INTERNLM3
+from windlass.engine.model.families.latent_attention import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    MINICPM3,
+    YOUTU,
+)
 from windlass.engine.model.families.layer_norms import GPT_NEOX, JAIS2, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
 from windlass.engine.model.families.llama import LLAMA
 from windlass.engine.model.families.llama_like import APERTUS, ARCEE, BITNET, CWM, GRANITE, SEED_OSS
@@ -98,4 +105,9 @@ FAMILIES = (
     MINIMAX_M2,
     ERNIE4_5_MOE,
     AFMOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    YOUTU,
+    GLM4_MOE_LITE,
+    MINICPM3,
 )

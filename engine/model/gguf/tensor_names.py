@@ -14,6 +14,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.fields import shown_key
 
@@ -116,6 +117,7 @@ def _renamed(
         yield f"{prefix}{names[what]}.{suffix}", tensor
     elif what == "attn_qkv":
         mixer, attention, first = spec.layers[layer].mixer, family.attention_names, 0
+        assert isinstance(mixer, AttentionSpec)
         q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
         if tensor.shape[0] != q + 2 * kv:
             raise LoadError(f"tensor {shown_key(name)} has {tensor.shape[0]} rows, {q + 2 * kv} are expected")

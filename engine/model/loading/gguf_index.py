@@ -17,6 +17,7 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.spec import ModelSpec
 
 INDEX = "gguf.json"
@@ -91,7 +92,12 @@ class GgufIndex:
         for layer in spec.layers:
             group = layer.mixer.rotary_group
             pairs = 0 if group is None else spec.rotary_groups[group].base.rotary_dim
-            layers.append(replace(layer, mixer=replace(layer.mixer, interleaved_dims=pairs)))
+            mixer = (
+                replace(layer.mixer, interleaved=bool(pairs))
+                if isinstance(layer.mixer, LatentSpec)
+                else replace(layer.mixer, interleaved_dims=pairs)
+            )
+            layers.append(replace(layer, mixer=mixer))
         return replace(spec, layers=tuple(layers))
 
 

@@ -110,6 +110,7 @@ def prepare_model(config: EngineConfig, device: str, *, reads_narrow: bool, free
         free = None if free is None else max(0, free - plan_bytes(draft.model.spec, draft.plan))
         beside = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
     dtype = compute_dtype(config, model.config, kind)
+    check_cache_dtype(model.spec, cache_dtype(config, dtype))
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     plan = storage_plan(config, model, stored, kind, reads_narrow=reads_narrow)
     check_memory(config, model, plan, dtype, stored, kind, free, beside)
@@ -212,6 +213,15 @@ def cache_dtype(config: EngineConfig, dtype: str) -> str:
     """What keys and values are cached in, where the model computes in `dtype`."""
     name = parse_cache_dtype(config.cache.dtype)
     return dtype if name == "auto" else name
+
+
+def check_cache_dtype(spec: ModelSpec, cached: str) -> None:
+    """LoadError where keys and values cannot be cached in this type."""
+    if cached == "int8" and not all(group.cached_value_dim for group in spec.kv_groups):
+        raise LoadError(
+            "`cache.dtype=int8` is not for models with latent attention, whose cache holds compressed keys and values already: "
+            "use `cache.dtype=bfloat16` or leave it out"
+        )
 
 
 def check_quantization(config: EngineConfig, device: str) -> None:

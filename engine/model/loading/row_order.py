@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.engine.model.weight_spec import StoredTensor
+from windlass.engine.model.weight_spec import RotaryLast, StoredTensor
 
 
 def half_split_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
@@ -29,8 +29,18 @@ def swapped_order(num_heads: int, head_dim: int, rotary_dim: int) -> Tensor:
     return (torch.arange(num_heads)[:, None] * head_dim + head).flatten()
 
 
+def rotary_first_order(heads: RotaryLast) -> Tensor:
+    """Rows that put the rotated dims of each head first, as half-split pairs: [heads * head_dim]."""
+    rotated, plain = heads.rotary_dim, heads.head_dim - heads.rotary_dim
+    pairs = half_split_order(1, rotated, rotated) if heads.interleaved else torch.arange(rotated)
+    head = torch.cat((plain + pairs, torch.arange(plain)))
+    return (torch.arange(heads.heads)[:, None] * heads.head_dim + head).flatten()
+
+
 def row_order(tensor: StoredTensor) -> Tensor | None:
     """Which row of the checkpoint's tensor becomes each row here; None: in order."""
+    if tensor.rotary_last is not None:
+        return rotary_first_order(tensor.rotary_last)
     by_part = None
     if tensor.alternating:
         by_part = torch.cat((torch.arange(0, tensor.rows, 2), torch.arange(1, tensor.rows, 2)))

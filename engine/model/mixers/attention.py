@@ -15,6 +15,7 @@ from torch import Tensor
 from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
+from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm import Norm
 from windlass.engine.model.norm_spec import NormForm
 from windlass.kernels import AttentionCall, Backend, KVPages, Weight
@@ -60,7 +61,7 @@ class SharedAttention:
     kind_of_layer: layers of one kind ask the same of attention; per layer an index into `AttentionInputs.calls`.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec], rotary_dims: Sequence[int]) -> None:
+    def __init__(self, specs: Sequence[AttentionSpec | LatentSpec], rotary_dims: Sequence[int]) -> None:
         """rotary_dims: of every rotary group."""
         kinds = [
             (spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None) for spec in specs

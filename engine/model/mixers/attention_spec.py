@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, StoredTensor, WeightSpec, projection
 
@@ -107,6 +108,6 @@ class AttentionSpec:
         return InterleavedHeads(heads, self.head_dim, dims, not self.interleaved_dims) if dims else None
 
 
-def windows_of(specs: Sequence[AttentionSpec]) -> tuple[int | None, ...]:
+def windows_of(specs: Sequence[AttentionSpec | LatentSpec]) -> tuple[int | None, ...]:
     """The kinds of windows that these layers have, each once; None for layers without."""
     return tuple(dict.fromkeys(spec.window for spec in specs))

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.model.families import reading
+from windlass.engine.model.families.family import is_set
 from windlass.kernels.cpu import library
 
 FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES | tiny_experts.FAMILIES
@@ -71,7 +72,8 @@ def test_another_theta_shows(family: Path, tmp_path: Path) -> None:
 
 
 def test_other_pairs_show(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flipped = [replace(one, interleaved=not one.interleaved) for one in reading.FAMILIES]
+    config = json.loads((family / "config.json").read_text())
+    flipped = [replace(one, interleaved=not is_set(config, one.interleaved)) for one in reading.FAMILIES]
     monkeypatch.setattr(reading, "FAMILIES", tuple(flipped))
     assert error(make_core(family), family) > 10 * TOLERANCE
 

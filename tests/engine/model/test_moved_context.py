@@ -25,7 +25,19 @@ WINDOW = 64  # slots of a sequence that shifts
 LENGTH = 90
 FEW_PAGES = {"plain": 160 << 10, "deterministic": 160 << 10, "int8 pages": 52 << 10}  # bytes: 10 blocks
 
-FAMILIES = ["llama", "mistral", "gemma3", "smollm3", "glm", "phi3", "hunyuan", "ministral3", "qwen3"]
+FAMILIES = [
+    "llama",
+    "mistral",
+    "gemma3",
+    "smollm3",
+    "glm",
+    "phi3",
+    "hunyuan",
+    "ministral3",
+    "qwen3",
+    "deepseek_v3",
+    "minicpm3",
+]
 SHIFT = ContextRule("shift", keep_tokens=16)
 STREAM = ContextRule("shift", attention_window=21, attention_sinks=5)
 

@@ -33,25 +33,26 @@ def step(rng: np.random.Generator, groups: int, rows: int, blocks: int, block_si
 def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: int) -> None:
     rng = np.random.default_rng(rows)
     inv_freq = torch.rand(2, 6, 12, dtype=torch.float64)
-    scale = torch.rand(2, 6)
+    scale, whole = torch.rand(2, 6), torch.rand(6)
     blocks = 7
     ours, theirs = (StepRows.zeros(groups, rows, 64, 2, 12) for _ in range(2))
-    fill = step_rows.rows_filler(ours, inv_freq, scale, block_size)
+    fill = step_rows.rows_filler(ours, inv_freq, scale, whole, block_size)
 
     def angles(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.rotary_angles(inv_freq, ids, positions)
 
-    expected = plain_filler(theirs, scale, block_size, angles)
+    expected = plain_filler(theirs, scale, whole, block_size, angles)
     for _ in range(3):  # the tables are another array each time, as when they have grown
         said, tables = step(rng, groups, rows, blocks, block_size)
-        scale.uniform_()
+        scale.uniform_(), whole.uniform_()
         ours.said[...], theirs.said[...] = said, said
         fill(tables, blocks)
         expected(tables, blocks)
         for name in ("positions", "lengths", "slots", "tables"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
-        for name in ("cos", "sin", "q_scale"):
+        for name in ("cos", "sin", "q_scale", "score_scale"):
             assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=0, atol=1e-6), name
+        assert torch.equal(ours.score_scale, whole[torch.from_numpy(said[3])])
         assert ours.positions.tolist() == [int(i + first) for i, first in zip(said[1], said[2], strict=True)]
         block = tables[groups - 1, said[4][-1], said[1][-1] // block_size]
         assert ours.slots[-1, -1] == block * block_size + said[1][-1] % block_size
@@ -62,9 +63,9 @@ def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: in
 def test_what_has_no_place_is_refused(make: object) -> None:
     rows, inv_freq, scale = StepRows.zeros(1, 2, 64, 1, 4), torch.rand(1, 3, 4, dtype=torch.float64), torch.ones(1, 3)
     if make is None:
-        fill = plain_filler(rows, scale, 16, lambda ids, at: reference.rotary_angles(inv_freq, ids, at))
+        fill = plain_filler(rows, scale, torch.ones(3), 16, lambda ids, at: reference.rotary_angles(inv_freq, ids, at))
     else:
-        fill = step_rows.rows_filler(rows, inv_freq, scale, 16)
+        fill = step_rows.rows_filler(rows, inv_freq, scale, torch.ones(3), 16)
     tables = np.full((1, 4, 64), 9, dtype=np.int32)
     rows.said[1], rows.said[4] = (15, 31), (2, 3)
     fill(tables, 2)
@@ -85,10 +86,10 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         pytest.skip("no compiled kernels")
     rows, scale = StepRows.zeros(1, 2, 64, 1, 4), torch.ones(1, 3)
     with pytest.raises(ValueError, match="float64"):
-        step_rows.rows_filler(rows, torch.rand(1, 3, 4), scale, 16)
+        step_rows.rows_filler(rows, torch.rand(1, 3, 4), scale, torch.ones(3), 16)
     with pytest.raises(ValueError, match="do not fit"):
-        step_rows.rows_filler(rows, torch.rand(1, 3, 5, dtype=torch.float64), scale, 16)
-    fill = step_rows.rows_filler(rows, torch.rand(1, 3, 4, dtype=torch.float64), scale, 16)
+        step_rows.rows_filler(rows, torch.rand(1, 3, 5, dtype=torch.float64), scale, torch.ones(3), 16)
+    fill = step_rows.rows_filler(rows, torch.rand(1, 3, 4, dtype=torch.float64), scale, torch.ones(3), 16)
     with pytest.raises(ValueError, match="tables"):
         fill(np.zeros((1, 4, 64), dtype=np.int64), 1)  # type: ignore[arg-type]
 

@@ -28,7 +28,8 @@ REASONS = {
     "BloomForCausalLM": "a model without rotary attention (ALiBi)",
     "GPT2LMHeadModel": "a model without rotary attention (learned or sinusoidal positions)",
     "OPTForCausalLM": "a model without rotary attention (learned or sinusoidal positions)",
-    "MiniCPM3ForCausalLM": "a model with latent attention (MLA)",
+    "DeepseekV32ForCausalLM": "a model whose attention looks at chosen keys only (sparse attention)",
+    "GlmMoeDsaForCausalLM": "a model whose attention looks at chosen keys only (sparse attention)",
     "JetMoeForCausalLM": "a mixture of experts of another kind than those that are supported,",
     "MambaForCausalLM": "a model without attention",
 }

@@ -1,0 +1,182 @@
+"""Families with latent attention: DeepSeek V2 and V3, MiniCPM3, Youtu, GLM 4.7 Flash."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config
+from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, first_layers_dense
+from windlass.engine.model.families.family import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    Family,
+    Flag,
+    LatentSizes,
+    Multipliers,
+)
+from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
+
+_PAIRS = Flag("rope_interleave", default=True)
+_SHARED = GatedNames("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj")
+_NAMES = ExpertsNames(choice_bias="mlp.gate.e_score_correction_bias", shared=_SHARED)
+_LAYER_KEYS = frozenset({"first_k_dense_replace", "mlp_layer_types", "moe_layer_freq", "scoring_func", "topk_method"})
+
+
+def _checked_router(family: Family, config: Config) -> Family:
+    """DeepSeek V2 may choose groups of experts first; its weights are never divided by their sum. Raises LoadError."""
+    method = config.get("topk_method") or "greedy"
+    if method not in ("greedy", "group_limited_greedy") or config.get("norm_topk_prob"):
+        raise LoadError(
+            "config.json: topk_method must be greedy or group_limited_greedy and norm_topk_prob false: other routers of "
+            "DeepSeek V2 are not supported"
+        )
+    if family.experts is None or method == "group_limited_greedy":
+        return family
+    return replace(family, experts=replace(family.experts, grouped=False))
+
+
+DEEPSEEK_V2 = Family(
+    architecture="DeepseekV2ForCausalLM",
+    title="DeepSeek V2",
+    model_type="deepseek_v2",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        head_dim=64,
+        head_dim_key="qk_rope_head_dim",
+        scales_scores=True,
+    ),
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    interleaved=True,
+    variant=_checked_router,
+    reads=frozenset({"n_group", "topk_group", "norm_topk_prob"}),
+    experts=ExpertsRules(
+        experts=64,
+        top_k=6,
+        width=1407,
+        router=RouterSpec(normalized=False, group_score="largest"),
+        scale_key="routed_scaling_factor",
+        grouped=True,
+        shared=SharedExpert(count_key="n_shared_experts", default=2),
+        dense=first_layers_dense("first_k_dense_replace", 0),
+        names=ExpertsNames(shared=_SHARED),
+        more_keys=_LAYER_KEYS,
+    ),
+    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+)
+
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    title="DeepSeek V3, R1; Kimi K2",
+    model_type="deepseek_v3",
+    other_model_types=("kimi_k2",),
+    rules=ConfigRules(
+        max_position_embeddings=4096,
+        hidden_size=7168,
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        num_key_value_heads=128,
+        head_dim=64,
+        head_dim_key="qk_rope_head_dim",
+        scales_scores=True,
+    ),
+    out_bias=ATTENTION_BIAS,
+    interleaved=_PAIRS,
+    experts=ExpertsRules(
+        experts=256,
+        top_k=8,
+        width=2048,
+        router=RouterSpec(scores="sigmoid", scale=2.5, least_sum=1e-20, groups=8, top_groups=4),
+        normalized_key="norm_topk_prob",
+        scale_key="routed_scaling_factor",
+        grouped=True,
+        shared=SharedExpert(count_key="n_shared_experts"),
+        dense=first_layers_dense("first_k_dense_replace", 3),
+        names=_NAMES,
+        more_keys=_LAYER_KEYS,
+    ),
+    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+)
+
+YOUTU = Family(
+    architecture="YoutuForCausalLM",
+    title="Youtu-LLM",
+    model_type="youtu",
+    rules=ConfigRules(
+        max_position_embeddings=131_072,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+        head_dim_key="qk_rope_head_dim",
+        tie_word_embeddings=True,
+        scales_scores=True,
+    ),
+    out_bias=ATTENTION_BIAS,
+    interleaved=_PAIRS,
+    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
+)
+
+GLM4_MOE_LITE = Family(
+    architecture="Glm4MoeLiteForCausalLM",
+    title="GLM 4.7 Flash",
+    model_type="glm4_moe_lite",
+    rules=ConfigRules(
+        max_position_embeddings=202_752,
+        hidden_size=2048,
+        num_hidden_layers=47,
+        num_attention_heads=20,
+        num_key_value_heads=20,
+        head_dim=64,
+        head_dim_key="qk_rope_head_dim",
+        rms_norm_eps=1e-5,
+        scales_scores=True,
+    ),
+    out_bias=ATTENTION_BIAS,
+    interleaved=_PAIRS,
+    experts=ExpertsRules(
+        experts=64,
+        top_k=4,
+        width=1536,
+        router=RouterSpec(scores="sigmoid", scale=1.8, least_sum=1e-20),
+        normalized_key="norm_topk_prob",
+        scale_key="routed_scaling_factor",
+        grouped=True,
+        shared=SharedExpert(count_key="n_shared_experts"),
+        dense=first_layers_dense("first_k_dense_replace", 1),
+        names=_NAMES,
+        more_keys=_LAYER_KEYS,
+    ),
+    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256),
+)
+
+MINICPM3 = Family(
+    architecture="MiniCPM3ForCausalLM",
+    model_type="minicpm3",
+    rules=ConfigRules(
+        max_position_embeddings=32_768,
+        hidden_size=2560,
+        num_hidden_layers=62,
+        num_attention_heads=40,
+        num_key_value_heads=40,
+        head_dim=32,
+        head_dim_key="qk_rope_head_dim",
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        scales_scores=True,
+    ),
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    multipliers=Multipliers(
+        embedding="scale_emb",
+        embedding_default=12.0,
+        depth="scale_depth",
+        depth_default=1.4,
+        base_width="dim_model_base",
+        base_width_default=256.0,
+    ),
+    latent=LatentSizes(kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, v_head_dim=None),
+)

@@ -1,0 +1,81 @@
+"""Multi-head latent attention: what one layer does. Knows its spec, its weights and the backend, and nothing else.
+
+The cache holds of each token one row: the rotated part of the key, which all heads share, and behind it the latent vector
+that keys and values of every head are made of. They are never made: a query is multiplied by what would make the keys, and
+what it brings back by what would make the values (arXiv 2405.04434, section 2.1.2), in prompts too, so that the bits of a row
+do not depend on how its sequence was cut. So every head's query meets the one cached row, as in multi-query attention, and
+the row is the value as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from windlass.engine.model.adapters.adapter import LayerChanges
+from windlass.engine.model.mixers.attention import AttentionInputs
+from windlass.engine.model.mixers.latent_spec import LATENT_NORM_EPS, LatentSpec
+from windlass.kernels import Backend, KVPages, Weight
+
+
+@dataclass(slots=True)
+class LatentWeights:
+    """As `LatentSpec.weights` lists them. R rotated, N plain, V value and C latent dims. Norm weights are float32.
+
+    A head's rows of q are its rotated dims, then its plain ones; the rows of kv are the rotated dims, then the latent ones.
+    """
+
+    q: Weight  # [H * (R + N), hidden], or [H * (R + N), rank]
+    kv: Weight  # [R + C, hidden]
+    kv_norm: Tensor  # [C]
+    kv_up: Tensor  # [H * (N + V), C]: of each head what makes its keys, then what makes its values
+    out: Weight  # [hidden, H * V]
+    q_down: Weight | None = None  # [rank, hidden]
+    q_norm: Tensor | None = None  # [rank]
+    q_down_bias: Tensor | None = None
+    kv_bias: Tensor | None = None
+    out_bias: Tensor | None = None
+
+
+class LatentAttention:
+    """weights: the fields of `LatentWeights`. kind: of this layer, see `SharedAttention`."""
+
+    def __init__(self, spec: LatentSpec, weights: Mapping[str, Any], kind: int, backend: Backend) -> None:
+        self.spec = spec
+        self.weights = LatentWeights(**weights)
+        self._backend, self._kind = backend, kind
+        self._up = self.weights.kv_up.view(spec.num_heads, spec.plain_dim + spec.value_dim, spec.latent_dim)
+
+    def forward(
+        self, x: Tensor, inputs: AttentionInputs, pages: KVPages, changes: LayerChanges | None = None
+    ) -> Tensor:
+        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
+        spec, w, backend = self.spec, self.weights, self._backend
+        group = spec.rotary_group or 0
+        heads, rotated = spec.num_heads, spec.rotary_dim
+        narrow = x
+        if w.q_down is not None and w.q_norm is not None:
+            narrow = self._project("q_down", x, w.q_down, w.q_down_bias, changes)
+            narrow = backend.rms_norm(narrow, w.q_norm, LATENT_NORM_EPS)
+        q = self._project("q", narrow, w.q, None, changes).view(x.shape[0], heads, -1)  # [T, H, R + N]
+        q = backend.latent_queries(q, self._up, rotated)  # [T, H, R + C]
+        k = self._project("kv", x, w.kv, w.kv_bias, changes)  # [T, R + C]
+        backend.rms_norm_in_place(k[:, rotated:], w.kv_norm, LATENT_NORM_EPS)
+        k = k.view(x.shape[0], 1, -1)
+        backend.rotate_and_append(q, k, k[:, :, :0], *inputs.rotations[group], pages, inputs.slots[spec.kv_group])
+        if inputs.sources is not None:
+            q = backend.turn_queries(q, inputs.sources, *inputs.turns[group])
+        attended = backend.paged_attention(q, pages.with_keys_as_values, inputs.calls[self._kind])  # [T, H, R + C]
+        values = backend.latent_values(attended[:, :, rotated:], self._up, spec.value_dim)  # [T, H * V]
+        return self._project("out", values, w.out, w.out_bias, changes)
+
+    def _project(
+        self, name: str, x: Tensor, weight: Weight, bias: Tensor | None, changes: LayerChanges | None
+    ) -> Tensor:
+        out = self._backend.linear(x, weight, bias)
+        if changes is not None:
+            changes.add(name, out, x)
+        return out

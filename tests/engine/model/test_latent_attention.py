@@ -1,0 +1,196 @@
+"""Models with latent attention: what their cache holds, and that all that is done with a cache goes on as with any other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.configs import engine_config
+from helpers.engines import Finished, greedy, make_core, run, specs_of
+from helpers.raw_key_oracle import RawKeyOracle
+from helpers.tiny_models import Reference, make_model
+
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.mixers.latent_spec import LatentSpec
+from windlass.engine.rotary.scaling import RopeScaling
+
+PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+LAYERS, WIDTH = 4, 24 + 8  # latent and rotated dims of the tiny models
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in ("deepseek_v3", "minicpm3")}
+
+
+def error(core: EngineCore, model: Path, request: EngineRequest, got: Finished) -> float:
+    prompt = request.prompt_token_ids
+    right = Reference(model, specs_of(core, request), ["full_attention"]).logits([*prompt, *got.token_ids])
+    right = right[len(prompt) - 1 : -1]
+    return float((torch.stack(got.logits) - right).abs().max() / right.abs().max())
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_token_takes_its_latent_vector_and_one_rotated_part(dtype: str, size: int, models: dict[str, Path]) -> None:
+    core = make_core(models["deepseek_v3"], kv_cache_dtype=dtype)
+    assert core.info.kv_bytes_per_token == LAYERS * WIDTH * size
+    pages = core.runner.cache.pages(0)
+    assert pages.key.shape[2:] == (1, WIDTH) and pages.value.numel() == 0
+    run(core, [greedy("a", PROMPT)])
+
+
+def test_an_int8_cache_is_refused_before_a_start(models: dict[str, Path]) -> None:
+    config = engine_config(models["deepseek_v3"], kv_cache_dtype="int8", kv_cache_memory=8 << 20)
+    with pytest.raises(LoadError, match=r"`cache\.dtype=int8` is not for models with latent attention"):
+        prepare_model(config, "cpu", reads_narrow=True, free=None)
+
+
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "own": None,
+    "none": {"rope_type": "default"},
+    "yarn": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32},
+    "whole scores": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "only whole scores": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale_all_dim": 0.5,
+    },
+    "linear": {"rope_type": "linear", "factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}], ids=["", "chunks"])
+def test_requests_under_other_scalings_in_one_batch(
+    options: dict[str, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each as transformers has it with that object in its config.json, mscale_all_dim on whole scores included."""
+    model, core = models["deepseek_v3"], make_core(models["deepseek_v3"], **options)
+    requests = [
+        greedy(name, PROMPT, 9, rope_scaling=None if given is None else RopeScaling.from_dict(given))
+        for name, given in SCALINGS.items()
+    ]
+    together = run(core, requests)
+    config = json.loads((model / "config.json").read_text())
+    for request in requests:
+        name, given = request.request_id, SCALINGS[request.request_id]
+        other = shutil.copytree(model, tmp_path / name)
+        if given is not None:
+            parameters = {"rope_theta": config["rope_parameters"]["rope_theta"], **given}
+            (other / "config.json").write_text(json.dumps({**config, "rope_parameters": parameters}))
+        assert error(core, other, request, together[name, 0]) < 1e-5, name
+    # Where whole scores were left as they are, this would show.
+    assert error(core, models["deepseek_v3"], requests[3], together["none", 0]) > 1e-3
+    factor = specs_of(core, requests[3])[0].score_scale
+    assert factor == pytest.approx((0.1 * torch.tensor(8.0).log().item() + 1) ** 2)
+    assert len({specs_of(core, request)[0].fingerprint for request in requests}) == len(requests)
+
+
+def test_a_factor_on_scores_has_a_bound(models: dict[str, Path]) -> None:
+    scaling = RopeScaling.from_dict({"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1e9})
+    with pytest.raises(RequestError, match="rope_scaling"):
+        make_core(models["deepseek_v3"]).add(greedy("a", PROMPT, rope_scaling=scaling))
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "deterministic"])
+def test_a_crowd_that_is_preempted_gets_what_each_gets_alone(
+    model: str, options: dict[str, Any], models: dict[str, Path]
+) -> None:
+    requests = [greedy(f"r{i}", PROMPT[i:] + PROMPT[: 3 * i], 30) for i in range(6)]
+    alone = {one.request_id: run(make_core(models[model], **options), [one])[one.request_id, 0] for one in requests}
+    room = 14 * 16 * LAYERS * WIDTH * 4  # 14 blocks
+    core = make_core(models[model], kv_cache_memory=room, max_model_len=96, **options)
+    together = run(core, requests)
+    assert core.stats().num_preemptions > 0
+    for name, right in alone.items():
+        got = together[name, 0]
+        assert got.token_ids == right.token_ids
+        difference = float((torch.stack(got.logits) - torch.stack(right.logits)).abs().max())
+        assert difference <= (0 if options else 1e-4), name
+
+
+def test_proposed_tokens_change_nothing(models: dict[str, Path]) -> None:
+    request = greedy("a", PROMPT[:8] * 4, 40)
+    right = run(make_core(models["deepseek_v3"]), [request])["a", 0]
+    core = make_core(models["deepseek_v3"], speculative_ngram=4, speculative_ngram_min=1)
+    assert run(core, [request])["a", 0].token_ids == right.token_ids
+    assert core.stats().spec_decode_num_draft_tokens > 0
+
+
+def test_keys_are_rotated_anew_as_a_text_grows(tmp_path: Path) -> None:
+    """Under `rotate` only the rotated part of a cached row changes, and the rest goes along to the new block."""
+    model = make_model("deepseek_v3", tmp_path, max_position_embeddings=32, rope_parameters={"rope_type": "default"})
+    core, prompt = make_core(model, max_model_len=128), PROMPT[:20]
+    scaling = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})
+    request = greedy("a", prompt, 40, rope_scaling=scaling, rope_update="rotate")
+    got = run(core, [request])["a", 0]
+    report = got.outputs[-1].rotary
+    assert report is not None and report.moves > 0
+    oracle, plan, right = (
+        RawKeyOracle(model, specs_of(core, request), ["full_attention"]),
+        core.plan_rotation(request),
+        [],
+    )
+    for index, token in enumerate([*prompt, *got.token_ids]):
+        oracle.enter(plan.stage(max(index + 1, len(prompt))).specs)
+        right.append(oracle.step(token, index, range(index + 1), [True] * (index + 1)))
+    expected = torch.stack(right[len(prompt) - 1 : -1])
+    assert (torch.stack(got.logits) - expected).abs().max() / expected.abs().max() < 2e-5
+
+
+BASE: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 2,
+}
+
+
+def test_what_config_json_leaves_out_is_what_the_class_has() -> None:
+    mixer = read_spec(BASE).layers[0].mixer
+    assert isinstance(mixer, LatentSpec)
+    assert (mixer.latent_dim, mixer.rotary_dim, mixer.plain_dim, mixer.value_dim) == (512, 64, 128, 128)
+    assert mixer.query_rank == 1536 and mixer.interleaved and mixer.scale == 192**-0.5
+    without = read_spec({**BASE, "q_lora_rank": None, "model_type": "kimi_k2"}).layers[0].mixer
+    assert isinstance(without, LatentSpec) and without.query_rank is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads differs"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
+        ({"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer"),
+        ({"q_lora_rank": "8"}, "q_lora_rank must be a positive integer"),
+        ({"qk_rope_head_dim": 7}, "7 rotated dimensions"),
+        ({"first_k_dense_replace": 1, "n_group": 3}, "do not make 3 groups"),
+        (
+            {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "topk_method": "noaux_tc"},
+            "topk_method must be greedy or group_limited_greedy",
+        ),
+        ({"rope_interleave": 1}, "rope_interleave must be true or false"),
+    ],
+)
+def test_what_such_layers_cannot_have_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(LoadError, match=says):
+        read_spec({**BASE, **given})
