@@ -48,6 +48,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "proportional": ("factor",),
     "learned": (),
     "dual_chunk": DUAL_CHUNK,
+    "self_extend": ("group_size", "window", "original_max_position_embeddings", "log_n"),
+    "rerope": ("window", "factor", "original_max_position_embeddings", "log_n"),
     "log_n": ("original_max_position_embeddings",),
 }
 ALIASES = {"su": "longrope", "mrope": "default"}
@@ -83,6 +85,9 @@ def check_together(kind: str, values: Mapping[str, Any], param: str) -> None:
             raise ValueError(f"{param}.beta_fast should not be below beta_slow (they default to 32 and 1)")
         if values.get("local_size", 1) >= values.get("chunk_size", math.inf):
             raise ValueError(f"{param}.local_size should be smaller than chunk_size")
+    elif kind == "rerope":
+        if values.get("factor", 1.0) < 1:
+            raise ValueError(f"{param}.factor should be at least 1")
     elif kind == "llama3":
         if values["high_freq_factor"] < values["low_freq_factor"]:
             raise ValueError(f"{param}.high_freq_factor should not be below low_freq_factor")
@@ -132,6 +137,13 @@ def _tokens(value: Any, where: str) -> int:
     return int(number)
 
 
+def _group(value: Any, where: str) -> int:
+    number = _number(value, where)
+    if number != int(number) or not 2 <= number < 2**31:
+        raise ValueError(f"{where} should be a whole number, at least 2, got {number:g}")
+    return int(number)
+
+
 def _flag(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{where} should be True or False, not {type(value).__name__}")
@@ -173,6 +185,8 @@ READERS: dict[str, Callable[[Any, str], Any]] = {
     "truncate": _flag,
     "chunk_size": _length,
     "local_size": _tokens,
+    "window": _tokens,
+    "group_size": _group,
     "log_n": _flag,
     "length_scores": _flag,
     "low_freq_factor": _positive,

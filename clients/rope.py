@@ -169,6 +169,51 @@ class RopeScaling(dict[str, Any]):
         return cls._build("dual_chunk", given, common)
 
     @classmethod
+    def self_extend(
+        cls,
+        *,
+        group_size: int | None = None,
+        window: int | None = None,
+        original_max_position_embeddings: int | None = None,
+        log_n: bool | None = None,
+        **common: Unpack[CommonFields],
+    ) -> Self:
+        """Self-Extend: keys nearer than `window` tokens are in order, those behind count in groups of `group_size` tokens.
+
+        window defaults to a quarter of the trained length, group_size to 4. Keys are kept twice. log_n: as of `dual_chunk`.
+        """
+        given = {
+            "group_size": group_size,
+            "window": window,
+            "original_max_position_embeddings": original_max_position_embeddings,
+            "log_n": log_n,
+        }
+        return cls._build("self_extend", given, common)
+
+    @classmethod
+    def rerope(
+        cls,
+        *,
+        window: int | None = None,
+        factor: float | None = None,
+        original_max_position_embeddings: int | None = None,
+        log_n: bool | None = None,
+        **common: Unpack[CommonFields],
+    ) -> Self:
+        """ReRoPE: no key seems further away than `window` tokens (default: half the trained length).
+
+        factor: the leaky form, in which distances beyond the window grow, but as many times as slowly. Keys are kept twice.
+        log_n: as of `dual_chunk`.
+        """
+        given = {
+            "window": window,
+            "factor": factor,
+            "original_max_position_embeddings": original_max_position_embeddings,
+            "log_n": log_n,
+        }
+        return cls._build("rerope", given, common)
+
+    @classmethod
     def log_n(cls, original_max_position_embeddings: int | None = None, **common: Unpack[CommonFields]) -> Self:
         """Scores grow with the logarithm of the position, from the given length (default: the trained one) on."""
         given = {"original_max_position_embeddings": original_max_position_embeddings}

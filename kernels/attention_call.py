@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 class KeyRange(NamedTuple):
-    """Keys [begin, end) of a sequence, the row of q in which its first query meets them, how far a query sees back, and what
-    its distance from a key is more than the places between them."""
+    """Keys [begin, end) of a sequence, the row of q in which its first query meets them, how far a query sees back (below 0:
+    from how far on), and what its distance from a key is more than the places between them."""
 
     begin: int
     end: int
@@ -51,7 +51,9 @@ class AttentionCall:
     chunk: int | None = None  # a query at index i sees keys of its own chunk i // chunk only
     range_ends: Tensor | None = None  # [B, R] int64, rising, padding repeats ends; the last is seq_lens at least
     range_rows: Tensor | None = None  # [B, R] int64, rows of q; -1: a hole, whose keys and table entries are never read
-    range_reaches: Tensor | None = None  # [B, R] int64; index i sees key j where j <= i and i - j < reach
+    range_reaches: Tensor | None = (
+        None  # [B, R] int64; index i sees key j where 0 <= i - j < reach, or below 0 where i - j >= -reach
+    )
     alibi_slopes: Tensor | None = (
         None  # [Hq] float32; capped scores lose slope * distance (2108.12409); with range_gaps only
     )
@@ -214,9 +216,10 @@ class AttentionCall:
         gaps = [0] * len(ends) if self.range_gaps is None else self.range_gaps[0].tolist()
         for end, row, reach, gap in zip(ends, rows, reaches, gaps, strict=True):
             end = min(end, length)
-            first = max(begin, length - self.num_tokens - reach + 1)  # of the first query
+            first = max(begin, length - self.num_tokens - reach + 1) if reach > 0 else begin  # of the first query
             begin = max(begin, end)
-            if row == -1 or reach <= 0 or first >= end:
+            end = min(end, length + min(reach, 0))  # of the last one
+            if row == -1 or reach == 0 or first >= end:
                 continue
             if row < -1:
                 raise IndexError(f"range_rows: {row} is no row of q")

@@ -307,8 +307,8 @@ class Backend(ABC):
         """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
 
         q: [T, Hq, D], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged; the three share a
-        dtype. cos, sin: [T, d/2] float32, d <= D. q_scale: [T] float32. slots: [T] int64, distinct. int8 pages take what
-        `reference.quantize` makes of the result.
+        dtype. cos, sin: [T, d/2] float32, d <= D. q_scale: [T] float32. slots: [T] int64, distinct; negative ones
+        write nothing. int8 pages take what `reference.quantize` makes of the result.
         """
 
     @abstractmethod

@@ -74,6 +74,9 @@ class BlockManager:
             if rerotates:
                 count += total - (len(handle.originals[group].blocks) if handle.originals else 0)
             need.append(max(0, count))
+        if handle.far is not None:
+            far = self.blocks_to_come(handle.far, num_slots, chunk, rerotates=False)
+            need = [own + other for own, other in zip(need, far, strict=True)]
         return need
 
     def available(self) -> list[int]:
@@ -105,6 +108,10 @@ class BlockManager:
         """
         if not self.enable_prefix_caching or handle.private:
             return 0, False
+        found = self._match(handle, token_ids, num_shareable)
+        return found if handle.far is None else min(found, self._match(handle.far, token_ids, num_shareable))
+
+    def _match(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
         size, digests = self.block_size, handle.chain.digests
         handle.chain.extend(token_ids, num_shareable)
         groups = [(pool.cached, pool.window) for pool in self.pools]
@@ -127,6 +134,8 @@ class BlockManager:
         # What it takes over is offered once more where it may be found as a passage by others than those before.
         handle.hold(tables, num_tokens, num_blocks if handle.chain.scope is None else 0)
         self._share(tables)
+        if handle.far is not None:
+            self.attach(handle.far, num_blocks)
 
     def settle(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_computed_tokens: int) -> None:
         """Book that the keys of the first `num_computed_tokens` tokens are written and final.
@@ -142,6 +151,8 @@ class BlockManager:
         for pool, table in zip(self.pools, handle.tables, strict=True):
             while len(table.blocks) > needed:
                 pool.release(table.pop())
+        if handle.far is not None:
+            self.settle(handle.far, token_ids, num_computed_tokens)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
@@ -153,14 +164,15 @@ class BlockManager:
         start, size = handle.num_slots, self.block_size
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
             held = len(table.blocks)
-            copy = pool.needs_copy(table.blocks, start // size)
+            alike = [table.blocks] if handle.far is None else [table.blocks, handle.far.tables[group].blocks]
+            copies = sum(pool.needs_copy(blocks, start // size) for blocks in alike)
             extra = reserved[group] if reserved else 0
-            if not copy and not extra and start + num_tokens <= held * size:
+            if not copies and not extra and start + num_tokens <= held * size:
                 continue
-            spare = pool.num_available - copy - extra
+            spare = pool.num_available - copies - extra
             if spare < 0:
                 return 0
-            num_tokens = min(num_tokens, (held + spare) * size - start)
+            num_tokens = min(num_tokens, (held + spare // len(alike)) * size - start)
         return num_tokens
 
     def allocate(self, handle: CacheHandle, num_tokens: int) -> list[BlockCopy]:
@@ -190,12 +202,12 @@ class BlockManager:
                 copies.append(BlockCopy(group, source, target))
             for _ in range(len(table.blocks), end):
                 table.append(pool.take(handle.unhashed))
-        return copies
+        return copies if handle.far is None else copies + self.allocate(handle.far, num_tokens)
 
     def cut_out(self, handle: CacheHandle, first: int, end: int, *, closing: bool) -> None:
         """Give up logical blocks first .. end - 1, which are full: see `CacheHandle.cut_out`. Nobody else notices."""
         size = self.block_size
-        if not 0 <= first < end or end * size > handle.num_slots:
+        if not 0 <= first < end or end * size > handle.num_slots or handle.far is not None:
             raise RuntimeError(f"blocks {first} to {end} of a sequence of {handle.num_slots} slots cannot be cut out")
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
             removed = handle.originals[group].remove(first, end, size) if handle.originals else []
@@ -209,6 +221,8 @@ class BlockManager:
             raise RuntimeError("a sequence with re-rotated keys cannot be forked")
         child.copy(parent)
         self._share(child.tables)
+        if parent.far is not None and child.far is not None:
+            self.fork(parent.far, child.far)
 
     def free(self, handle: CacheHandle) -> None:
         """Release everything that is held, tail first. Freeing twice does nothing the second time."""
@@ -221,11 +235,13 @@ class BlockManager:
                 for i in range(len(blocks) - 1, table.num_dropped - 1, -1):
                     pool.release(blocks[i])
         handle.release()
+        if handle.far is not None:
+            self.free(handle.far)
 
     def park(self, handle: CacheHandle) -> tuple[tuple[int, ...], ...]:
         """Release everything, to take it up again with what it holds now; returns the blocks, per group."""
-        if handle.originals:
-            raise RuntimeError("a sequence with re-rotated keys cannot be parked")
+        if handle.originals or handle.far is not None:
+            raise RuntimeError("a sequence with re-rotated keys, or keys that stand twice, cannot be parked")
         blocks = tuple(tuple(table.blocks[table.num_dropped :]) for table in handle.tables)
         for pool, held in zip(self.pools, blocks, strict=True):
             for block in reversed(held):
@@ -287,7 +303,8 @@ class BlockManager:
         """Raise AssertionError unless the reference counts are exactly what the handles say."""
         counts = [[0] * pool.num_blocks for pool in self.pools]
         self.passages.check()
-        for handle in handles:
+        held = [part for handle in handles for part in (handle, handle.far) if part is not None]
+        for handle in held:
             for group in range(len(self.pools)):
                 for passage in handle.passages:
                     for block in passage.blocks[group]:

@@ -8,12 +8,13 @@ else reads it, takes its changes, or asks the block manager.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.engine.cache.changes import UNCHANGED, TableChanges
-from windlass.engine.cache.prefix import HashChain, moved_digest
+from windlass.engine.cache.prefix import HashChain, far_root, moved_digest
 from windlass.engine.cache.runs import OPEN_END, HeldPassage, SlotLayout
 from windlass.engine.cache.tables import BlockTable, Originals
+from windlass.engine.rotary.distances import PLAIN
 from windlass.engine.rotary.scaling import RotarySpec
 
 
@@ -36,6 +37,8 @@ class CacheHandle:
     or last. private: what is computed from now on is no prompt's prefix. unhashed: nor is it found as a passage. chain,
     num_committed_blocks: digests of the full blocks before, and how many of them were offered to later prompts. passages:
     those that it holds and will take up, in order. num_reused_passages, num_reused_tokens: those it has.
+    far: where the specs have keys stand a second time, as they seem from far away: what holds those, slot by slot the same
+    tokens; None elsewhere. The block manager does to it what it does to this.
     """
 
     __slots__ = (
@@ -55,6 +58,7 @@ class CacheHandle:
         "_specs",
         "_tables",
         "_trail",
+        "far",
         "floor",
     )
 
@@ -83,6 +87,7 @@ class CacheHandle:
         self._trail: Trail | None = None
         self._parked: tuple[int, list[tuple[int, int]]] | None = None
         self._restarted = True
+        self.far = self._new_far()
 
     # -- read by everybody -----------------------------------------------------------------------------------------
 
@@ -175,16 +180,17 @@ class CacheHandle:
     def take_changes(self, *, whole: bool = False) -> TableChanges:
         """What has happened to the tables since this was last called; everything if it is new, held nothing since, or `whole`.
 
-        Whoever applies every answer to its copies of the tables has exactly the tables.
+        The tables of its far keys come behind its own. Whoever applies every answer to its copies of the tables has exactly the tables.
         """
+        tables = self._tables if self.far is None else [*self._tables, *self.far.tables]
         if whole or self._restarted:
             self._restarted = False
-            for table in self._tables:
+            for table in tables:
                 table.forget_taken()
-            return TableChanges(True, tuple([table.take_change() for table in self._tables]))
-        for table in self._tables:
+            return TableChanges(True, tuple([table.take_change() for table in tables]))
+        for table in tables:
             if table.changed:
-                return TableChanges(False, tuple([table.take_change() for table in self._tables]))
+                return TableChanges(False, tuple([table.take_change() for table in tables]))
         return UNCHANGED
 
     # -- written by engine.cache alone -----------------------------------------------------------------------------
@@ -314,6 +320,7 @@ class CacheHandle:
         self._trail = parent._trail
         self._num_shifts = parent._num_shifts
         self._num_reused_passages, self._num_reused_tokens = parent._num_reused_passages, parent._num_reused_tokens
+        self.far = self._new_far()
 
     def start_over(self, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool) -> None:
         """Stand for keys under other specs, of which none is computed yet."""
@@ -325,3 +332,12 @@ class CacheHandle:
         if not self._layout.is_plain:  # what was dropped comes again
             self._layout, self._num_shifts = SlotLayout.starting_at(self._layout.first_position), 0
         self._num_rerotations = 0
+        self.far = self._new_far()
+
+    def _new_far(self) -> CacheHandle | None:
+        """Of its chain and specs, holding nothing."""
+        if not any(spec.distances.keeps_far_keys for spec in self._specs):
+            return None
+        specs = tuple(replace(spec, distances=PLAIN) for spec in self._specs)
+        chain = HashChain(far_root(self._chain.root), self._chain.block_size)
+        return CacheHandle(chain, specs, private=self._private, first_position=self._layout.first_position)

@@ -37,6 +37,11 @@ def root_digest(
     return digest.digest()
 
 
+def far_root(root: bytes) -> bytes:
+    """The root for keys of the same tokens as they seem from far away."""
+    return hashlib.sha256(b"windlass far keys 1" + root).digest()
+
+
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Digest of a full block: sha256 over the parent's digest and the token ids as little-endian int64."""
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.execution.ranges import chunk_pieces, is_ranged, query_ranges
+from windlass.engine.execution.ranges import chunk_pieces, far_positions, is_ranged, query_ranges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
@@ -30,6 +30,9 @@ _MAX_SHAPES = 4
 _FIRST_COLUMNS = 64
 # Longest context over which proposed tokens are attended row by row.
 _ROW_BY_ROW_LENGTH = 1024
+# Far keys take a multiple of as many slots: kernels cut a sequence at absolute places, and however many keys there are, those
+# nearby lie in the same cuts.
+_FAR_SLOTS = 256
 
 
 class _Memory:
@@ -86,6 +89,7 @@ class BatchBuilder:
         self._sequences, self._rotary = sequences, rotary
         self._groups, self._block_size, self._device = num_groups, block_size, backend.device
         self._backend = backend
+        self._far_step = math.lcm(block_size, _FAR_SLOTS) // block_size  # blocks
         self._memory: OrderedDict[tuple[int, int], _Memory] = OrderedDict()  # by rows and width
         self.lasting = backend.reads_host_memory
 
@@ -138,10 +142,24 @@ class BatchBuilder:
             ],
             dtype=np.int64,
         ).T.copy()
+        rules = [self._rotary.distances[live.rotary_id] for live, _, _ in chunks]
+        rows = [live.row for live, _, _ in chunks]
+        far_blocks = [
+            -(-live.num_blocks[0] // self._far_step) * self._far_step if rule.keeps_far_keys else 0
+            for (live, _, _), rule in zip(chunks, rules, strict=True)
+        ]
+        keeps_far_keys = any(far_blocks)
+        if keeps_far_keys:  # they come first, so that those nearby stand at the end as everywhere
+            far_slots = np.array(far_blocks) * self._block_size
+            starts, first = starts + far_slots, first - far_slots
         lengths = starts + counts
         query_start = np.zeros(len(chunks) + 1, dtype=np.int64)
         counts.cumsum(out=query_start[1:])
-        tables = self._sequences.tables([live.row for live, _, _ in chunks], -(-int(lengths.max()) // self._block_size))
+        columns = -(-int(lengths.max()) // self._block_size)
+        if keeps_far_keys:
+            tables = self._sequences.tables_behind_far_keys(list(zip(rows, far_blocks, strict=True)), columns)
+        else:
+            tables = self._sequences.tables(rows, columns)
         ids = np.concatenate([np.array(ids, dtype=np.int64) for _, _, ids in chunks])
         row = np.arange(len(chunks)).repeat(counts)  # [T]
         index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(counts)  # [T], its slot in its sequence
@@ -150,12 +168,13 @@ class BatchBuilder:
         if slots.min() < 0:
             raise IndexError("a scheduled token has no block to go to")
         places = index + first[row]
-        rules = [self._rotary.distances[live.rotary_id] for live, _, _ in chunks]
         turned_at, score_scale = _under_rules(rules, counts, places)
         positions, rotary_ids = self._tensor(turned_at), self._tensor(rotary[row])
         rotation = self._rotary.cos_sin(rotary_ids, positions)
         rotation = rotation._replace(score_scale=rotation.score_scale * self._tensor(score_scale))
-        versions = self._versions(chunks, rules, places, closed[row], rotary[row]) if ranged else None
+        versions = self._versions(chunks, rules, places, closed[row], rotary[row], far_blocks) if ranged else None
+        if versions is not None and keeps_far_keys:
+            self._add_far_keys(versions, rules, counts, places, rotary[row], tables, index - far_slots[row], row)
         return ForwardBatch(
             input_ids=self._tensor(ids),
             positions=positions,
@@ -176,14 +195,17 @@ class BatchBuilder:
         positions: NDArray[np.int64],
         closed: NDArray[np.int64],
         rotary: NDArray[np.int64],
+        far_blocks: list[int],
     ) -> QueryVersions:
-        """positions, closed, rotary: [T], of each token, the tokens missing before it, and its rotary row."""
+        """positions, closed, rotary: [T], of each token, the tokens missing before it, and its rotary row. far_blocks: of each
+        chunk, leading blocks of its table that hold far keys."""
         spans, token = [], 0
         for live, _, ids in chunks:
             spans.append((live, int(positions[token]), len(ids)))
             token += len(ids)
-        found = query_ranges(spans, rules, self._windows, anchored=self._anchored)
-        turned = self._rotary.cos_sin(self._tensor(rotary[found.sources]), self._tensor(found.turns))
+        far_slots = [blocks * self._block_size for blocks in far_blocks]
+        found = query_ranges(spans, rules, self._windows, anchored=self._anchored, far_slots=far_slots)
+        cos, sin = self._turned(rotary[found.sources], found.turns, found.slopes)
         anchor_cos = anchor_sin = every_query = None
         if self._anchored and closed.any():
             anchor_cos, anchor_sin = self._rotary.cos_sin(self._tensor(rotary), self._tensor(-closed))[:2]
@@ -191,12 +213,50 @@ class BatchBuilder:
         names = ("ends", "rows", "plain_rows", "reaches", "sources")
         return QueryVersions(
             **{name: self._tensor(getattr(found, name)) for name in names},
-            cos=turned.cos,
-            sin=turned.sin,
+            cos=cos,
+            sin=sin,
             anchor_cos=anchor_cos,
             anchor_sin=anchor_sin,
             every_query=every_query,
         )
+
+    def _add_far_keys(
+        self,
+        versions: QueryVersions,
+        rules: list[Distances],
+        counts: NDArray[np.int64],
+        places: NDArray[np.int64],
+        rotary: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        index: NDArray[np.int64],
+        row: NDArray[np.int64],
+    ) -> None:
+        """Where the step's keys are kept a second time, and how they are rotated there.
+
+        places, rotary, index, row: [T], of each token its position, its rotary row, its place in its sequence, and its chunk.
+        """
+        kept = np.array([rule.keeps_far_keys for rule in rules])[row]  # [T]
+        block, offset = np.divmod(index, self._block_size)
+        slots = tables[:, row, np.where(kept, block, 0)] * np.int64(self._block_size) + offset  # [K, T]
+        at = np.concatenate(
+            [
+                far_positions(rule, part)
+                for rule, part in zip(rules, np.split(places, counts.cumsum()[:-1]), strict=True)
+            ]
+        )
+        slopes = np.array([1.0 if rule.near is None or rule.group is not None else rule.slope for rule in rules])
+        versions.far_slots = self._tensor(np.where(kept, slots, -1))
+        slowed = bool((slopes != 1).any())
+        versions.far_cos, versions.far_sin = self._turned(rotary, at, slopes[row] if slowed else None)
+
+    def _turned(
+        self, rotary: NDArray[np.int64], positions: NDArray[np.int64], slopes: NDArray[np.float64] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [G, N, rotary_dim / 2] under these rows. slopes: share of their frequencies, None for the whole."""
+        ids, at = self._tensor(rotary), self._tensor(positions)
+        if slopes is None:
+            return self._rotary.cos_sin(ids, at)[:2]
+        return self._rotary.slowed_cos_sin(ids, at, self._tensor(slopes))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)

@@ -26,7 +26,8 @@ class _Span:
     """A part of a sequence's slots that its queries meet alike. offset: position where a key stands minus its slot.
 
     sink: whether its tokens stay in sight, at the edge of the window. chunks_back: whole chunks between it and the query's own,
-    where keys seem as far as a rule of distances says; 2 for all older ones.
+    where keys seem as far as a rule of distances says; 2 for all older ones. far: its keys are kept as they seem from far away.
+    reach: see `AttentionCall`; None: as far as windows let it.
     """
 
     end_slot: int
@@ -35,6 +36,8 @@ class _Span:
     empty: bool = False
     sink: bool = False
     chunks_back: int = 0
+    far: bool = False
+    reach: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,8 @@ class QueryRanges:
     """B sequences of T tokens in R ranges; V versions beside the queries themselves; W kinds of windows.
 
     ends, rows, reaches: see `AttentionCall`; plain_rows: the rows for layers that do not rotate. sources, turns: per version
-    the token that it is of, and by how many positions it is turned.
+    the token that it is of, and by how many positions it is turned. slopes: per version by which share of the frequencies;
+    None: all by the whole of them.
     """
 
     ends: NDArray[np.int64]  # [B, R]
@@ -51,6 +55,7 @@ class QueryRanges:
     reaches: NDArray[np.int64]  # [W, B, R]
     sources: NDArray[np.int64]  # [V]
     turns: NDArray[np.int64]  # [V]
+    slopes: NDArray[np.float64] | None = None  # [V]
 
 
 def is_ranged(live: LiveSequence) -> bool:
@@ -74,18 +79,18 @@ def query_ranges(
     windows: abc.Sequence[int | None],
     *,
     anchored: bool,
+    far_slots: abc.Sequence[int] = (),
 ) -> QueryRanges:
     """Ranges of chunks (sequence, position of the first query, queries), in order of their rows.
 
-    rules: the distances of each; a chunk under dual chunk attention is one of `chunk_pieces`.
+    rules: the distances of each; a chunk under dual chunk attention is one of `chunk_pieces`. far_slots: of each, leading slots
+    that hold its far keys; none at all where no chunk has any.
     windows: the kinds of windows that layers have, None for none. anchored: the queries stand back by the tokens dropped
     before them, so that kept tokens meet them as they are and those behind do not.
     """
     spans = [
-        _spans(live.layout, live.window, live.sinks)
-        if rule.chunk is None
-        else _chunk_spans(position // rule.chunk, rule.chunk)
-        for (live, position, _), rule in zip(chunks, rules, strict=True)
+        _spans_under(rule, live, position, count, far)
+        for (live, position, count), rule, far in zip(chunks, rules, far_slots or [0] * len(chunks), strict=True)
     ]
     most = max(map(len, spans))
     num_tokens = sum(count for _, _, count in chunks)
@@ -94,11 +99,12 @@ def query_ranges(
     plain_rows, reaches = rows.copy(), np.zeros((len(windows), *shape), dtype=np.int64)
     sources: list[NDArray[np.int64]] = []
     turns: list[NDArray[np.int64]] = []
+    slopes: list[NDArray[np.float64]] = []
     token = versions = 0
     for b, ((live, position, count), own, rule) in enumerate(zip(chunks, spans, rules, strict=True)):
         first_position, back = live.layout.first_position, live.layout.num_closed if anchored else 0
         positions = np.arange(position, position + count, dtype=np.int64)
-        rows_of: dict[tuple[int, bool, int], int] = {}  # spans that ask for the same turns share a version
+        rows_of: dict[tuple[int, bool, int, bool], int] = {}  # spans that ask for the same turns share a version
         for r, span in enumerate(own):
             ends[b, r] = span.end_slot
             if span.empty:
@@ -106,9 +112,11 @@ def query_ranges(
             gap = own[-1].offset - span.offset
             for w, window in enumerate(windows):
                 bounds = [x for x in (window, None if span.sink else live.window) if x is not None]
-                reaches[w, b, r] = min(bounds) - gap if bounds else NO_BOUND
+                reaches[w, b, r] = max(min(bounds) - gap, 0) if bounds else NO_BOUND
+            if span.reach is not None:
+                reaches[:, b, r] = span.reach
             plain_rows[b, r] = token
-            known = rows_of.get((span.shift, span.sink, span.chunks_back))
+            known = rows_of.get((span.shift, span.sink, span.chunks_back, span.far))
             if known is not None:
                 rows[b, r] = known
                 continue
@@ -119,13 +127,16 @@ def query_ranges(
                 turn += np.minimum(positions, farthest) - positions
             if span.chunks_back:
                 turn += _turns_back(rule, positions, span.chunks_back)
+            if span.far:
+                turn += turns_to_far_keys(rule, positions)
             rows[b, r] = token
             if turn.any():
                 rows[b, r] = num_tokens + versions
                 sources.append(np.arange(token, token + count, dtype=np.int64))
                 turns.append(turn)
+                slopes.append(np.full(count, 1 - rule.slope if span.far else 1.0))
                 versions += count
-            rows_of[span.shift, span.sink, span.chunks_back] = int(rows[b, r])
+            rows_of[span.shift, span.sink, span.chunks_back, span.far] = int(rows[b, r])
         token += count
     nothing = np.zeros(0, dtype=np.int64)
     return QueryRanges(
@@ -135,7 +146,40 @@ def query_ranges(
         reaches,
         np.concatenate(sources) if sources else nothing,
         np.concatenate(turns) if turns else nothing,
+        np.concatenate(slopes) if any(rule.slope for rule in rules) and slopes else None,
     )
+
+
+def _spans_under(rule: Distances, live: LiveSequence, position: int, count: int, far_slots: int) -> list[_Span]:
+    """The parts that `count` queries from a position on meet."""
+    if rule.chunk is not None:
+        return _chunk_spans(position // rule.chunk, rule.chunk)
+    if rule.near is not None:
+        return _far_spans(rule.near, position + count - rule.near, far_slots)
+    return _spans(live.layout, live.window, live.sinks)
+
+
+def _far_spans(near: int, end: int, far_slots: int) -> list[_Span]:
+    """The keys as they seem from far away, up to the last that any query sees so, and behind them those nearby."""
+    spans = [_Span(end, 0, 0, far=True, reach=-far_slots - near)] if end > 0 else []
+    if max(end, 0) < far_slots:
+        spans.append(_Span(far_slots, 0, 0, empty=True))
+    return [*spans, _Span(OPEN_END, 0, 0, reach=near)]
+
+
+def far_positions(rule: Distances, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where keys at these positions seem to stand from far away, at the share `slope` of the frequencies without a group."""
+    return positions if rule.group is None else positions // rule.group
+
+
+def turns_to_far_keys(rule: Distances, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """By how much queries at these positions are turned on before they meet far keys, at 1 - slope of the frequencies.
+
+    A query at i then stands at w + (i - w) slope: (i - w)(1 - slope) less.
+    """
+    near, group = rule.near, rule.group
+    assert near is not None
+    return near - positions if group is None else positions // group + near - near // group - positions
 
 
 def _chunk_spans(number: int, size: int) -> list[_Span]:

@@ -135,7 +135,8 @@ def _shape_of(versions: QueryVersions | None) -> tuple[int, ...]:
     """What two batches' versions agree in where their steps are of one shape."""
     if versions is None:
         return ()
-    return versions.ends.shape[1], versions.sources.shape[0], versions.anchor_cos is not None
+    parts = versions.anchor_cos is not None, versions.far_slots is not None
+    return versions.ends.shape[1], versions.sources.shape[0], *parts
 
 
 def _copied(versions: QueryVersions | None) -> QueryVersions | None:

@@ -30,7 +30,8 @@ class LiveSequence:
     """slot: its settings, and `token_ids`, the tokens known so far. row: of its tables in the array.
 
     layout: which slots hold which positions. window, sinks, adapter: see `NewSequence`.
-    num_blocks, num_dropped: length of the table of each KV group, and how many leading entries of it are -1.
+    num_blocks, num_dropped: length of the table of each KV group, and how many leading entries of it are -1; behind those the
+    same of its far keys, which other requests have none of.
     """
 
     slot: SampleSlot
@@ -49,7 +50,9 @@ class LiveSequences:
     """num_groups: KV groups. num_rows: rows held at first; there are always as many as sequences."""
 
     def __init__(self, num_groups: int, num_rows: int = 16) -> None:
-        self._tables = np.full((num_groups, num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)  # [K, R, blocks]
+        self._num_groups = num_groups
+        # [2K, R, blocks]: of every KV group, and behind those of every group for far keys.
+        self._tables = np.full((2 * num_groups, num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
         self.by_id: dict[int, LiveSequence] = {}  # read by many, changed here alone
         self.pooled: dict[int, PoolingRule] = {}  # those of them that are pooled
@@ -119,7 +122,7 @@ class LiveSequences:
         """
         if columns > self._tables.shape[2]:
             self._reserve(0, columns)
-        return self._tables
+        return self._tables[: self._num_groups]
 
     def tables(self, rows: list[int], max_blocks: int) -> NDArray[np.int32]:
         """[K, B, max_blocks] of these rows; a view of what the next plan may change, where they lie side by side.
@@ -129,9 +132,20 @@ class LiveSequences:
         if max_blocks > self._tables.shape[2]:
             self._reserve(0, max_blocks)
         first, count = rows[0], len(rows)
+        tables = self._tables[: self._num_groups]
         if rows == list(range(first, first + count)):
-            return self._tables[:, first : first + count, :max_blocks]
-        return self._tables[:, rows, :max_blocks]
+            return tables[:, first : first + count, :max_blocks]
+        return tables[:, rows, :max_blocks]
+
+    def tables_behind_far_keys(self, sequences: abc.Sequence[tuple[int, int]], max_blocks: int) -> NDArray[np.int32]:
+        """[K, B, max_blocks] of these (row, leading blocks of far keys that come first); entries past the last are -1."""
+        groups, held = self._num_groups, self._tables.shape[2]
+        tables = np.full((groups, len(sequences), max_blocks), -1, dtype=np.int32)
+        for b, (row, far) in enumerate(sequences):
+            kept, own = min(far, held), min(max_blocks - far, held)
+            tables[:, b, :kept] = self._tables[groups:, row, :kept]
+            tables[:, b, far : far + own] = self._tables[:groups, row, :own]
+        return tables
 
     def _add(self, new: NewSequence) -> None:
         if new.seq_id in self.by_id:

@@ -27,6 +27,11 @@ class QueryVersions:
     anchor_cos: Tensor | None = None  # [G, T, rotary_dim / 2] float32
     anchor_sin: Tensor | None = None  # [G, T, rotary_dim / 2] float32
     every_query: Tensor | None = None  # [T] int64, 0 to T - 1
+    far_slots: Tensor | None = (
+        None  # [K, T] int64, where keys are kept a second time, as they seem from far away; -1: not
+    )
+    far_cos: Tensor | None = None  # [G, T, rotary_dim / 2] float32, of those
+    far_sin: Tensor | None = None  # [G, T, rotary_dim / 2] float32
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@ beside frequencies.
 
 Responsible for the numbers of such a rule as they follow from a scaling's fields. It knows no sequence and no kernel, and
 imports no torch. Symbols: s tokens of a chunk, c one more than the greatest distance, L the trained length, i the position of
-a query and j that of a key.
+a query and j that of a key, // the quotient rounded down.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.fields import INVALID
 
 SHORTEST_CHUNK = 16  # tokens; each chunk of a prompt is a row of its own in a step
+USUAL_GROUP = 4  # tokens that Self-Extend takes for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,9 @@ class Distances:
 
     chunk, most: dual chunk attention (arXiv 2402.17463): a key in the query's own chunk of s tokens is at i - j, one in the
     chunk before at min(i mod s + s, c - 1) - j mod s, older ones at c - 1 - j mod s. Keys are rotated at j mod s.
+    near, group, slope: keys closer than w = near tokens are at i - j. Those from there on are at (i // G + w - w // G) - j // G
+    with G = group (Self-Extend, arXiv 2401.01325), and without a group at w + (i - j - w) * slope (ReRoPE: slope 0; leaky ReRoPE:
+    1 / G; kexue.fm/archives/9708). Such keys are kept a second time, as queries far behind them see them.
     log_base: scores of the query at i are multiplied by max(1, ln(i + 1) / ln L) (arXiv 2202.12172).
     score_factor: all scores are multiplied by it.
     """
@@ -34,15 +38,27 @@ class Distances:
     most: int = 0
     log_base: int | None = None
     score_factor: float = 1.0
+    near: int | None = None
+    group: int | None = None
+    slope: float = 0.0
 
     @property
     def is_plain(self) -> bool:
         """Whether the rule changes nothing."""
         return self == PLAIN
 
+    @property
+    def keeps_far_keys(self) -> bool:
+        """Whether every key is kept a second time, as it seems from far away."""
+        return self.near is not None
+
     def described(self) -> dict[str, int]:
         """As answers show it, in the names of a scaling's fields where they have one: what applies alone."""
         shown: dict[str, int] = {}
+        if self.near is not None:
+            shown["window"] = self.near
+        if self.group is not None:
+            shown["group_size"] = self.group
         if self.chunk is not None:
             shown |= {"chunk_size": self.most, "local_size": self.most - self.chunk}
         if self.log_base is not None:
@@ -58,10 +74,32 @@ def distances_of(rope_type: str, given: Mapping[str, Any], trained: int, length:
 
     Raises RequestError naming the field where chunks do not fit the trained length.
     """
-    if rope_type == "log_n":
-        return Distances(log_base=trained)
-    if rope_type != "dual_chunk":
-        return PLAIN
+    match rope_type:
+        case "log_n":
+            return Distances(log_base=trained)
+        case "dual_chunk":
+            return _dual_chunk(given, trained, length, param)
+        case "self_extend" | "rerope":
+            return _far_keys(rope_type, given, trained, param)
+    return PLAIN
+
+
+def _far_keys(rope_type: str, given: Mapping[str, Any], trained: int, param: str) -> Distances:
+    grouped = rope_type == "self_extend"
+    near = int(given.get("window") or max(trained // (4 if grouped else 2), 1))
+    if near > trained:
+        raise RequestError(
+            f"{param}.window {near} is beyond the {trained} tokens that this model was trained for: use at most that",
+            f"{param}.window",
+            INVALID,
+        )
+    log_base = trained if given.get("log_n") else None
+    if grouped:
+        return Distances(near=near, group=int(given.get("group_size", USUAL_GROUP)), log_base=log_base)
+    return Distances(near=near, slope=1 / given["factor"] if "factor" in given else 0.0, log_base=log_base)
+
+
+def _dual_chunk(given: Mapping[str, Any], trained: int, length: int, param: str) -> Distances:
     longest = math.floor(trained * given.get("factor", 1.0))
     most = int(given.get("chunk_size") or max(longest * 3 // 4, 2))
     local = int(given.get("local_size") or max(min(longest // 8, most - 1), 1))

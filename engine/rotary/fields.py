@@ -53,6 +53,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "log_n",
         "length_scores",
     ),
+    "self_extend": ("group_size", "window", "original_max_position_embeddings", "log_n"),
+    "rerope": ("window", "factor", "original_max_position_embeddings", "log_n"),
     "log_n": ("original_max_position_embeddings",),
 }
 ALIASES = {"su": "longrope", "mrope": "default"}
@@ -163,6 +165,9 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
             refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
         if values.get("local_size", 1) >= values.get("chunk_size", 2**53):
             refuse("local_size", "must be smaller than chunk_size")
+    elif rope_type == "rerope":
+        if values.get("factor", 1.0) < 1.0:
+            refuse("factor", "must be at least 1")
     elif rope_type == "llama3":
         if values["high_freq_factor"] < values["low_freq_factor"]:
             refuse("high_freq_factor", "must not be smaller than low_freq_factor")
@@ -223,6 +228,13 @@ def _tokens(value: Any, param: str) -> int:
     return int(number)
 
 
+def _group(value: Any, param: str) -> int:
+    number = _number(value, param)
+    if number != int(number) or not 2 <= number < 2**31:
+        raise RequestError(f"{param} must be a whole number, at least 2, got {shown(value)}", param, INVALID)
+    return int(number)
+
+
 def _sections(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_LIST:
         raise RequestError(f"{param} must be a list of pair counts, got {shown(value)}", param, INVALID)
@@ -259,6 +271,8 @@ _READERS: dict[str, Callable[[Any, str], Value]] = {
     "truncate": _flag,
     "chunk_size": _length,
     "local_size": _tokens,
+    "window": _tokens,
+    "group_size": _group,
     "log_n": _flag,
     "length_scores": _flag,
     "low_freq_factor": _positive,

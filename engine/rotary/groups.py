@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.errors import RequestError
-from windlass.engine.rotary.fields import INVALID
-from windlass.engine.rotary.scaling import FULL_ATTENTION, RopeScaling, RotaryBase, check, resolve
+from windlass.engine.rotary.fields import INVALID, KINDS
+from windlass.engine.rotary.scaling import FULL_ATTENTION, OF_DISTANCES, RopeScaling, RotaryBase, check, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class RotaryGroup:
         """The scaling's fields as a JSON object without `rope_type`, theta included."""
         given = self.scaling.to_dict()
         given.pop("rope_type")
-        if self.scaling.rope_type == "dual_chunk":  # whose sizes nobody can tell from the model's length by heart
-            rule = resolve(self.scaling, self.base, 1).distances
-            given |= {"chunk_size": rule.most, "local_size": rule.most - (rule.chunk or 0)}
+        if self.scaling.rope_type in OF_DISTANCES:  # whose sizes nobody can tell from the model's length by heart
+            sizes = resolve(self.scaling, self.base, 1).distances.described()
+            given |= {name: size for name, size in sizes.items() if name in KINDS[self.scaling.rope_type]}
         # Learned frequencies follow from no base.
         return given if self.base.inv_freq is not None else {"rope_theta": self.base.rope_theta, **given}
 

@@ -21,6 +21,8 @@ from windlass.engine.rotary.ladder import AUTO, LadderStep, RotaryLadder
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
 
 RopeUpdate = Literal["frozen", "recompute", "rotate"]
+# Kinds that rotate keys elsewhere than where they stand.
+_KEYS_ELSEWHERE = ("dual_chunk", "self_extend", "rerope")
 ROPE_UPDATES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
 
 
@@ -184,7 +186,7 @@ def _moves_keys(scaling: RopeScaling | None) -> bool:
     """Whether a scaling rotates keys elsewhere than where they stand."""
     if scaling is None:
         return False
-    return scaling.rope_type == "dual_chunk" or any(_moves_keys(inner) for _, inner in scaling.groups)
+    return scaling.rope_type in _KEYS_ELSEWHERE or any(_moves_keys(inner) for _, inner in scaling.groups)
 
 
 @dataclass(frozen=True, slots=True)

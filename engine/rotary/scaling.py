@@ -26,7 +26,7 @@ NESTED = "nested"  # `rope_type` of an object that names groups
 # Kinds that change the base, which learned frequencies do not have.
 _NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")
 # Kinds that change how far keys seem, which needs layers that see as far as there are keys.
-OF_DISTANCES = ("dual_chunk", "log_n")
+OF_DISTANCES = ("dual_chunk", "self_extend", "rerope", "log_n")
 
 # Beyond these a request could only produce infinities or noise, never text.
 _MAX_FREQUENCY = 1e6
@@ -338,7 +338,7 @@ def _formulas(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) 
     # Absent factors follow from the two lengths, as in transformers.
     factor = cast(float, given.get("factor", base.trained_len / original))
     match scaling.rope_type:
-        case "default" | "learned" | "log_n":
+        case "default" | "learned" | "log_n" | "self_extend" | "rerope":
             return w, 1.0
         case "linear":
             return frequencies.linear(w, factor), 1.0

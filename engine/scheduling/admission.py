@@ -51,17 +51,32 @@ class Admission:
             raise RequestError(f"cache_reuse: {self._limits.shift_refusal}", "cache_reuse", "unsupported_value")
         # The last output token is never computed, so it needs no slot.
         longest = min(max(prompt, min(prompt + sampling.max_tokens, held.longest) - 1), held.most_slots(1))
-        last = rotation.stage(prompt).last_length
-        # Keys that are re-rotated stand in the cache twice: as computed and as re-rotated.
-        copies = 2 if rotation.policy == "rotate" and last is not None and longest > last else 1
+        stage = rotation.stage(prompt)
+        last, final = stage.last_length, rotation.stage(longest)
+        far = any(spec.distances.keeps_far_keys for spec in (*stage.specs, *final.specs))
+        # Keys that are re-rotated stand in the cache twice, as computed and as re-rotated; and so do those that seem nearer
+        # from far away.
+        turns = rotation.policy == "rotate" and last is not None and longest > last
+        copies = 2 if turns or far else 1
         for need, pool in zip(
             self._blocks.min_blocks(longest, shifts=held.window is not None), self._blocks.pools, strict=True
         ):
             if need * copies > pool.num_blocks:
-                static = "set rope_update to frozen or recompute, " if copies > 1 else ""
+                static = (
+                    "choose another rope_scaling, "
+                    if far
+                    else "set rope_update to frozen or recompute, "
+                    if turns
+                    else ""
+                )
+                why = (
+                    " (keys under this rope_scaling stand there twice)"
+                    if far
+                    else " (keys that turn stand there twice)"
+                )
                 raise RequestError(
                     f"{longest} tokens of prompt and output need {need * copies} KV blocks"
-                    f"{' (keys that turn stand there twice)' if copies > 1 else ''} and the cache has {pool.num_blocks}: "
+                    f"{why if copies > 1 else ''} and the cache has {pool.num_blocks}: "
                     f"lower max_tokens, shorten the prompt, {static}or give the server more memory for KV pages",
                     "max_tokens",
                     "kv_cache_exceeded",

@@ -72,13 +72,16 @@ def rotate_and_append(
     """Rotate q in place, and write k rotated and v as it is to the pages.
 
     q: [T, Hq, D] in any float dtype, scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged.
-    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct. Rotation runs in float32; int8 pages
-    take what `quantize` makes of the result.
+    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct; negative ones write nothing. Rotation runs in
+    float32; int8 pages take what `quantize` makes of the result.
     """
     rotary_dim = 2 * cos.shape[-1]
     rotated = rotate_half_split(q, cos, sin)
     rotated[..., :rotary_dim] *= q_scale[:, None, None]
     q.copy_(rotated)
+    written = slots >= 0
+    if not written.all():
+        k, v, cos, sin, slots = k[written], v[written], cos[written], sin[written], slots[written]
     _store_keys(pages, slots, rotate_half_split(k, cos, sin))
     _store_values(pages, slots, v)
 
@@ -188,7 +191,7 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         scores.append(torch.einsum("qhgd,khd->hgqk", query, keys))
         values.append(pages.values_of(table).flatten(0, 1)[seen])  # [S, Hkv, Dv]
         key_index = torch.arange(begin, end, device=q.device)
-        hidden.append((key_index > index) | (index - key_index >= reach))
+        hidden.append((key_index > index) | (index - key_index >= reach if reach >= 0 else index - key_index < -reach))
         distances.append((index - key_index + gap).float())
     bias = None
     if call.alibi_slopes is not None:

@@ -56,6 +56,13 @@ BUILT = [
             "length_scores": False,
         },
     ),
+    (RopeScaling.self_extend(), {"rope_type": "self_extend"}),
+    (
+        RopeScaling.self_extend(group_size=8, window=512, log_n=True),
+        {"rope_type": "self_extend", "group_size": 8, "window": 512, "log_n": True},
+    ),
+    (RopeScaling.rerope(window=512), {"rope_type": "rerope", "window": 512}),
+    (RopeScaling.rerope(factor=16.5, log_n=False), {"rope_type": "rerope", "factor": 16.5, "log_n": False}),
     (RopeScaling.log_n(), {"rope_type": "log_n"}),
     (
         RopeScaling.log_n(512, rope_theta=1e5),

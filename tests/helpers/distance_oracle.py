@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AttentionInterface
 
-Distance = Callable[[int, int], int]
+Distance = Callable[[int, int], float]
 
 _CURRENT: list[DistanceOracle] = []
 
@@ -32,6 +32,16 @@ def dual_chunk(size: int, reach: int) -> Distance:
         return reach - 1 - j % size
 
     return distance
+
+
+def self_extend(group: int, near: int) -> Distance:
+    """arXiv 2401.01325 with G = group and the neighbours' window w = near."""
+    return lambda i, j: i - j if i - j < near else i // group + near - near // group - j // group
+
+
+def rerope(near: int, factor: float = math.inf) -> Distance:
+    """ReRoPE, and with a factor its leaky form."""
+    return lambda i, j: i - j if i - j < near else near + (i - j - near) / factor
 
 
 def log_n(length: int) -> Callable[[int], float]:

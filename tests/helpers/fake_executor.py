@@ -27,8 +27,10 @@ from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogp
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import KeyRerotation
 from windlass.engine.cache.layout import KVGroupLayout
+from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.runs import SlotLayout
 from windlass.engine.execution.sequences import LiveSequences, MissedPlanError
+from windlass.engine.rotary.distances import PLAIN, Distances
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.scheduling import sequence
@@ -52,6 +54,7 @@ GRID = (6, 8, 11, 16, 23, 32)  # lengths after which the frequencies of `FakeRot
 @dataclass(frozen=True)
 class FakeSpec:
     fingerprint: str = "plain"
+    distances: Distances = PLAIN
 
     @property
     def inv_freq(self) -> tuple[str]:
@@ -66,14 +69,15 @@ class FakeRotation:
     policy: RopeUpdate = "frozen"
     exact: bool = False
     longest: int = 10**9
+    near: int | None = None  # from this distance on keys are seen as they are kept a second time
 
     def stage(self, length: int) -> RotaryStage:
-        length = min(length, self.longest)
+        length, rule = min(length, self.longest), Distances(near=self.near)
         if self.policy == "frozen":
-            return RotaryStage((FakeSpec(self.name),), None, (None,))  # type: ignore[arg-type]
+            return RotaryStage((FakeSpec(self.name, rule),), None, (None,))  # type: ignore[arg-type]
         last = length if self.exact and length > GRID[0] else next((end for end in GRID if length <= end), None)
         last = None if last is None or last >= self.longest else last
-        return RotaryStage((FakeSpec(f"{self.name} {last}"),), last, (None,))  # type: ignore[arg-type]
+        return RotaryStage((FakeSpec(f"{self.name} {last}", rule),), last, (None,))  # type: ignore[arg-type]
 
     def specs_of(self, index: int, num_prompt: int, num_tokens: int) -> tuple[FakeSpec, ...]:
         """The specs under which token `index` of a context of `num_tokens` tokens is computed."""
@@ -243,8 +247,10 @@ class FakeExecutor:
         live = sequences.by_id[seq.seq_id]
         assert live.token_ids == seq.token_ids and live.slot.token_ids is live.token_ids
         assert (live.rotary_id, live.layout) == (seq.rotary_id, seq.cache.layout)
-        held = [(table.blocks, table.num_dropped) for table in seq.cache.tables] or [([], 0)] * len(self.store)
-        tables = [sequences.table(seq.seq_id, group).tolist() for group in range(len(self.store))]
+        far = seq.cache.far.tables if seq.cache.far is not None else []
+        held = [(table.blocks, table.num_dropped) for table in (*seq.cache.tables, *far)]
+        held += [([], 0)] * (2 * len(self.store) - len(held))
+        tables = [sequences.table(seq.seq_id, group).tolist() for group in range(2 * len(self.store))]
         assert list(zip(tables, live.num_dropped, strict=True)) == held
         slot = live.slot
         assert (slot.seq_id, slot.index, slot.seed) == (seq.seq_id, seq.index, seq.seed)
@@ -387,6 +393,12 @@ class FakeExecutor:
                     self.num_rerotated += 1
         assert not read & written, "a source is the target of another re-rotation"
 
+    def tables_under(self, specs: tuple[FakeSpec, ...]) -> list[tuple[int, BlockPool, bool]]:
+        """Every KV group, its pool, and whether a table of it holds far keys: a second one for each where they are kept."""
+        pools = list(enumerate(self.scheduler.blocks.pools))
+        kept = (False, True) if specs[0].distances.keeps_far_keys else (False,)
+        return [(group, pool, far) for far in kept for group, pool in pools]
+
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
         output = self.drafted(self.follow(output))
         size = self.scheduler.blocks.block_size
@@ -394,6 +406,9 @@ class FakeExecutor:
         live = {seq.seq_id: seq for seq in self.scheduler.live_sequences()}
         holders = [Counter[int]() for _ in pools]
         for seq in live.values():
+            if seq.cache.far is not None:
+                for held, table in zip(holders, seq.cache.far.block_tables, strict=False):
+                    held.update(table)
             for group, table in enumerate(seq.cache.block_tables):
                 kept = seq.cache.originals[group].blocks if seq.cache.originals else []
                 holders[group].update(block for block in (*table, *kept) if block >= 0)
@@ -450,8 +465,9 @@ class FakeExecutor:
             seen = self.seen.get(seq.seq_id, item.start)
             self.num_recomputed += max(0, min(seen, end) - item.start)
             self.seen[seq.seq_id] = max(seen, end - len(item.draft))  # what stands of the draft is added below
-            for group, pool in enumerate(pools):
-                table = self.sequences.table(item.seq_id, group).tolist()
+            for group, pool, far in self.tables_under(specs):
+                table = self.sequences.table(item.seq_id, group + far * len(pools)).tolist()
+                stands: object = ("far", specs) if far else specs
                 for token in range(item.start, end):
                     i = token + mine.layout.slot_offset
                     block = table[i // size]
@@ -460,7 +476,7 @@ class FakeExecutor:
                     assert pool.digests[block] is None, "a write into a block that may be matched"
                     assert (group, block, i % size) not in written, "two writes into one slot"
                     written.add((group, block, i % size))
-                    self.store[group][block, i % size] = keys[token], specs, specs
+                    self.store[group][block, i % size] = keys[token], stands, stands
 
         results = []
         for item in output.sequences:
@@ -487,6 +503,11 @@ class FakeExecutor:
                         key, _, now = self.store[group][table[slot // size], slot % size]
                         assert key == right[j], f"wrong key at token {j}"
                         assert now == specs, f"the key of token {j} stands under other frequencies"
+                        if rotation.near is None or i - j < rotation.near:
+                            continue
+                        far_table = self.sequences.table(item.seq_id, group + len(pools)).tolist()
+                        key, _, now = self.store[group][far_table[j // size], j % size]
+                        assert key == right[j] and now == ("far", specs), f"token {j} seems wrong from far away"
             table = self.sequences.table(item.seq_id, 0).tolist()
             last = end - 1 + mine.layout.slot_offset
             row, _, _ = self.store[0][table[last // size], last % size]

@@ -27,7 +27,9 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 @dataclass
 class Part:
-    """A range that ends before slot `end` and whose keys stand `shift` further on than they are stored."""
+    """A range that ends before slot `end` and whose keys stand `shift` further on than they are stored.
+
+    reach: how far back they are seen; below 0: from how far on."""
 
     end: int
     shift: int = 0
@@ -92,7 +94,7 @@ class RangeCase:
             row, begin = [], 0
             for part in self.parts[b]:
                 for j in range(begin, min(part.end, i + 1)):
-                    if not part.hole and i - j < part.reach:
+                    if not part.hole and (i - j < part.reach if part.reach >= 0 else i - j >= -part.reach):
                         row.append((j, part.shift))
                 begin = max(begin, part.end)
             found.append(row)
@@ -203,7 +205,9 @@ def random_parts(old: int, new: int, count: int, rng: random.Random, far: int = 
     ends = sorted(rng.randint(0, old + new) for _ in range(count - 1))
     parts, begin = [], 0
     for end in [*ends, old + new + rng.choice([0, 0, 5])]:
-        part = Part(end, rng.choice([0, 0, 7, -3, rng.randint(-far, far)]), rng.choice([FAR, FAR, 0, -1, 3, 40, 300]))
+        part = Part(
+            end, rng.choice([0, 0, 7, -3, rng.randint(-far, far)]), rng.choice([FAR, FAR, 0, -1, 3, 40, 300, -3, -50])
+        )
         part.hole = rng.random() < 0.25
         if end > old and end > begin:
             part.hole, part.reach = False, max(part.reach, 1)

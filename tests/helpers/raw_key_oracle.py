@@ -34,7 +34,7 @@ class RawKeyOracle:
         self.keys: dict[int, list[torch.Tensor]] = {}  # per layer, of every token that is held
         self.values: dict[int, list[torch.Tensor]] = {}
         self.query_position = 0
-        self.key_positions: list[int] = []
+        self.key_positions: list[float] = []
         self.seen: list[bool] = []
         self.score_scale = 1.0  # on the scores of the next token
 
@@ -47,7 +47,7 @@ class RawKeyOracle:
         width = 2 * len(spec.inv_freq)
         return torch.ones(1, position_ids.shape[1], width), torch.zeros(1, position_ids.shape[1], width)
 
-    def rotation(self, positions: Sequence[int], spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotation(self, positions: Sequence[float], spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
         angle = torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(spec.inv_freq, dtype=torch.float64)
         angle = torch.cat((angle, angle), dim=-1)[None]
         return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()
@@ -61,7 +61,7 @@ class RawKeyOracle:
         self,
         token: int,
         position: int,
-        key_positions: Sequence[int],
+        key_positions: Sequence[float],
         seen: Sequence[bool],
         context_position: int | None = None,
     ) -> torch.Tensor:

@@ -22,6 +22,8 @@ def by_formula(obj: dict[str, Any], length: int, base: RotaryBase) -> tuple[np.n
     kind = obj.get("rope_type", obj.get("type"))
     if kind in ("dual_chunk", "log_n"):
         kind = "yarn" if "factor" in obj else "default"
+    if kind in ("self_extend", "rerope"):
+        kind = "default"
     if kind in ("default", "mrope"):
         return w, 1.0
     if kind in ("linear", "proportional"):

@@ -43,7 +43,8 @@ class AttentionInputs:
     """What the attention layers of one step take of its batch.
 
     sources: the query that each further version is of, None where there are none. anchors: how queries are turned before
-    their norm's weights, None where they are not.
+    their norm's weights, None where they are not. far_slots: where keys are kept a second time, as they
+    seem from far away; none where no token's are.
     """
 
     rotations: list[tuple[Tensor, Tensor, Tensor]]  # per rotary group cos and sin [T, d/2], q_scale [T]
@@ -53,6 +54,8 @@ class AttentionInputs:
     turns: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per rotary group cos and sin [V, d/2]
     anchors: list[tuple[Tensor, Tensor]] | None = None  # per rotary group cos and sin [T, d/2]
     every_query: Tensor | None = None  # [T] int64, with anchors
+    far_slots: list[Tensor] = field(default_factory=list)  # per KV group [T], -1 for tokens without
+    far_turns: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per rotary group cos and sin [T, d/2]
 
 
 class SharedAttention:
@@ -96,6 +99,9 @@ class SharedAttention:
             if versions.anchor_cos is not None and versions.anchor_sin is not None:
                 inputs.anchors = self._by_group(versions.anchor_cos, versions.anchor_sin)
                 inputs.every_query = versions.every_query
+            if versions.far_slots is not None and versions.far_cos is not None and versions.far_sin is not None:
+                inputs.far_slots = list(versions.far_slots.unbind(0))
+                inputs.far_turns = self._by_group(versions.far_cos, versions.far_sin)
         return inputs
 
     def _by_group(self, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -154,6 +160,12 @@ class Attention:
             q = self._q_norm(q).view(-1, heads, dim)
             k = self._k_norm(k).view(-1, kv_heads, dim)
         backend.rotate_and_append(q, k, v, cos, sin, q_scale, pages, inputs.slots[spec.kv_group])
+        if inputs.far_slots:
+            far_cos, far_sin = inputs.far_turns[spec.rotary_group or 0]
+            if spec.rotary_group is None:
+                far_cos, far_sin = far_cos[:, :0], far_sin[:, :0]
+            no_query = q[:, :0]
+            backend.rotate_and_append(no_query, k, v, far_cos, far_sin, q_scale, pages, inputs.far_slots[spec.kv_group])
         group = spec.rotary_group
         if after and w.q_norm is not None and w.k_norm is not None:
             if inputs.anchors is not None and inputs.every_query is not None and group is not None:

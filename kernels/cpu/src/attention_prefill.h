@@ -254,9 +254,9 @@ static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit
     for (long i = 0; i < padded * w.padded_values; i += W) store(w.acc + i, vf{});
 }
 
-// All rows of a unit over the packed block that begins at key `start` and of which keys [skip, there) are packed. reach:
-// keys a row sees up to itself.
-static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there, long reach) {
+// All rows of a unit over the packed block that begins at key `start` and of which keys [skip, there) of a range are packed.
+static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there,
+                                const Range &range) {
     const long group = p.group(), rows = unit.count * group;
     for (long r0 = 0; r0 < rows; r0 += PASS_ROWS) {
         const long tiles = ceil_div(min_of(PASS_ROWS, rows - r0), TILE_ROWS);
@@ -265,8 +265,8 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
         for (long t = 0; t < tiles; t++) {
             const long early = unit.position + (r0 + t * TILE_ROWS) / group;
             const long late = unit.position + min_of(r0 + (t + 1) * TILE_ROWS - 1, rows - 1) / group;
-            const long begin = max_of(skip, early - reach + 1 - start);
-            const long end = min_of(there, late + 1 - start);
+            const long begin = max_of(skip, range.first_seen(early) - start);
+            const long end = min_of(there, range.end_seen(late) - start);
             first[t] = begin / PANEL * PANEL, last[t] = round_up(end, PANEL);
             if (begin >= end) first[t] = last[t] = 0;
             else lowest = min_of(lowest, first[t]), highest = max_of(highest, last[t]);
@@ -279,9 +279,10 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
         for (long i = 0; i < tiles * TILE_ROWS; i++) {
             const long t = i / TILE_ROWS, r = r0 + i;
             if (first[t] == last[t]) continue;
-            const long at = unit.position + min_of(r, rows - 1) / group - start;
+            const long at = unit.position + min_of(r, rows - 1) / group;
             // A row past the reach of a range that others of its tile still see begins where the tile ends.
-            const long begin = min_of(last[t], max_of(skip, at - reach + 1)), end = min_of(there, at + 1);
+            const long begin = min_of(last[t], max_of(skip, range.first_seen(at) - start));
+            const long end = min_of(there, range.end_seen(at) - start);
             w.shrink[r] = soften_row(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, w.top[r], w.total[r]);
         }
         for (long d = 0; d < w.padded_values; d += PANEL)
@@ -322,7 +323,7 @@ static void finish_unit(const Prefill &p, const Unit &unit, long head, const flo
 template <class T>
 static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, long head, const Range &range) {
     const int32_t *table = p.tables + unit.b * p.table_row;
-    const long first_key = range.first_seen(unit.position), end_key = min_of(range.end, unit.position + unit.count);
+    const long first_key = range.first_seen(unit.position), end_key = range.end_seen(unit.position + unit.count - 1);
     if (first_key >= end_key) return;
     load_unit(p, w, unit, head, range.query + unit.token - p.query_start[unit.b]);
     for (long start = first_key / BLOCK_KEYS * BLOCK_KEYS; start < end_key; start += BLOCK_KEYS) {
@@ -331,7 +332,7 @@ static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, l
         block.find(p, table, head, start, skip, there);
         pack_keys(block, skip, there, p.dim, w.keys);
         pack_values(block, skip, there, p.value_dim, w.values);
-        pass_block(p, w, unit, start, skip, there, range.reach);
+        pass_block(p, w, unit, start, skip, there, range);
     }
 }
 

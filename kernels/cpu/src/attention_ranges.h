@@ -2,7 +2,8 @@
 // query turned by s - e; so a change of positions costs another version of the query, and no byte of any page.
 //
 // The slots of a sequence are cut into ranges. Each names the row of q that holds the sequence's first query as it meets the
-// range (the next queries follow row by row), and a reach: a query at index i sees key j of it where j <= i and i - j < reach.
+// range (the next queries follow row by row), and a reach: a query at index i sees key j of it where 0 <= i - j < reach, or under
+// a reach below 0 where i - j >= -reach.
 // A range with row -1 is a hole, which nobody sees: neither its table entries nor its bytes are looked at. All ranges of a
 // query share one softmax. Decoding takes them as cuts (`RangeCuts`), prompts one after the other for each of their units.
 
@@ -23,11 +24,12 @@ constexpr long NO_BOUND = 1l << 62;  // a reach that ends nowhere
 struct Range {
     long begin, end, query, reach;
 
-    // The first key that a query at this index sees, or `end`.
+    // Keys [first_seen, end_seen) are those that a query at this index sees; none where the first is no less than the second.
     INLINE_MEMBER long first_seen(long index) const {
-        if (reach <= 0) return end;
-        return min_of(end, reach > index ? begin : max_of(begin, index - reach + 1));
+        if (reach == 0) return end;
+        return reach < 0 || reach > index ? begin : min_of(end, max_of(begin, index - reach + 1));
     }
+    INLINE_MEMBER long end_seen(long index) const { return min_of(end, index + 1 + min_of(reach, 0)); }
 };
 
 // Calls use(range) for the ranges of sequence b that are no holes, in order, up to its length. Neighbours that ask the same are
@@ -71,10 +73,10 @@ static NOINLINE int check_ranges(const Operands &p, long b, long own, long queri
     if (!ranges_suffice(p, b)) return KEYS_WITHOUT_RANGE;
     int code = 0;
     each_range(p, b, own, [&](const Range &range) {
-        const long first = range.first_seen(max_of(0, p.length(b) - queries));
-        if (first >= range.end || code) return;
+        const long first = range.first_seen(max_of(0, p.length(b) - queries)), end = range.end_seen(p.length(b) - 1);
+        if (first >= end || code) return;
         if (p.range_ends && (range.query < 0 || range.query > p.q_rows - queries)) code = NO_SUCH_ROW;
-        else if (!blocks_are_there(p, b, first, range.end)) code = NO_SUCH_BLOCK;
+        else if (!blocks_are_there(p, b, first, end)) code = NO_SUCH_BLOCK;
     });
     return code;
 }
@@ -98,8 +100,9 @@ struct RangeCuts {
                 first[b + 1] = first[b];
                 each_range(p, b, b, [&](const Range &range) {
                     long begin = range.first_seen(p.length(b) - 1);
-                    for (long end; begin < range.end; begin = end) {
-                        end = min_of(range.end, (begin / SPLIT + 1) * SPLIT);
+                    const long last = range.end_seen(p.length(b) - 1);
+                    for (long end; begin < last; begin = end) {
+                        end = min_of(last, (begin / SPLIT + 1) * SPLIT);
                         use(Cut{begin, end, range.query}, first[b + 1]++);
                     }
                 });

@@ -207,7 +207,7 @@ def show_rotary(rotary: Rotary) -> str:
     return f"{shown}, chosen for {rotary.auto.length:,} tokens"
 
 
-_KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, dual_chunk, log_n"
+_KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, dual_chunk, self_extend, rerope, log_n"
 
 
 def _parse_rope(text: str) -> dict[str, Any] | str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.distance_oracle import DistanceOracle, dual_chunk, log_n
+from helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, log_n, rerope, self_extend
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 
@@ -22,16 +22,20 @@ TRAINED = 64
 PROMPT = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(7)).tolist()
 MADE = 20
 
-# Each with (s, c) and the length from which scores grow, as the scaling is to be understood.
-KINDS: dict[str, tuple[dict[str, Any], tuple[int, int] | None, int | None]] = {
-    "defaults": ({"rope_type": "dual_chunk"}, (40, 48), None),
-    "small chunks": ({"rope_type": "dual_chunk", "chunk_size": 25, "local_size": 8}, (17, 25), None),
-    "yarn": ({"rope_type": "dual_chunk", "chunk_size": 90, "local_size": 50, "factor": 2}, (40, 90), None),
+# Each with its distances and the length from which scores grow, as the scaling is to be understood.
+KINDS: dict[str, tuple[dict[str, Any], Distance | None, int | None]] = {
+    "defaults": ({"rope_type": "dual_chunk"}, dual_chunk(40, 48), None),
+    "small chunks": ({"rope_type": "dual_chunk", "chunk_size": 25, "local_size": 8}, dual_chunk(17, 25), None),
+    "yarn": ({"rope_type": "dual_chunk", "chunk_size": 90, "local_size": 50, "factor": 2}, dual_chunk(40, 90), None),
     "all": (
         {"rope_type": "dual_chunk", "chunk_size": 42, "local_size": 9, "log_n": True, "length_scores": True},
-        (33, 42),
+        dual_chunk(33, 42),
         TRAINED,
     ),
+    "self_extend": ({"rope_type": "self_extend"}, self_extend(4, 16), None),
+    "threes": ({"rope_type": "self_extend", "group_size": 3, "window": 20, "log_n": True}, self_extend(3, 20), TRAINED),
+    "rerope": ({"rope_type": "rerope"}, rerope(32), None),
+    "leaky": ({"rope_type": "rerope", "window": 23, "factor": 5.5}, rerope(23, 5.5), None),
     "log_n": ({"rope_type": "log_n", "original_max_position_embeddings": 40}, None, 40),
 }
 
@@ -62,13 +66,13 @@ def asked(kind: str, prompt: list[int] = PROMPT) -> EngineRequest:
 
 def right_logits(model: Path, core: EngineCore, kind: str, tokens: list[int]) -> torch.Tensor:
     """Of every token by the table; the frequencies are those of the kind that chunks have inside."""
-    fields, chunk, logarithm = KINDS.get(kind, ({}, None, None))
-    inside = {"rope_type": "yarn", "factor": fields["factor"]} if "factor" in fields else {"rope_type": "default"}
+    fields, distance, logarithm = KINDS.get(kind, ({}, None, None))
+    inside = {"rope_type": "yarn", "factor": fields["factor"]} if kind == "yarn" else {"rope_type": "default"}
     spec = resolve(RopeScaling.from_dict(inside), core.info.model_rotary_groups[0].base, 1)
     longest = TRAINED * 2 ** (math.ceil(4 * math.log2(len(tokens) / TRAINED)) / 4)  # prompt and output, on the grid
     factor = 0.1 * math.log(longest / TRAINED) + 1 if fields.get("length_scores") else 1.0
     grows = log_n(logarithm) if logarithm else lambda i: 1.0
-    given: dict[str, Any] = {"distance": dual_chunk(*chunk)} if chunk else {}
+    given: dict[str, Any] = {"distance": distance} if distance else {}
     oracle = DistanceOracle(
         model, spec.inv_freq, growth=lambda i: factor * grows(i), rotary_scale=spec.rotary_scale, **given
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.distance_oracle import rerope, self_extend
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import make_model
@@ -38,6 +39,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn inside": {"rope_type": "dual_chunk", "factor": 2.0},
     "growing scores": {"rope_type": "dual_chunk", "log_n": True},
     "long scores": {"rope_type": "dual_chunk", "length_scores": True},
+    "self extend": {"rope_type": "self_extend"},
+    "groups of 7": {"rope_type": "self_extend", "group_size": 7, "window": 11},
+    "rerope": {"rope_type": "rerope"},
+    "leaky": {"rope_type": "rerope", "window": 12, "factor": 3.5},
+    "growing rerope": {"rope_type": "rerope", "window": 20, "log_n": True},
     "log n": {"rope_type": "log_n"},
     "log n of 20": {"rope_type": "log_n", "original_max_position_embeddings": 20},
 }
@@ -62,8 +68,12 @@ def sizes_of(scaling: dict[str, Any]) -> tuple[int, int]:
     return most - scaling.get("local_size", longest // 8), most
 
 
-def distance(scaling: dict[str, Any], i: int, j: int) -> int:
+def distance(scaling: dict[str, Any], i: int, j: int) -> float:
     """How far key j seems from query i: the definition."""
+    if scaling["rope_type"] == "self_extend":
+        return self_extend(scaling.get("group_size", 4), scaling.get("window", TRAINED // 4))(i, j)
+    if scaling["rope_type"] == "rerope":
+        return rerope(scaling.get("window", TRAINED // 2), scaling.get("factor", math.inf))(i, j)
     if scaling["rope_type"] != "dual_chunk":
         return i - j
     s, c = sizes_of(scaling)
@@ -113,10 +123,11 @@ def asked(
     return greedy(request_id, prompt, length, rope_scaling=RopeScaling.from_dict(SCALINGS[name]), **fields)
 
 
+@pytest.mark.parametrize("name", ["dual chunk", "groups of 7", "leaky"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_keys_stand_where_dual_chunks_place_them(family: str, models: dict[str, Path]) -> None:
+def test_keys_stand_where_a_rule_places_them(family: str, name: str, models: dict[str, Path]) -> None:
     core = core_of(models[family])
-    request = asked("dual chunk")
+    request = asked(name)
     got = run(core, [request])["a", 0]
     check(got, right_logits(core, models[family], request, PROMPT + got.token_ids))
 
@@ -144,7 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8 pages": {"kv_cache_dtype": "int8"},
     "speculation": {"speculative_ngram": 4, "speculative_ngram_min": 1},
     "deterministic": {"deterministic": True},
-    "few pages": {"kv_cache_memory": 160 << 10},  # some are preempted
+    "few pages": {"kv_cache_memory": 256 << 10},  # some are preempted
 }
 
 
@@ -166,7 +177,7 @@ def test_all_rules_in_one_batch_do_not_notice_each_other(options: str, models: d
             assert float(difference) <= {"deterministic": 0, "int8 pages": 2e-3}.get(options, 1e-4), request.request_id
 
 
-@pytest.mark.parametrize("name", ["dual chunk", "long scores", "log n"])
+@pytest.mark.parametrize("name", ["dual chunk", "long scores", "groups of 7", "rerope", "log n"])
 def test_cached_keys_are_found_under_the_same_rule_only(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     first = run(core, [asked(name)])["a", 0]
@@ -183,16 +194,17 @@ def test_cached_keys_are_found_under_the_same_rule_only(name: str, models: dict[
 def test_short_texts_are_answered_as_without(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     plain = run(core, [greedy("a", PROMPT[:9], 5)])["a", 0]
-    for name in ("dual chunk", "growing scores", "long scores", "log n"):
+    for name in ("dual chunk", "growing scores", "long scores", "groups of 7", "rerope", "log n"):
         got = run(core, [asked(name, length=5, prompt=PROMPT[:9])])["a", 0]
         assert torch.equal(torch.stack(got.logits), torch.stack(plain.logits)), name
 
 
-def test_decode_steps_are_recorded_and_repeated(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", ["dual chunk", "leaky"])
+def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     if core.runner.replay.obstacle is not None:
         pytest.skip("nothing is recorded here")
-    run(core, [asked("dual chunk")])
+    run(core, [asked(name)])
     assert core.runner.replay.num_repeated > LENGTH // 2
 
 
@@ -220,17 +232,53 @@ def test_chunks_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, 
 
 
 @pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"rope_type": "self_extend", "window": 33}, "window"),
+        ({"rope_type": "self_extend", "window": 0}, "window"),
+        ({"rope_type": "self_extend", "group_size": 1}, "group_size"),
+        ({"rope_type": "self_extend", "group_size": 2.5}, "group_size"),
+        ({"rope_type": "self_extend", "factor": 2.0}, "factor"),
+        ({"rope_type": "rerope", "window": 33}, "window"),
+        ({"rope_type": "rerope", "factor": 0.9}, "factor"),
+        ({"rope_type": "rerope", "group_size": 4}, "group_size"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(fields: dict[str, Any], param: str, models: dict[str, Path]) -> None:
+    core = core_of(models["llama"])
+    with pytest.raises(RequestError) as caught:
+        core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling.from_dict(fields)))
+    assert caught.value.param == f"rope_scaling.{param}"
+
+
+def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) -> None:
+    core = core_of(models["llama"], kv_cache_memory=160 << 10)  # 10 blocks of 16 tokens
+    assert run(core, [asked("dual chunk")])["a", 0].token_ids
+    with pytest.raises(
+        RequestError, match="14 KV blocks .keys under this rope_scaling stand there twice. and the cache has 10"
+    ):
+        core.add(asked("rerope"))
+    core.add(asked("rerope", length=20))  # 72 tokens: five blocks twice
+    used = 0
+    while core.has_work():
+        core.step()
+        used = max(used, core.stats().kv_blocks_used)
+    assert used == 10 and core.stats().kv_blocks_used == 0
+    core.check_idle()
+
+
+@pytest.mark.parametrize(
     ("family", "why"), [("gemma3", "window"), ("mistral", "window"), ("hunyuan", "normed"), ("ministral3", "positions")]
 )
 def test_models_whose_distances_are_their_own_say_so(family: str, why: str, tmp_path: Path) -> None:
     core = core_of(make_model(family, tmp_path))
-    for kind in ("dual_chunk", "log_n"):
+    for kind in ("dual_chunk", "self_extend", "rerope", "log_n"):
         with pytest.raises(RequestError, match=why) as caught:
             core.add(greedy("a", PROMPT, 5, rope_scaling=RopeScaling(kind)))
         assert caught.value.param == "rope_scaling.rope_type"
 
 
-@pytest.mark.parametrize("kind", ["dual_chunk", "log_n"])
+@pytest.mark.parametrize("kind", ["dual_chunk", "self_extend", "rerope", "log_n"])
 def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str, Path]) -> None:
     core = core_of(models["llama"], shift_context=64)
     asked_with: dict[str, dict[str, Any]] = {
@@ -250,6 +298,9 @@ def test_answers_tell_the_sizes_of_chunks(models: dict[str, Path]) -> None:
         report = run(core, [asked(name, length=2)])["a", 0].outputs[-1].rotary
         assert report is not None and report.rope_type == "dual_chunk"
         assert (report.parameters["chunk_size"], report.parameters["local_size"]) == sizes
+    for name, parameters in (("self extend", {"window": 8, "group_size": 4}), ("rerope", {"window": 16})):
+        report = run(core, [asked(name, length=2)])["a", 0].outputs[-1].rotary
+        assert report is not None and parameters.items() <= report.parameters.items()
 
 
 def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:

@@ -80,6 +80,8 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"rope_type": "dual_chunk"}, 1),
     ({"rope_type": "dual_chunk", "chunk_size": 3000, "local_size": 64, "rope_theta": 5e4}, 100_000),
     ({"rope_type": "dual_chunk", "factor": 4.0, "beta_fast": 16.0, "length_scores": True}, 100_000),
+    ({"rope_type": "self_extend", "group_size": 8}, 100_000),
+    ({"rope_type": "rerope", "window": 100, "factor": 3.0}, 100_000),
     ({"rope_type": "log_n"}, 100_000),
     # Sections deal out pairs among three positions, which are equal on text.
     ({"rope_type": "default", "mrope_section": [8, 12, 12]}, 1),
@@ -113,7 +115,7 @@ def transformers_frequencies(obj: dict[str, Any], length: int) -> tuple[np.ndarr
         for obj, length in CASES
         # transformers has no ntk, no alpha in this function, and ignores PhiMoE's magnitudes.
         # The plain frequencies are in each of its models: see test_config_names.
-        if obj["rope_type"] not in ("default", "ntk", "dual_chunk", "log_n")
+        if obj["rope_type"] not in ("default", "ntk", "dual_chunk", "self_extend", "rerope", "log_n")
         and "alpha" not in obj
         and "short_mscale" not in obj
     ],
@@ -310,6 +312,8 @@ def test_which_kinds_depend_on_length() -> None:
         "longrope": True,
         "proportional": False,
         "dual_chunk": False,
+        "self_extend": False,
+        "rerope": False,
         "log_n": False,
     }
     for obj, _ in CASES:
@@ -403,7 +407,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
             "'yarm' is not known (did you mean 'yarn'?): use one of default, linear, ntk",
         ),
         ({"type": "axial"}, ".type", "'axial' is not known: use one of default, linear, ntk, dynamic, yarn, llama3"),
-        ({"rope_type": "spiral"}, ".rope_type", "longrope, proportional, learned, dual_chunk, log_n, su, mrope"),
+        (
+            {"rope_type": "spiral"},
+            ".rope_type",
+            "longrope, proportional, learned, dual_chunk, self_extend, rerope, log_n, su, mrope",
+        ),
         ({"rope_type": "learned", "rope_theta": 1e4}, ".rope_theta", "not a field of rope_type 'learned'"),
         ({**YARN, "mrope_section": 64}, ".mrope_section", "list of pair counts"),
         ({**YARN, "mrope_section": [16.5, 15.5]}, ".mrope_section", "whole numbers"),

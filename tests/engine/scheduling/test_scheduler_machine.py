@@ -63,6 +63,8 @@ ROTATIONS = [
     FakeRotation("dynamic", "recompute", exact=True),
     FakeRotation("dynamic", "rotate"),
     FakeRotation("dynamic", "rotate"),
+    FakeRotation("far", near=3),
+    FakeRotation("far", "recompute", near=5),
 ]
 
 CONTEXTS = [
@@ -200,6 +202,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         request_id = f"r{len(self.requests)}"
         deadline = None if lifetime is None else self.clock.now + lifetime
+        windows = any(pool.window is not None for pool in self.scheduler.blocks.pools)
+        if rotation.near is not None and (windows or context is not None or reuse is not None):
+            rotation = FakeRotation()  # the core refuses those together
         if reuse is not None:
             reuse = replace(reuse, scope=f"{reuse.scope} {salt}")
         request = make_request(
@@ -359,6 +364,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("parked and unparked")
         if stats.prefix_cache_hits:
             event("prefix hit")
+        if any(seq.cache.far is not None and seq.cache.tables for seq in self.scheduler.live_sequences()):
+            event("keys kept twice")
         if self.executor.num_healed:
             event("snapshot")
         # An abort in flight leaves a proposal uncounted.

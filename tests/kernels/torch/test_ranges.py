@@ -75,6 +75,12 @@ def test_what_a_call_sees() -> None:
         KeyRange(10, 15, 4, 8),  # the first query, at index 17, sees from 10 on
         KeyRange(15, 21, 0, FAR),
     ]
+    case = RangeCase([(17, 4)], [[Part(9, reach=-15), Part(16, reach=-18), Part(21)]])
+    _, _, call = case.operands()
+    assert call.key_ranges() == [
+        KeyRange(0, 6, 0, -15),  # the last query, at index 20, sees up to 5
+        KeyRange(16, 21, 0, FAR),
+    ]
     with pytest.raises(ValueError, match="no ranges"):
         replace(call, range_ends=None, range_rows=None, range_reaches=None).key_ranges()
 

@@ -30,6 +30,9 @@ SCALINGS: list[Any] = [
     "long",
     {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
     {"rope_type": "dual_chunk", "chunk_size": 24, "local_size": 4},
+    {"rope_type": "self_extend", "group_size": 3, "window": 8},
+    {"rope_type": "rerope", "window": 8},
+    {"rope_type": "rerope", "window": 8, "factor": 2.5},
     {"rope_type": "log_n", "original_max_position_embeddings": 16},
 ]
 
@@ -192,6 +195,9 @@ BAD: list[tuple[str, str]] = [
     ('{"rope_type": "longrope", "short_factor": [1], "long_factor": [1]}', "rope_scaling.short_factor"),
     ('{"rope_type": "dual_chunk", "chunk_size": 513}', "rope_scaling.chunk_size"),
     ('{"rope_type": "dual_chunk", "chunk_size": 64, "local_size": 60}', "rope_scaling.local_size"),
+    ('{"rope_type": "self_extend", "window": 513}', "rope_scaling.window"),
+    ('{"rope_type": "self_extend", "group_size": 1}', "rope_scaling.group_size"),
+    ('{"rope_type": "rerope", "factor": 0.5}', "rope_scaling.factor"),
     ('{"rope_type": "learned"}', "rope_scaling.rope_type"),
     ('{"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}', "rope_scaling.partial_rotary_factor"),
     ('{"sliding_attention": {"rope_type": "default"}}', "rope_scaling.sliding_attention"),

@@ -101,6 +101,9 @@ def test_inspect_tells_what_a_rule_of_distances_comes_to(live: Live) -> None:
     assert answer["distances"] == {"chunk_size": 96, "local_size": 16, "log_n_length": 128}
     assert answer["softmax_scale"] == pytest.approx(0.1 * math.log(2) + 1)  # 250 tokens are 256 on the grid
     assert answer["inv_freq"] == pytest.approx(PLAIN, rel=1e-12)
+    grouped = live.post(INSPECT, {"rope_scaling": {"rope_type": "self_extend"}}).json()
+    assert grouped["distances"] == {"window": 32, "group_size": 4}
+    assert live.post(INSPECT, {"rope_scaling": {"rope_type": "rerope"}}).json()["distances"] == {"window": 64}
     plain = live.post(INSPECT, {"rope_scaling": {"rope_type": "default"}}).json()
     assert plain["distances"] is None and plain["softmax_scale"] == 1.0
 
