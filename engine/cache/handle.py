@@ -104,6 +104,11 @@ class CacheHandle:
         return self._tables
 
     @property
+    def all_tables(self) -> abc.Sequence[BlockTable]:
+        """Its own, and behind them those of its far keys."""
+        return self._tables if self.far is None else [*self._tables, *self.far.tables]
+
+    @property
     def block_tables(self) -> list[list[int]]:
         """The blocks alone, per KV group; shared by reference."""
         return [table.blocks for table in self._tables]
@@ -180,9 +185,10 @@ class CacheHandle:
     def take_changes(self, *, whole: bool = False) -> TableChanges:
         """What has happened to the tables since this was last called; everything if it is new, held nothing since, or `whole`.
 
-        The tables of its far keys come behind its own. Whoever applies every answer to its copies of the tables has exactly the tables.
+        Those of its far keys come behind its own. Whoever applies every answer to its copies of the tables
+        has exactly the tables.
         """
-        tables = self._tables if self.far is None else [*self._tables, *self.far.tables]
+        tables = self.all_tables
         if whole or self._restarted:
             self._restarted = False
             for table in tables:

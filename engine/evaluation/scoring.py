@@ -154,9 +154,11 @@ class Scorer:
         if rows:
             rotates = plan.policy == "rotate"
             read = tuple(token_ids[: rows[-1] + 1])
-            text = _ScoredText(self.decoder, self._cache_dtype, read, self._chunk, 2 if rotates else 1, computed)
-            stages = _stages(plan, len(read), prompt)
-            walk = text.rotate(stages) if rotates else text.recompute(stages, rows)
+            stages = list(_stages(plan, len(read), prompt))
+            far = any(spec.distances.keeps_far_keys for _, _, specs in stages for spec in specs)
+            copies = 2 if rotates or far else 1
+            text = _ScoredText(self.decoder, self._cache_dtype, read, self._chunk, copies, computed, far=far)
+            walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
             wanted = set(rows)
             for first, hidden in walk:
                 chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
@@ -177,7 +179,8 @@ def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
 class _ScoredText:
     """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
 
-    num_copies: how often each key is to be held. computed: as `Scorer.logprobs` has it.
+    num_copies: how often each key is to be held. far: whether one of them is as keys seem from far away.
+    computed: as `Scorer.logprobs` has it.
     """
 
     def __init__(
@@ -188,6 +191,8 @@ class _ScoredText:
         chunk: int,
         num_copies: int,
         computed: Callable[[int], None] | None = None,
+        *,
+        far: bool = False,
     ) -> None:
         self._computed = computed
         spec, self._chunk, self._num_tokens = decoder.spec, chunk, len(token_ids)
@@ -198,6 +203,7 @@ class _ScoredText:
         tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
         self._runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
         table = TableChange(appended=tuple(range(self._num_blocks)))
+        far_table = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
         sequence = NewSequence(
             seq_id=0,
             index=0,
@@ -206,7 +212,7 @@ class _ScoredText:
             num_prompt_tokens=len(token_ids),
             stop_ids=(),
             token_ids=token_ids,
-            tables=TableChanges(True, (table,) * len(self._groups)),
+            tables=TableChanges(True, (table,) * len(self._groups) + ((far_table,) * len(self._groups) if far else ())),
             rotary_id=0,
         )
         self._runner.follow(SchedulerOutput(self._next_step, new=(sequence,)))

@@ -120,7 +120,10 @@ class RotaryTables:
         )
 
     def slowed_cos_sin(self, rotary_ids: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [G, T, D/2] of the frequencies of each token times its slope. slopes: [T] float64; else as `cos_sin`."""
+        """Cosines and sines [G, T, D/2] of the frequencies of each token times its slope.
+
+        slopes: [T] float64; the rest as in `cos_sin`.
+        """
         slowed = self.inv_freq.index_select(1, rotary_ids) * slopes[:, None]  # [G, T, D/2]
         return self._backend.rotary_angles(slowed, torch.arange(len(slopes), device=self._device), positions)
 

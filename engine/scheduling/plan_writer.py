@@ -178,7 +178,7 @@ class PlanWriter:
 
 def _whole(seq: Sequence) -> TableChanges:
     """The tables of `seq` as they are, which does not count as telling what has changed in them."""
-    tables = seq.cache.tables
+    tables = seq.cache.all_tables
     return TableChanges(True, tuple(TableChange(0, (), tuple(table.blocks), table.num_dropped) for table in tables))
 
 

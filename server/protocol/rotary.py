@@ -53,7 +53,8 @@ class InspectedGroup(StrictModel):
         dict[str, int] | None,
         Field(
             description="How far keys seem, where a kind changes that: `chunk_size` and `local_size` of `dual_chunk`, "
-            "`window` of `self_extend` and `rerope`, `group_size` of the former, and `log_n_length`, beyond which scores grow; `null`: as many tokens as there are between."
+            "`window` of `self_extend` and `rerope`, `group_size` of the former, and `log_n_length`, "
+            "beyond which scores grow; `null`: as many tokens as there are between."
         ),
     ] = None
     effective_length: float | None

@@ -54,7 +54,7 @@ GRID = (6, 8, 11, 16, 23, 32)  # lengths after which the frequencies of `FakeRot
 @dataclass(frozen=True)
 class FakeSpec:
     fingerprint: str = "plain"
-    distances: Distances = PLAIN
+    distances: Distances = field(default=PLAIN, repr=False)
 
     @property
     def inv_freq(self) -> tuple[str]:
@@ -247,8 +247,7 @@ class FakeExecutor:
         live = sequences.by_id[seq.seq_id]
         assert live.token_ids == seq.token_ids and live.slot.token_ids is live.token_ids
         assert (live.rotary_id, live.layout) == (seq.rotary_id, seq.cache.layout)
-        far = seq.cache.far.tables if seq.cache.far is not None else []
-        held = [(table.blocks, table.num_dropped) for table in (*seq.cache.tables, *far)]
+        held = [(table.blocks, table.num_dropped) for table in seq.cache.all_tables]
         held += [([], 0)] * (2 * len(self.store) - len(held))
         tables = [sequences.table(seq.seq_id, group).tolist() for group in range(2 * len(self.store))]
         assert list(zip(tables, live.num_dropped, strict=True)) == held

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, rerope, self_extend
 from helpers.tiny_models import FAMILIES, Reference, make_model
 
 from windlass.engine.errors import RequestError
@@ -67,6 +69,22 @@ def test_exact_rows_are_uncached_passes_of_their_own_length(llama: Path) -> None
         logits = reference.logits(IDS[: row + 1])[-1]
         assert float(value) == pytest.approx(float(logits.log_softmax(-1)[IDS[row + 1]]), abs=1e-4)
     assert len({plan.stage(row + 1).specs for row in rows}) == 4
+
+
+@pytest.mark.parametrize(
+    ("obj", "distance"),
+    [
+        ({"rope_type": "dual_chunk"}, dual_chunk(20, 24)),
+        ({"rope_type": "self_extend", "group_size": 3}, self_extend(3, 8)),
+        ({"rope_type": "rerope", "window": 10, "factor": 2.5}, rerope(10, 2.5)),
+    ],
+)
+def test_rules_of_distances(obj: dict[str, Any], distance: Distance, llama: Path) -> None:
+    scorer = load(llama, chunk=16)
+    plan = scorer.plan(LENGTH, RopeScaling.from_dict(obj))
+    oracle = DistanceOracle(llama, plan.stage(LENGTH).specs[0].inv_freq, distance=distance)
+    expected = oracle.logits(IDS)
+    assert (scorer.logits(IDS, plan) - expected).abs().max() / expected.abs().max() < 1e-5
 
 
 def test_bad_rows_and_tokens_are_refused(llama: Path) -> None:
