@@ -44,7 +44,7 @@ class RotationTransfer:
 
 def _can_follow(base: RotaryBase, distances: Distances) -> bool:
     """Whether the rule of the model makes sense on its draft model too, which otherwise goes on by its own distances."""
-    return base.own_distances is None and distances.most <= base.trained_len
+    return base.own_distances is None and max(distances.most, distances.near or 0) <= base.trained_len
 
 
 def _transferred(spec: RotarySpec, source: RotaryBase, target: RotaryBase, default: RotarySpec) -> RotarySpec:

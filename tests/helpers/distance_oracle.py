@@ -50,7 +50,7 @@ def log_n(length: int) -> Callable[[int], float]:
 
 class DistanceOracle:
     """inv_freq: radians per step of distance, one per pair. rotary_scale: the attention factor. interleaved: how the
-    checkpoint numbers pairs."""
+    checkpoint numbers pairs. rotated_last: whether the rotated dims of a head are its last ones."""
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class DistanceOracle:
         growth: Callable[[int], float] = lambda i: 1.0,
         rotary_scale: float = 1.0,
         interleaved: bool = False,
+        rotated_last: bool = False,
     ) -> None:
         AttentionInterface.register("distances", _attend)
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -69,7 +70,7 @@ class DistanceOracle:
         self.model.model.rotary_emb.forward = self._no_rotation
         self.inv_freq = torch.tensor(inv_freq, dtype=torch.float64)
         self.distance, self.growth = distance, growth
-        self.rotary_scale, self.interleaved = rotary_scale, interleaved
+        self.rotary_scale, self.interleaved, self.rotated_last = rotary_scale, interleaved, rotated_last
         self.table = torch.zeros(0, 0, dtype=torch.float64)
         self.grown = torch.zeros(0, dtype=torch.float64)
 
@@ -94,6 +95,8 @@ class DistanceOracle:
         if not rotates:
             return q @ k.transpose(-1, -2)
         dims = 2 * len(self.inv_freq)
+        if self.rotated_last:
+            q, k = q.roll(dims, -1), k.roll(dims, -1)
         a, b = self._pairs(q[..., :dims]), self._pairs(k[..., :dims])  # [H, T, P] complex
         total = q[..., dims:] @ k[..., dims:].transpose(-1, -2)
         for p, w in enumerate(self.inv_freq):

@@ -57,6 +57,20 @@ class AttentionInputs:
     far_slots: list[Tensor] = field(default_factory=list)  # per KV group [T], -1 for tokens without
     far_turns: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per rotary group cos and sin [T, d/2]
 
+    def append_far_keys(
+        self, spec: AttentionSpec | LatentSpec, no_query: Tensor, k: Tensor, v: Tensor, pages: KVPages, backend: Backend
+    ) -> None:
+        """Keep keys [T, Hkv, D] and values a second time where the rule of their distances asks for it, as they seem from far
+        away. no_query: [T, 0, D]."""
+        if not self.far_slots:
+            return
+        group = spec.rotary_group or 0
+        cos, sin = self.far_turns[group]
+        if spec.rotary_group is None:
+            cos, sin = cos[:, :0], sin[:, :0]
+        q_scale = self.rotations[group][2]
+        backend.rotate_and_append(no_query, k, v, cos, sin, q_scale, pages, self.far_slots[spec.kv_group])
+
 
 class SharedAttention:
     """Makes the views that layers take of a batch once per step instead of once per layer.
@@ -160,12 +174,7 @@ class Attention:
             q = self._q_norm(q).view(-1, heads, dim)
             k = self._k_norm(k).view(-1, kv_heads, dim)
         backend.rotate_and_append(q, k, v, cos, sin, q_scale, pages, inputs.slots[spec.kv_group])
-        if inputs.far_slots:
-            far_cos, far_sin = inputs.far_turns[spec.rotary_group or 0]
-            if spec.rotary_group is None:
-                far_cos, far_sin = far_cos[:, :0], far_sin[:, :0]
-            no_query = q[:, :0]
-            backend.rotate_and_append(no_query, k, v, far_cos, far_sin, q_scale, pages, inputs.far_slots[spec.kv_group])
+        inputs.append_far_keys(spec, q[:, :0], k, v, pages, backend)
         group = spec.rotary_group
         if after and w.q_norm is not None and w.k_norm is not None:
             if inputs.anchors is not None and inputs.every_query is not None and group is not None:

@@ -66,6 +66,7 @@ class LatentAttention:
         backend.rms_norm_in_place(k[:, rotated:], w.kv_norm, LATENT_NORM_EPS)
         k = k.view(x.shape[0], 1, -1)
         backend.rotate_and_append(q, k, k[:, :, :0], *inputs.rotations[group], pages, inputs.slots[spec.kv_group])
+        inputs.append_far_keys(spec, q[:, :0], k, k[:, :, :0], pages, backend)
         if inputs.sources is not None:
             q = backend.turn_queries(q, inputs.sources, *inputs.turns[group])
         attended = backend.paged_attention(q, pages.with_keys_as_values, inputs.calls[self._kind])  # [T, H, R + C]

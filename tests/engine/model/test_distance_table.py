@@ -64,7 +64,7 @@ def asked(kind: str, prompt: list[int] = PROMPT) -> EngineRequest:
     return greedy(kind, prompt, MADE, rope_scaling=scaling)
 
 
-def right_logits(model: Path, core: EngineCore, kind: str, tokens: list[int]) -> torch.Tensor:
+def right_logits(model: Path, core: EngineCore, kind: str, tokens: list[int], **options: bool) -> torch.Tensor:
     """Of every token by the table; the frequencies are those of the kind that chunks have inside."""
     fields, distance, logarithm = KINDS.get(kind, ({}, None, None))
     inside = {"rope_type": "yarn", "factor": fields["factor"]} if kind == "yarn" else {"rope_type": "default"}
@@ -72,7 +72,7 @@ def right_logits(model: Path, core: EngineCore, kind: str, tokens: list[int]) ->
     longest = TRAINED * 2 ** (math.ceil(4 * math.log2(len(tokens) / TRAINED)) / 4)  # prompt and output, on the grid
     factor = 0.1 * math.log(longest / TRAINED) + 1 if fields.get("length_scores") else 1.0
     grows = log_n(logarithm) if logarithm else lambda i: 1.0
-    given: dict[str, Any] = {"distance": distance} if distance else {}
+    given: dict[str, Any] = {**options, **({"distance": distance} if distance else {})}
     oracle = DistanceOracle(
         model, spec.inv_freq, growth=lambda i: factor * grows(i), rotary_scale=spec.rotary_scale, **given
     )
@@ -107,6 +107,14 @@ def test_families_whose_queries_differ(family: str, tmp_path: Path) -> None:
     core = core_of(model)
     got = run(core, [asked("small chunks")])["small chunks", 0]
     check(got, PROMPT, right_logits(model, core, "small chunks", PROMPT + got.token_ids))
+
+
+@pytest.mark.parametrize("kind", ["small chunks", "threes", "leaky"])
+def test_latent_attention(kind: str, tmp_path: Path) -> None:
+    model = make_model("deepseek_v3_half", tmp_path, max_position_embeddings=TRAINED)
+    core = core_of(model)
+    got = run(core, [asked(kind)])[kind, 0]
+    check(got, PROMPT, right_logits(model, core, kind, PROMPT + got.token_ids, rotated_last=True))
 
 
 def crowd() -> list[EngineRequest]:
