@@ -122,6 +122,21 @@ def sweep(
             help="With --tasks: memory for cached keys and values, 4GiB. More lets more scalings run side by side.",
         ),
     ] = None,
+    attention_window: Annotated[
+        int | None,
+        option(
+            "--attention-window",
+            help="With --tasks: also ask where each token sees the last so many only. Slow: each question reads its document "
+            "anew.",
+        ),
+    ] = None,
+    attention_sinks: Annotated[
+        int | None,
+        option(
+            "--attention-sinks",
+            help="With --attention-window: leading tokens that are seen besides. Default: 4.",
+        ),
+    ] = None,
 ) -> None:
     """Perplexity by position under every scaling, or answers about what stands far back, as a report with a recommendation."""
     from windlass.server.cli.rope.pictures import require_matplotlib
@@ -135,6 +150,8 @@ def sweep(
         "--documents": documents,
         "--seed": seed,
         "--kv-cache-memory": kv_cache_memory,
+        "--attention-window": attention_window,
+        "--attention-sinks": attention_sinks,
     }
     if tasks:
         _refuse(reading, "reads perplexity and says nothing to --tasks, which take --lengths and --documents")
@@ -163,7 +180,15 @@ def sweep(
 
         names, numbers = parse_tasks(tasks), parse_lengths(lengths) if lengths else ()
         memory = None if kv_cache_memory is None else read_size("--kv-cache-memory", kv_cache_memory)
-        given = _given(documents=documents, seed=seed, kv_cache_memory=memory)
+        if attention_sinks is not None and attention_window is None:
+            raise LoadError("--attention-sinks are seen beside an --attention-window: give one too, or leave them out")
+        given = _given(
+            documents=documents,
+            seed=seed,
+            kv_cache_memory=memory,
+            attention_window=attention_window,
+            attention_sinks=attention_sinks,
+        )
         run_tasks(TaskOptions(model=resolve_model(model), tasks=names, lengths=numbers, **given, **shared))
         return
     from windlass.server.cli.rope.sweep import SweepOptions, run_sweep

@@ -59,8 +59,8 @@ def kept(report: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (report / "kept.jsonl").read_text().splitlines()]
 
 
-def document(model: Path, length: int, number: int) -> Document:
-    maker = DocumentMaker(Tokenizer.from_directory(model), TASKS, {}, seed=1, trained_len=TRAINED)
+def document(model: Path, length: int, number: int, tasks: tuple[str, ...] = TASKS) -> Document:
+    maker = DocumentMaker(Tokenizer.from_directory(model), tasks, {}, seed=1, trained_len=TRAINED)
     return maker.make(length, number)
 
 
@@ -130,8 +130,6 @@ def test_equal_readings_are_made_once(measured: dict[str, Any], kept: list[dict[
     short = [entry["scaling"] for entry in kept if (entry["length"], entry["document"]) == (TRAINED, 0)]
     alike = {"text cut to the trained length", "dynamic 2", "log_n", "longrope, untrained ramp to 2"}
     assert alike <= set(names) and not alike & set(short)
-    window, *_ = [name for name in names if name.startswith("window")]
-    assert window in short  # it is a little narrower
     long = [entry["scaling"] for entry in kept if (entry["length"], entry["document"]) == (LENGTH, 0)]
     assert sorted(long) == sorted([*names, "a short context"])
     right = {name: measured["documents"][0]["right"][name] for name in ["no scaling", *alike]}
@@ -194,6 +192,17 @@ def test_chosen_scalings(model: Path, tmp_path: Path) -> None:
     assert all(c["key_tokens"] is None for c in candidates) and found["tasks"] == ["passkey"]
 
 
+def test_a_window_is_asked_about_where_it_is_given(model: Path, tmp_path: Path) -> None:
+    window = ["--attention-window", "400", "--attention-sinks", "16"]
+    assert run(model, tmp_path, "--documents", "1", "--scaling", LINEAR, "--no-cut", *window, tasks="passkey") == 0
+    found = json.loads((tmp_path / "r.json").read_text())["lengths"][0]["candidates"]
+    assert found[2]["request"] == {"attention_window": 400, "attention_sinks": 16}
+    plain, seen = (
+        json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines() if "linear" not in line
+    )
+    assert len(document(model, LENGTH, 0, ("passkey",)).ids) > 400 and plain["choices"] != seen["choices"]
+
+
 def test_texts_of_ones_own(model: Path, tmp_path: Path) -> None:
     text = tmp_path / "own.txt"
     text.write_text(" ".join(f"Line {i} says nothing of it." for i in range(400)), encoding="utf-8")
@@ -220,6 +229,9 @@ def test_texts_of_ones_own(model: Path, tmp_path: Path) -> None:
         (["--tasks", "passkey", "--text", "{text}"], "give a longer text"),
         (["--tasks", "passkey", "--text", "{text}", "--text", "{other}"], "same name"),
         (["--tasks", "passkey", "--keep", "{foreign}"], "line 1, is no pass"),
+        (["--tasks", "passkey", "--attention-sinks", "4"], "beside an --attention-window"),
+        (["--tasks", "passkey", "--attention-window", "0"], "--attention-window must be at least 1"),
+        (["--text", "{text}", "--attention-window", "9"], "--attention-window is for --tasks"),
         (["--tasks", "passkey", "--policy", "rotate"], "give --scaling too"),
         (["--tasks", "passkey", "--lengths", "768", "--trained-len", "200"], "no room for the questions"),
         (["--tasks", "passkey", "--kv-cache-memory", "much"], "--kv-cache-memory"),

@@ -20,8 +20,6 @@ from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 from windlass.server.cli.rope.candidates import POLICIES, chosen_candidates
 from windlass.server.cli.rope.sweep_results import Kind
 
-_SINKS = 4  # leading tokens that stay in sight (StreamingLLM, 2309.17453)
-
 
 @dataclass(frozen=True, slots=True)
 class TaskCandidate:
@@ -84,15 +82,7 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
     if own.rope_type != "default":
         found.append(TaskCandidate(f"model's own ({own.rope_type})", "own", None))
     found.append(_cut(unscaled, trained))
-    window = max(trained - _SINKS - 32, 1)
     found += [
-        TaskCandidate(
-            f"window {window:,} and {_SINKS} sinks",
-            "window",
-            unscaled,
-            context=ContextRule(attention_window=window, attention_sinks=_SINKS),
-            plain_to=window,
-        ),
         TaskCandidate(f"linear {factor:g}", "linear", {"rope_type": "linear", "factor": factor}),
         TaskCandidate(f"ntk {factor:g}", "ntk", {"rope_type": "ntk", "factor": factor}),
         # A prompt that is read at once runs under the frequencies of its own length, under every policy.
@@ -111,6 +101,16 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
     if base.inv_freq is None:
         found.append(_longrope(base, trained, factor))
     return found
+
+
+def window_candidate(group: RotaryGroup, window: int, sinks: int) -> TaskCandidate:
+    """Each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453), unscaled.
+
+    What such a request computes behind its window is shared with nobody, so each of its questions reads the whole document.
+    """
+    rule = ContextRule(attention_window=window, attention_sinks=sinks)
+    name = f"window {window:,} and {sinks} sinks"
+    return TaskCandidate(name, "window", _unscaled(group.scaling), context=rule, plain_to=window, chosen=True)
 
 
 def _dual_chunk(base: RotaryBase, original: dict[str, Any], longest: int) -> TaskCandidate:

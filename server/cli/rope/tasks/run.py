@@ -21,7 +21,12 @@ from windlass.engine.rotary.scaling import original_len
 from windlass.server.cli.rope.inspection import read_groups
 from windlass.server.cli.rope.outputs import display_name, write_text
 from windlass.server.cli.rope.sweep_progress import SweepProgress
-from windlass.server.cli.rope.tasks.candidates import TaskCandidate, chosen_task_candidates, task_candidates
+from windlass.server.cli.rope.tasks.candidates import (
+    TaskCandidate,
+    chosen_task_candidates,
+    task_candidates,
+    window_candidate,
+)
 from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
 from windlass.server.cli.rope.tasks.kinds import ALL_TASKS, KEY_TOKENS
 from windlass.server.cli.rope.tasks.measuring import KeptReadings, TaskMeasure
@@ -56,6 +61,8 @@ class TaskOptions:
     cut: bool = True
     kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
+    attention_window: int | None = None
+    attention_sinks: int = 4
     device: str = "auto"
     dtype: str = "auto"
     json: Path | None = None
@@ -90,6 +97,8 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
     """Measure and write; what is wrong with the options is said before the model loads. Raises EngineError, one line."""
     if not 1 <= options.documents <= _MOST_DOCUMENTS:
         raise LoadError(f"--documents must lie between 1 and {_MOST_DOCUMENTS:,}, got {options.documents}")
+    if options.attention_window is not None and (options.attention_window < 1 or options.attention_sinks < 0):
+        raise LoadError("--attention-window must be at least 1, --attention-sinks at least 0")
     group = main_group(read_groups(options.model))
     trained = options.trained_len or original_len(group.scaling, group.base)
     lengths = options.lengths or (trained, 2 * trained)
@@ -161,11 +170,14 @@ def _make_documents(options: TaskOptions, files: list[Path], lengths: Sequence[i
 
 
 def _candidates(options: TaskOptions, group: RotaryGroup, trained: int, longest: int) -> list[TaskCandidate]:
-    if not options.scalings:
-        found = task_candidates(group, trained, longest)
-        return found if options.cut or KEY_TOKENS in options.tasks else [c for c in found if c.kind != "cut"]
     cut = options.cut or KEY_TOKENS in options.tasks  # key tokens are told by it
-    return chosen_task_candidates(group, options.scalings, options.policies, trained, longest, cut=cut)
+    if options.scalings:
+        found = chosen_task_candidates(group, options.scalings, options.policies, trained, longest, cut=cut)
+    else:
+        found = [c for c in task_candidates(group, trained, longest) if cut or c.kind != "cut"]
+    if options.attention_window is not None:
+        found.append(window_candidate(group, options.attention_window, options.attention_sinks))
+    return found
 
 
 def _check_cut(documents: Sequence[Document], trained: int) -> None:
