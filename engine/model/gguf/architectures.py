@@ -6,18 +6,25 @@ read another one: a line here, where a file has what the names there say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.families.cohere import COHERE, COHERE2
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
+from windlass.engine.model.families.exaone4 import EXAONE4
+from windlass.engine.model.families.falcon import FALCON
 from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.gemma import GEMMA, GEMMA2
 from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.glm import GLM, GLM4
 from windlass.engine.model.families.hunyuan import HUNYUAN
+from windlass.engine.model.families.layer_norms import GPT_NEOX, PHI, STARCODER2
 from windlass.engine.model.families.llama import LLAMA
+from windlass.engine.model.families.llama_like import ARCEE, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
+from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
 from windlass.engine.model.families.smollm3 import SMOLLM3
@@ -41,7 +48,9 @@ class Architecture:
     family: of models that say so; choose: where metadata tells another one, of `others`. interleaved: rows of q and k hold
     rotated pairs as (2j, 2j + 1), because llama.cpp's converter reordered them or because the family has them so.
     norms_with_offset: the converter added the family's offset to the weights of its norms. more: keys of config.json that only
-    this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at.
+    this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
+    keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
+    means something else elsewhere, where all of them are there. fused_in_parts: see `GgufIndex`.
     """
 
     family: Family
@@ -51,6 +60,9 @@ class Architecture:
     others: tuple[Family, ...] = ()
     more: Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]] = _nothing_more
     reads: tuple[str, ...] = ()
+    told_by: Callable[[Container[str]], dict[str, Any]] = lambda tensors: {}
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    fused_in_parts: bool = False
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -94,18 +106,9 @@ def _gemma3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]
     else:
         scaled_by = config["hidden_size"] / config["num_attention_heads"] if count == 62 else head_dim
     window = keys.count(_SWA)
-    pattern = keys.raw(_SWA_PATTERN) if window else 1
-    if isinstance(pattern, list):
-        local = [bool(flag) for flag in pattern]
-    elif pattern is None or (isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 1):
-        local = [(i + 1) % (pattern or 6) != 0 for i in range(count)]
-    else:
-        raise LoadError(f"{keys.key(_SWA_PATTERN)} must be a list of flags or an interval, got {shown(pattern)}")
-    if len(local) < count:
-        raise LoadError(f"{keys.key(_SWA_PATTERN)} has {len(local)} entries for {count} layers: get another conversion")
     return {
         "query_pre_attn_scalar": scaled_by,
-        "layer_types": [SLIDING_ATTENTION if one else FULL_ATTENTION for one in local[:count]],
+        "layer_types": _local_layers(keys, count, 6) if window else [FULL_ATTENTION] * count,
         "sliding_window": window or config["max_position_embeddings"],
         "final_logit_softcapping": keys.number("final_logit_softcapping"),
     }
@@ -114,6 +117,79 @@ def _gemma3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]
 def _smollm3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """The file does not say which layers do not rotate; llama.cpp takes every fourth."""
     return {"no_rope_layer_interval": 4}
+
+
+def _local_layers(keys: ArchitectureKeys, count: int, interval: int) -> list[str]:
+    """What each layer sees: as a list of flags says, or everything in every n-th."""
+    pattern = keys.raw(_SWA_PATTERN)
+    if pattern is None or (isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 1):
+        local = [(i + 1) % (pattern or interval) != 0 for i in range(count)]
+    elif isinstance(pattern, list):
+        local = [bool(flag) for flag in pattern]
+    else:
+        raise LoadError(f"{keys.key(_SWA_PATTERN)} must be a list of flags or an interval, got {shown(pattern)}")
+    if len(local) < count:
+        raise LoadError(f"{keys.key(_SWA_PATTERN)} has {len(local)} entries for {count} layers: get another conversion")
+    return [SLIDING_ATTENTION if one else FULL_ATTENTION for one in local[:count]]
+
+
+def _local_and_global(interval: int) -> Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]]:
+    """Layers that see a window, and every n-th that sees everything where the file does not say which; or no windows."""
+
+    def more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+        window, count = keys.count(_SWA), config["num_hidden_layers"]
+        kinds = _local_layers(keys, count, interval) if window else [FULL_ATTENTION] * count
+        return {"sliding_window": window or None, "layer_types": kinds}
+
+    return more
+
+
+def _gemma2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing says what scales q·k: the inverse root of the head's width, but for the 27B model, which has 46 layers."""
+    count, head_dim = config["num_hidden_layers"], config["head_dim"]
+    return {
+        "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if count == 46 else head_dim,
+        "layer_types": _local_layers(keys, count, 2),
+        "sliding_window": keys.count(_SWA) or 4096,
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping") or 50.0,
+        "final_logit_softcapping": keys.number("final_logit_softcapping") or 30.0,
+    }
+
+
+def _granite(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": keys.number("embedding_scale"),
+        "residual_multiplier": keys.number("residual_scale"),
+        "attention_multiplier": keys.number("attention.scale") or config["head_dim"] ** -0.5,
+        "logits_scaling": keys.number("logit_scale"),
+    }
+
+
+def _logit_scale(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"logit_scale": keys.number("logit_scale")}
+
+
+def _cohere2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return _local_and_global(4)(keys, config) | _logit_scale(keys, config)
+
+
+def _falcon(tensors: Container[str]) -> dict[str, Any]:
+    """The newer form of the family, of which the older with one key head is a case."""
+    two = "blk.0.attn_norm_2.weight" in tensors
+    return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2 if two else 1}
+
+
+def _gpt_neox(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    parallel = keys.raw("use_parallel_residual")
+    return {"use_parallel_residual": True if parallel is None else parallel}
+
+
+def _olmo2_with_a_window(keys: ArchitectureKeys) -> Family | None:
+    return OLMO3 if keys.count(_SWA) else None
+
+
+def _olmo2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return _local_and_global(4)(keys, config) if keys.count(_SWA) else {}
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -142,6 +218,38 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": Architecture(GLM4, interleaved=True),
     "phi3": Architecture(PHI3, more=_phi3, reads=(_SWA,)),
     "hunyuan-dense": Architecture(HUNYUAN),
+    "gemma": Architecture(GEMMA, norms_with_offset=True),
+    "gemma2": Architecture(
+        GEMMA2,
+        norms_with_offset=True,
+        more=_gemma2,
+        reads=(_SWA, _SWA_PATTERN, "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "starcoder2": Architecture(STARCODER2),
+    "phi2": Architecture(PHI),
+    "gptneox": Architecture(GPT_NEOX, fused_in_parts=True, more=_gpt_neox, reads=("use_parallel_residual",)),
+    "falcon": Architecture(
+        FALCON, fused_in_parts=True, told_by=_falcon, aliases={"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}
+    ),
+    "olmo": Architecture(
+        OLMO,
+        interleaved=True,
+        more=lambda keys, config: {"clip_qkv": keys.number("attention.clamp_kqv")},
+        reads=("attention.clamp_kqv",),
+    ),
+    "olmo2": Architecture(OLMO2, choose=_olmo2_with_a_window, others=(OLMO3,), more=_olmo2, reads=(_SWA, _SWA_PATTERN)),
+    "command-r": Architecture(COHERE, interleaved=True, more=_logit_scale, reads=("logit_scale",)),
+    "cohere2": Architecture(COHERE2, interleaved=True, more=_cohere2, reads=(_SWA, _SWA_PATTERN, "logit_scale")),
+    "granite": Architecture(
+        GRANITE,
+        interleaved=True,
+        more=_granite,
+        reads=("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+    ),
+    "exaone4": Architecture(EXAONE4, more=_local_and_global(4), reads=(_SWA, _SWA_PATTERN)),
+    "internlm2": Architecture(LLAMA, interleaved=True),  # its tensors are taken apart there
+    "seed_oss": Architecture(SEED_OSS, aliases={"post_attention_norm": "ffn_norm"}),
+    "arcee": Architecture(ARCEE, interleaved=True),
 }
 
 

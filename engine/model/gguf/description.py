@@ -53,7 +53,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
     }
     facts = _told(first, lambda: read_facts(headers[0].metadata, placed, factors))
     spec = _told(first, lambda: read_spec(facts.config, facts.generation))
-    tensors = _told(first, lambda: rename(placed, facts.family, spec))
+    tensors = _told(first, lambda: rename(placed, facts.family, spec, facts.architecture.aliases))
     index = {
         "version": VERSION,
         "files": [
@@ -72,6 +72,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         },
         "interleaved": facts.architecture.interleaved,
         "norms_with_offset": facts.architecture.norms_with_offset,
+        "fused_in_parts": facts.architecture.fused_in_parts,
     }
     return GGUFDescription(headers[0].metadata, facts.config, facts.generation, index)
 

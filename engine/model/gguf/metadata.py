@@ -83,11 +83,11 @@ def read_facts(
     if EMBEDDING not in tensors:
         what = "holds a vocabulary and no weights" if not tensors else f"has no tensor {EMBEDDING}"
         raise LoadError(f"{what}: give the GGUF file of a whole model")
-    config = _shapes(keys, tensors[EMBEDDING])
+    config = _shapes(keys, tensors[EMBEDDING], family)
     config = {"architectures": [family.architecture], "model_type": family.model_type, **config}
     config["tie_word_embeddings"] = HEAD not in tensors
     config |= _biases(family, tensors)
-    config |= architecture.more(keys, config)
+    config |= architecture.more(keys, config) | architecture.told_by(tensors)
     config |= _rotation(keys, family, config, factors)
     left = _unread(keys, architecture, config)
     config |= _token_ids(metadata)
@@ -99,7 +99,7 @@ def read_facts(
     )
 
 
-def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor) -> dict[str, Any]:
+def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor, family: Family) -> dict[str, Any]:
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     layers = keys.size("block_count") - keys.count("nextn_predict_layers")
     if not 1 <= layers <= _MOST_LAYERS:
@@ -109,11 +109,10 @@ def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor) -> dict[str, Any]:
         raise LoadError("has keys and values of different widths, which is not supported: choose another model")
     if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         raise LoadError(f"tensor {EMBEDDING} has the shape {list(embedding.shape)}, [tokens, {hidden}] is expected")
-    epsilon = keys.number("attention.layer_norm_rms_epsilon")
+    name = "attention.layer_norm_epsilon" if family.norms.form.centered else "attention.layer_norm_rms_epsilon"
+    epsilon = keys.number(name)
     if epsilon is None:
-        raise LoadError(
-            f"{keys.key('attention.layer_norm_rms_epsilon')} is missing: get another conversion of the model"
-        )
+        raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -123,7 +122,7 @@ def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor) -> dict[str, Any]:
         "num_key_value_heads": keys.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": keys.size("context_length"),
-        "rms_norm_eps": epsilon,
+        family.norm_eps_key or "rms_norm_eps": epsilon,
     }
 
 
@@ -153,6 +152,12 @@ def _rotation(
     if int(head_dim * share) != rotary_dim:
         share = math.nextafter(share, 2)  # it is read back as int(head_dim * share)
     scaling = read_rope(keys, factors, rotary_dim, config["max_position_embeddings"])
+    if family.rules.scales_full_layers_alone:
+        plain = {"rope_type": "default", "rope_theta": scaling.get("rope_theta", family.rules.rope_theta)}
+        return {
+            "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: plain},
+            "partial_rotary_factor": share,
+        }
     if family.rules.local_rope_theta is None:
         return {"rope_parameters": scaling, "partial_rotary_factor": share}
     local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or _LOCAL_THETA}

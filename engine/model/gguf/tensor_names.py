@@ -45,10 +45,13 @@ def has_bias(tensors: Mapping[str, PlacedTensor], *names: str) -> bool:
     return any(f"blk.0.{name}.bias" in tensors for name in names)
 
 
-def rename(tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec) -> dict[str, PlacedTensor]:
+def rename(
+    tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
+) -> dict[str, PlacedTensor]:
     """The tensors of the spec by their names in a checkpoint.
 
-    tensors: of all files, under their GGUF names. Raises LoadError for one that is missing or has another shape, and for one
+    tensors: of all files, under their GGUF names. aliases: names in a layer that stand for others, where all of them are
+    there. Raises LoadError for one that is missing or has another shape, and for one
     that the decoder has no use for, since a model with it would be another one.
     """
     found: dict[str, PlacedTensor] = {}
@@ -59,7 +62,9 @@ def rename(tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec)
         "output": names.head,
     }
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
-    layer_names = _layer_names(family)
+    layer_names = _layer_names(family, spec)
+    if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
+        layer_names |= {name: layer_names[known] for name, known in aliases.items()}
     for name, tensor in tensors.items():
         if name in FACTOR_TENSORS:
             continue
@@ -70,9 +75,9 @@ def rename(tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec)
     return _as_listed(found, spec)
 
 
-def _layer_names(family: Family) -> dict[str, str]:
-    """What llama.cpp calls the tensors of a layer, and what this family does."""
-    attention, feed_forward, norms = family.attention_names, family.feed_forward_names, family.norms
+def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
+    """What llama.cpp calls the tensors of a layer, and what this model does."""
+    attention, feed_forward, norms = family.attention_names, family.feed_forward_names, spec.layers[0].norms
     names = {
         "attn_norm": norms.mixer,
         "ffn_norm": norms.feed_forward,

@@ -18,7 +18,7 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.spec import LayerSpec, ModelSpec
 
 INDEX = "gguf.json"
 VERSION = 1
@@ -61,7 +61,7 @@ class GgufIndex:
     """files: absolute paths. tensors: by name, and `places`: the file of each, an index into `files`.
 
     interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: norms are stored with what the family
-    adds to them.
+    adds to them. fused_in_parts: a tensor of queries, keys and values has all queries, all keys, all values.
     """
 
     files: tuple[Path, ...]
@@ -69,6 +69,7 @@ class GgufIndex:
     places: Mapping[str, int]
     interleaved: bool
     norms_with_offset: bool
+    fused_in_parts: bool = False
 
     def types(self) -> list[str]:
         """The types of the matrices, that of most numbers first."""
@@ -86,6 +87,8 @@ class GgufIndex:
         """The spec of the model as these files hold it."""
         if self.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
+        if self.fused_in_parts:
+            spec = replace(spec, layers=tuple(map(_fused_in_parts, spec.layers)))
         if not self.interleaved:
             return spec
         layers = []
@@ -99,6 +102,13 @@ class GgufIndex:
             )
             layers.append(replace(layer, mixer=mixer))
         return replace(spec, layers=tuple(layers))
+
+
+def _fused_in_parts(layer: LayerSpec) -> LayerSpec:
+    mixer = layer.mixer
+    if isinstance(mixer, LatentSpec):
+        return layer
+    return replace(layer, mixer=replace(mixer, names=replace(mixer.names, qkv_order="parts")))
 
 
 def read_index(directory: Path) -> GgufIndex | None:
@@ -157,7 +167,14 @@ def _parsed(content: dict[str, Any]) -> GgufIndex:
             raise ValueError
         _check_type(name, header, files[places[name]])
         tensors[name] = header
-    return GgufIndex(files, tensors, places, bool(content["interleaved"]), bool(content["norms_with_offset"]))
+    return GgufIndex(
+        files,
+        tensors,
+        places,
+        bool(content["interleaved"]),
+        bool(content["norms_with_offset"]),
+        bool(content.get("fused_in_parts", False)),
+    )
 
 
 def _checked_file(entry: Mapping[str, Any]) -> Path:
