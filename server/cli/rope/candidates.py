@@ -19,6 +19,8 @@ _KINDS: dict[str, Kind] = {
     "llama3": "llama3",
     "longrope": "longrope",
     "dual_chunk": "dual_chunk",
+    "self_extend": "self_extend",
+    "rerope": "rerope",
     "log_n": "log_n",
 }
 _DYNAMIC_FACTORS = (1.0, 2.0, 4.0)

@@ -31,6 +31,8 @@ COLOURS = {
     "llama3": "#5fae3a",
     "longrope": "#b58b00",
     "dual_chunk": "#8e6bbf",
+    "self_extend": "#4f6fd0",
+    "rerope": "#c76b2f",
     "log_n": "#c2607f",
     "window": "#2aa6a6",
     "frozen": "#3b82c4",

@@ -19,20 +19,9 @@ from numpy.typing import NDArray
 from windlass.clients.loadtest.intervals import Interval, mean_interval
 
 Kind = Literal[
-    "none",
-    "cut",
-    "own",
-    "linear",
-    "ntk",
-    "yarn",
-    "dynamic",
-    "llama3",
-    "longrope",
-    "dual_chunk",
-    "log_n",
-    "window",
-    "other",
-]
+    "none", "cut", "own", "linear", "ntk", "yarn", "dynamic", "llama3", "longrope", "dual_chunk", "self_extend", "rerope",
+    "log_n", "window", "other",
+]  # fmt: skip
 
 CONFIDENCE = 0.95
 # A scaling "holds" while its perplexity stays within this of the same text cut to the trained length.

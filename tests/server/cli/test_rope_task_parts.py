@@ -229,7 +229,8 @@ def test_no_scaling_is_said_where_the_model_has_one_of_its_own() -> None:
     plain, named, *others = task_candidates(own, 512, 1024)
     assert plain.body() == {"rope_scaling": {"rope_type": "default"}} and named.body() == {}
     assert {c.kind for c in others} == {
-        "cut", "linear", "ntk", "dynamic", "yarn", "llama3", "dual_chunk", "log_n", "longrope",
+        "cut", "linear", "ntk", "dynamic", "yarn", "llama3", "dual_chunk", "self_extend", "rerope", "log_n",
+        "longrope",
     }  # fmt: skip
     bare = RotaryGroup("full_attention", base, RopeScaling())
     assert task_candidates(bare, 512, 1024)[0].body() == {}

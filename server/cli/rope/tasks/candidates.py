@@ -77,6 +77,10 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
     base, own = group.base, group.scaling
     factor = float(f"{max(longest / trained, 2.0):.4g}")
     original = {} if trained == base.trained_len else {"original_max_position_embeddings": trained}
+    # The least that brings every distance within the trained length, with the windows that are the default.
+    near_group, near_rerope = max(trained // 4, 1), max(trained // 2, 1)
+    group_size = max(2, math.ceil((longest - near_group) / (trained - near_group)))
+    leak = float(max(2, math.ceil((longest - near_rerope) / (trained - near_rerope))))
     unscaled = _unscaled(own)
     found = [TaskCandidate("no scaling", "none", unscaled)]
     if own.rope_type != "default":
@@ -95,7 +99,18 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
             "llama3",
             {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original},
         ),
-        _dual_chunk(base, original, longest),
+        _by_distance("dual_chunk", "dual_chunk", {"rope_type": "dual_chunk", **original}, base, longest),
+        _by_distance(
+            f"self_extend {group_size}",
+            "self_extend",
+            {"rope_type": "self_extend", "group_size": group_size, **original},
+            base,
+            longest,
+        ),
+        _by_distance("rerope", "rerope", {"rope_type": "rerope", **original}, base, longest),
+        _by_distance(
+            f"leaky rerope {leak:g}", "rerope", {"rope_type": "rerope", "factor": leak, **original}, base, longest
+        ),
         TaskCandidate("log_n", "log_n", {"rope_type": "log_n", **original}, plain_to=trained),
     ]
     if base.inv_freq is None:
@@ -113,13 +128,13 @@ def window_candidate(group: RotaryGroup, window: int, sinks: int) -> TaskCandida
     return TaskCandidate(name, "window", _unscaled(group.scaling), context=rule, plain_to=window, chosen=True)
 
 
-def _dual_chunk(base: RotaryBase, original: dict[str, Any], longest: int) -> TaskCandidate:
-    scaling = {"rope_type": "dual_chunk", **original}
+def _by_distance(name: str, kind: Kind, scaling: dict[str, Any], base: RotaryBase, longest: int) -> TaskCandidate:
+    """A kind that changes how far keys seem: none does so within a chunk or the window of near keys."""
     try:
-        plain_to = resolve(RopeScaling.from_dict(scaling), base, longest).distances.chunk or 0
+        rule = resolve(RopeScaling.from_dict(scaling), base, longest).distances
     except RequestError:  # a model that cannot run it, which is told where it is tried
-        plain_to = 0
-    return TaskCandidate("dual_chunk", "dual_chunk", scaling, plain_to=plain_to)
+        return TaskCandidate(name, kind, scaling)
+    return TaskCandidate(name, kind, scaling, plain_to=rule.chunk or rule.near or 0)
 
 
 def _longrope(base: RotaryBase, trained: int, factor: float) -> TaskCandidate:
