@@ -20,6 +20,7 @@ from windlass.kernels.cpu import (
     attention,
     block_filling,
     blocks,
+    latent,
     library,
     linear,
     low_rank,
@@ -48,6 +49,8 @@ from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 # Rows of bfloat16 from which torch's product leads where the processor multiplies them natively (measured on Zen 4: as
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
 _FEWEST_NATIVE_ROWS = 12
+_MOST_SCALED_ROWS = 256
+_MOST_LATENT_ROWS = 32  # tokens up to which products by head are quicker here than as torch has them
 _RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
 
 
@@ -69,6 +72,8 @@ class CompiledBackend(Backend):
             self._most_rows = linear.MOST_ROWS
             self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.MOST_ROWS
         self._ones: dict[int, Tensor] = {}  # weights of a norm that is not looked at, by size
+        self._places: dict[int, Tensor] = {}  # 0, 1, … by how many
+        self._most_latent_rows = sys.maxsize if options.deterministic else _MOST_LATENT_ROWS
         self._most_panel_rows = sys.maxsize if options.deterministic else panels.MOST_ROWS
 
     @staticmethod
@@ -158,16 +163,26 @@ class CompiledBackend(Backend):
         ops.rms_norm(x, ones, 1.0, residual, library=self._library)
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        self._torch.rms_norm_in_place(x, weight, eps)
+        latent.rms_norm_in_place(x, weight, eps, library=self._library)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-        return self._torch.latent_queries(q, up, rotary_dim)
+        if q.shape[0] > self._most_latent_rows:
+            return self._torch.latent_queries(q, up, rotary_dim)
+        return latent.latent_queries(q, up, rotary_dim, library=self._library)
 
     def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        return self._torch.latent_values(attended, up, value_dim)
+        if attended.shape[0] > self._most_latent_rows:
+            return self._torch.latent_values(attended, up, value_dim)
+        return latent.latent_values(attended, up, value_dim, library=self._library)
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
-        return self._torch.scaled(x, factor)
+        if x.shape[0] > _MOST_SCALED_ROWS:
+            return self._torch.scaled(x, factor)
+        # Gathering rows multiplies them; unlike torch's product it can be recorded.
+        places = self._places.get(x.shape[0])
+        if places is None:
+            places = self._places[x.shape[0]] = torch.arange(x.shape[0])
+        return ops.embed_rows(x, places, factor, library=self._library)
 
     def activation(self, x: Tensor, activation: str) -> Tensor:
         return self._torch.activation(x, activation)

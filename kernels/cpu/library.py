@@ -104,6 +104,9 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, _POINTER, _LONG, _INT, _POINTER),  # x, out, their type, slots
         *(_LONG, _LONG, _POINTER, _LONG),  # rows, inner, table
     ],
+    "latent_queries": [*_TENSOR3, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG],
+    "latent_values": [*_TENSOR3, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG],
+    "rms_norm_in_place": [_POINTER, _LONG, _INT, _POINTER, _FLOAT, _LONG, _LONG],
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "fill_rows": [
@@ -161,6 +164,9 @@ class Library:
     draw_tokens: Function
     token_logprobs: Function
     add_low_rank: Function
+    latent_queries: Function
+    latent_values: Function
+    rms_norm_in_place: Function
     repeat_calls: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function

@@ -43,6 +43,9 @@ _REPEATABLE = (
     "turn_queries",
     "row_maxima",
     "add_low_rank",
+    "latent_queries",
+    "latent_values",
+    "rms_norm_in_place",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

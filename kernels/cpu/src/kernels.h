@@ -9,6 +9,7 @@
 #include "block_pack.h"
 #include "block_repack.h"
 #include "block_widen.h"
+#include "latent.h"
 #include "linear.h"
 #include "logprobs.h"
 #include "low_rank.h"

@@ -7,6 +7,7 @@
 #include "attention_rows.h"
 #include "block_linear.h"
 #include "block_widen.h"
+#include "latent.h"
 #include "linear.h"
 #include "low_rank.h"
 #include "names.h"
@@ -72,6 +73,9 @@ static int make_all(const void *calls, long count) {
             case 11: code = make(call, WINDLASS_NAME(turn_queries)); break;
             case 12: code = make(call, WINDLASS_NAME(row_maxima)); break;
             case 13: code = make(call, low_rank::WINDLASS_NAME(add_low_rank)); break;
+            case 14: code = make(call, latent::WINDLASS_NAME(latent_queries)); break;
+            case 15: code = make(call, latent::WINDLASS_NAME(latent_values)); break;
+            case 16: code = make(call, latent::WINDLASS_NAME(rms_norm_in_place)); break;
         }
         if (code) return code;
     }

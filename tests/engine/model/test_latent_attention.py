@@ -21,6 +21,7 @@ from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.kernels.cpu import library
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 LAYERS, WIDTH = 4, 24 + 8  # latent and rotated dims of the tiny models
@@ -122,6 +123,17 @@ def test_a_crowd_that_is_preempted_gets_what_each_gets_alone(
         assert got.token_ids == right.token_ids
         difference = float((torch.stack(got.logits) - torch.stack(right.logits)).abs().max())
         assert difference <= (0 if options else 1e-4), name
+
+
+@pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}], ids=["float32", "bfloat16 pages"])
+def test_decode_steps_are_recorded_and_repeated(options: dict[str, Any], models: dict[str, Path]) -> None:
+    core = make_core(models["minicpm3"], **options)
+    requests = [greedy("a", PROMPT, 30), greedy("b", PROMPT[:9], 30)]
+    got = run(core, requests)
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 20
+    if not options:
+        assert all(error(core, models["minicpm3"], one, got[one.request_id, 0]) < 1e-5 for one in requests)
 
 
 def test_proposed_tokens_change_nothing(models: dict[str, Path]) -> None:

@@ -1,0 +1,151 @@
+// What stands around attention over latent vectors: products of every head's rows with its own small matrix, and a norm in place.
+//
+// up: [heads, plain + value_dim, latent], of each head what makes its keys of a latent vector, then what makes its values. Tokens
+// go in tiles that share the loads of a matrix; every token keeps sums of its own, in an order that knows nothing of the tile,
+// so its bits are those that it has alone.
+
+#pragma once
+
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
+namespace latent {
+
+constexpr long TILE = 4;         // tokens
+constexpr long COLUMNS = 4;      // vectors of latent dims of a query, or rows of a value's matrix, taken together
+constexpr long UNIT_ROWS = 16;   // rows of a value's matrix that a thread takes at a time
+
+struct Shape { long tokens, heads, rotary, plain, value_dim, dim; };  // dim: latent dims
+
+// out[t][c] = sum over n of q[t][n] * up[n][c] for `tile` tokens and dims [c, c + COLUMNS * W), cut at `dim`.
+template <long tile, class TQ, class TU, class TO>
+INLINE void query_block(const TQ *q, long q_row, const TU *up, long plain, long dim, long c, TO *out, long out_row) {
+    vf sums[tile][COLUMNS] = {};
+    const long whole = min_of(COLUMNS, (dim - c) / W), rest = whole < COLUMNS ? min_of(W, dim - c - whole * W) : 0;
+    for (long n = 0; n < plain; n++, up += dim) {
+        vf row[COLUMNS];
+        for (long j = 0; j < COLUMNS; j++)
+            row[j] = j < whole ? load(up + c + j * W) : j == whole && rest > 0 ? load_some(up + c + j * W, rest) : vf{};
+        for (long t = 0; t < tile; t++) {
+            const vf x = splat(widen(q[t * q_row + n]));
+            for (long j = 0; j < COLUMNS; j++) sums[t][j] = add_product(sums[t][j], row[j], x);
+        }
+    }
+    for (long t = 0; t < tile; t++)
+        for (long j = 0; j < COLUMNS; j++) {
+            if (j < whole) store(out + t * out_row + c + j * W, sums[t][j]);
+            else if (j == whole && rest > 0) store_some(out + t * out_row + c + j * W, sums[t][j], rest);
+        }
+}
+
+// out[t][v] = sum over c of up[v][c] * x[t][c] for `tile` tokens and `rows` rows.
+template <long tile, class TX, class TU, class TO>
+INLINE void value_block(const TX *x, long x_row, const TU *up, long rows, long dim, TO *out, long out_row) {
+    for (long v = 0; v < rows; v++, up += dim) {
+        vf sums[tile] = {};
+        long c = 0;
+        for (; c + W <= dim; c += W) {
+            const vf row = load(up + c);
+            for (long t = 0; t < tile; t++) sums[t] = add_product(sums[t], row, load(x + t * x_row + c));
+        }
+        if (c < dim) {
+            const vf row = load_some(up + c, dim - c);
+            for (long t = 0; t < tile; t++) sums[t] = add_product(sums[t], row, load_some(x + t * x_row + c, dim - c));
+        }
+        for (long t = 0; t < tile; t++) narrow(sum(sums[t]), out[t * out_row + v]);
+    }
+}
+
+// Calls f(Number of tokens, first token) for all tokens.
+template <long n> struct Count { static constexpr long value = n; };
+template <class F> INLINE void in_tiles(long tokens, const F &f) {
+    long t = 0;
+    for (; t + TILE <= tokens; t += TILE) f(Count<TILE>{}, t);
+    for (; t < tokens; t++) f(Count<1>{}, t);
+}
+
+template <class TQ, class TU>
+static void queries(const TQ *q, long q_row, long q_head, const TU *up, TQ *out, const Shape &s) {
+    const long width = s.rotary + s.dim, pieces = ceil_div(s.dim, COLUMNS * W), matrix = (s.plain + s.value_dim) * s.dim;
+    const long units = s.heads * pieces;
+    for_units(units, threads_for(s.tokens * s.heads * s.plain * s.dim, units), [&](long unit) {
+        const long h = unit / pieces, piece = unit % pieces;
+        const TQ *rows = q + h * q_head;
+        TQ *target = out + h * width;
+        if (piece == 0)
+            for (long t = 0; t < s.tokens; t++)
+                __builtin_memcpy(target + t * s.heads * width, rows + t * q_row, s.rotary * sizeof(TQ));
+        in_tiles(s.tokens, [&](auto tile, long t) {
+            query_block<decltype(tile)::value>(rows + t * q_row + s.rotary, q_row, up + h * matrix, s.plain, s.dim,
+                                               piece * COLUMNS * W, target + t * s.heads * width + s.rotary, s.heads * width);
+        });
+    });
+}
+
+template <class TX, class TU>
+static void values(const TX *x, long x_row, long x_head, const TU *up, TX *out, const Shape &s) {
+    const long pieces = ceil_div(s.value_dim, UNIT_ROWS), matrix = (s.plain + s.value_dim) * s.dim;
+    const long units = s.heads * pieces, out_row = s.heads * s.value_dim;
+    for_units(units, threads_for(s.tokens * s.heads * s.value_dim * s.dim, units), [&](long unit) {
+        const long h = unit / pieces, first = unit % pieces * UNIT_ROWS, rows = min_of(UNIT_ROWS, s.value_dim - first);
+        const TU *own = up + h * matrix + (s.plain + first) * s.dim;
+        in_tiles(s.tokens, [&](auto tile, long t) {
+            value_block<decltype(tile)::value>(x + t * x_row + h * x_head, x_row, own, rows, s.dim,
+                                               out + t * out_row + h * s.value_dim + first, out_row);
+        });
+    });
+}
+
+// out [tokens, heads, rotary + dim]: the first dims of q as they are, then its plain ones times up[h, :plain].
+// q: [tokens, heads, rotary + plain], strides in elements; out is contiguous, of its type.
+EXPORT int WINDLASS_NAME(latent_queries)(const void *q, long q_row, long q_head, int type, const void *up, int up_type, void *out,
+                                         long tokens, long heads, long rotary, long plain, long value_dim, long dim) {
+    const Shape shape = {tokens, heads, rotary, plain, value_dim, dim};
+    with_type(type, [&](auto *x) {
+        with_type(up_type, [&](auto *u) {
+            queries((decltype(x))q, q_row, q_head, (decltype(u))up, (__typeof__(*x) *)out, shape);
+        });
+    });
+    return 0;
+}
+
+// out [tokens, heads * value_dim]: up[h, plain:] times the latent dims of head h of x [tokens, heads, dim].
+EXPORT int WINDLASS_NAME(latent_values)(const void *x, long x_row, long x_head, int type, const void *up, int up_type, void *out,
+                                        long tokens, long heads, long plain, long value_dim, long dim) {
+    const Shape shape = {tokens, heads, 0, plain, value_dim, dim};
+    with_type(type, [&](auto *element) {
+        with_type(up_type, [&](auto *u) {
+            values((decltype(element))x, x_row, x_head, (decltype(u))up, (__typeof__(*element) *)out, shape);
+        });
+    });
+    return 0;
+}
+
+// x [rows, dim] / sqrt(mean(x^2) + eps) * weight, over itself.
+EXPORT int WINDLASS_NAME(rms_norm_in_place)(void *x, long x_row, int type, const float *weight, float eps, long rows, long dim) {
+    with_type(type, [&](auto *element) {
+        typedef __typeof__(*element) T;
+        for_units(rows, threads_for(rows * dim, rows), [&](long r) {
+            T *own = (T *)x + r * x_row;
+            vf squares = {};
+            long j = 0;
+            for (; j + W <= dim; j += W) {
+                const vf a = load(own + j);
+                squares += a * a;
+            }
+            float total = sum(squares);
+            for (; j < dim; j++) total += widen(own[j]) * widen(own[j]);
+            const float scale = 1.0f / __builtin_sqrtf(total / float(dim) + eps);
+            for (j = 0; j + W <= dim; j += W) store(own + j, load(own + j) * scale * load(weight + j));
+            for (; j < dim; j++) narrow(widen(own[j]) * scale * weight[j], own[j]);
+        });
+    });
+    return 0;
+}
+
+}  // namespace latent
+
+}  // namespace
