@@ -40,7 +40,8 @@ class Asker:
         base = url.rstrip("/")
         self._base = base if base.endswith("/v1") else base + "/v1"
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = client or httpx.Client(trust_env=False)
+        # A connection each: a server may close one that it kept just when the next request is sent.
+        self._http = client or httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
         self._http.headers.update(headers)
         self._timeout, self._end = timeout, time.monotonic() + time_limit
         self._optional = set(OPTIONAL)

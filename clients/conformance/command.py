@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,10 @@ def conform(
     time_limit: Annotated[
         float, typer.Option("--time-limit", min=1, help="Seconds for all; what is not asked by then is told.")
     ] = 1800,
-    seed: Annotated[int, typer.Option("--seed", help="Of the texts.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", help="Of the texts. Default: another for each run, so that none is kept yet."),
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write JSON.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write Markdown.")] = None,
 ) -> None:
@@ -47,10 +51,11 @@ def conform(
     from windlass.clients.conformance.suite import Suite
 
     check_outputs({"--json": as_json, "--markdown": markdown})
+    chosen = secrets.randbits(32) if seed is None else seed
     asker = Asker(url, model, api_key, timeout, time_limit=time_limit)
     try:
         trained = trained_len or asker.trained()
-        suite = Suite(asker, trained, max_len or asker.context(), tolerance, seed, far_len)
+        suite = Suite(asker, trained, max_len or asker.context(), tolerance, chosen, far_len)
         results = suite.run(CHECKS, lambda name: typer.echo(f"asking: {name}", err=True))
     except NotAskableError as error:
         raise CommandError(f"{url} cannot be checked: {error}") from None
@@ -59,7 +64,7 @@ def conform(
     for line in to_lines(results):
         typer.echo(line)
     if as_json is not None:
-        as_json.write_text(json.dumps(to_json(url, asker.model, results), indent=1) + "\n", encoding="utf-8")
+        as_json.write_text(json.dumps(to_json(url, asker.model, results, chosen), indent=1) + "\n", encoding="utf-8")
     if markdown is not None:
         markdown.write_text(to_markdown(url, asker.model, results), encoding="utf-8")
     raise typer.Exit(exit_status(results))

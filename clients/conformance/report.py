@@ -9,8 +9,8 @@ from typing import Any
 from windlass.clients.conformance.suite import CheckResult
 
 
-def to_json(server: str, model: str, results: Sequence[CheckResult]) -> dict[str, Any]:
-    return {"server": server, "model": model, "checks": [asdict(result) for result in results]}
+def to_json(server: str, model: str, results: Sequence[CheckResult], seed: int) -> dict[str, Any]:
+    return {"server": server, "model": model, "seed": seed, "checks": [asdict(result) for result in results]}
 
 
 def to_lines(results: Sequence[CheckResult]) -> list[str]:

@@ -23,7 +23,7 @@ class Found:
     """What a check found.
 
     asked: what was asked, for a reader. unshown: why equality would show nothing here, None where it does.
-    allowed: nats that the same change makes where it is known to be harmless.
+    allowed: nats that something harmless may come to; what is above the bound and not above this is not shown.
     """
 
     tally: Agreement
@@ -104,16 +104,21 @@ class Suite:
             differs = tally.parted >= LEAST_PARTED and share > max(TIES, 3 * usual)
             effect = noise = bound = None
         else:
-            effect, noise = tally.far, self.noise.far
-            bound = max(self.tolerance, 3 * noise, found.allowed)
-            differs = effect > bound
-        unshown = found.unshown
-        if self.asker.by_text and tally.parted:
+            effect, noise, bound = tally.far, self.noise.far, self.bound()
+            differs = effect > max(bound, found.allowed)
+        unshown = None if differs else found.unshown
+        if effect is not None and bound is not None and bound < effect <= found.allowed:
+            unshown = unshown or f"up to {found.allowed:.4f} nats may come of something harmless"
+        if not differs and self.asker.by_text and tally.parted:
             unshown = unshown or "so few may be near ties"
         verdict = "differs" if differs else "not shown" if unshown else "holds"
         if unshown:
             detail += f"; {unshown}"
         return CheckResult(name, question, verdict, detail, effect, noise, bound, tally.compared, tally.parted)
+
+    def bound(self) -> float:
+        """Nats that are still rounding."""
+        return max(self.tolerance, 3 * self.noise.far)
 
     def words(self, count: int) -> str:
         return " ".join(self._random.choice(WORDS) for _ in range(count))
@@ -123,10 +128,10 @@ class Suite:
         self.fits(tokens)
         return self.words(max(round((tokens - self._extra) / self._per_word), 4))
 
-    def fits(self, tokens: int) -> None:
-        """Raises NotAskableError where the server takes no text of `tokens` tokens and an answer."""
-        if self.context is not None and tokens + ROOM > self.context:
-            raise NotAskableError(f"context {self.context}: it needs {tokens + ROOM} tokens")
+    def fits(self, tokens: int, room: int = ROOM) -> None:
+        """Raises NotAskableError where the server takes no text of `tokens` tokens and an answer of `room`."""
+        if self.context is not None and tokens + room > self.context:
+            raise NotAskableError(f"context {self.context}: it needs {tokens + room} tokens")
 
     def just_below(self, tokens: int) -> str:
         """A text of `tokens` tokens or a few less, measured by asking; at most four requests."""
