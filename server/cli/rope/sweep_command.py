@@ -51,6 +51,13 @@ def sweep(
     seed: Annotated[
         int | None, typer.Option("--seed", help="With --tasks: what the documents are drawn from. Default: 1.")
     ] = None,
+    report_only: Annotated[
+        bool,
+        typer.Option(
+            "--report-only",
+            help="With --tasks and --keep: read nothing, and report on the documents that an interrupted run has whole.",
+        ),
+    ] = False,
     max_len: Annotated[
         int | None, typer.Option("--max-len", help="Longest context measured, in tokens. Default: 4096.")
     ] = None,
@@ -146,6 +153,7 @@ def sweep(
         raise LoadError("--policy says how a --scaling is read: give --scaling too, or leave --policy out")
     reading = {"--max-len": max_len, "--target-len": target_len, "--windows": windows, "--samples": samples}
     asking = {
+        "--report-only": report_only or None,
         "--lengths": lengths,
         "--documents": documents,
         "--seed": seed,
@@ -188,6 +196,7 @@ def sweep(
             kv_cache_memory=memory,
             attention_window=attention_window,
             attention_sinks=attention_sinks,
+            report_only=report_only,
         )
         run_tasks(TaskOptions(model=resolve_model(model), tasks=names, lengths=numbers, **given, **shared))
         return
@@ -197,7 +206,7 @@ def sweep(
     run_sweep(SweepOptions(model=resolve_model(model), **given, **shared))
 
 
-def _given(**values: int | None) -> dict[str, Any]:
+def _given(**values: object) -> dict[str, Any]:
     """Those that were given; the others have their defaults elsewhere."""
     return {name: value for name, value in values.items() if value is not None}
 

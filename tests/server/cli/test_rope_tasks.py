@@ -149,6 +149,10 @@ def test_an_interrupted_run_goes_on(
         return scores(self, given, computed)
 
     monkeypatch.setattr(BatchScorer, "scores", counting)
+    # What is whole can be reported on.
+    assert run(model, tmp_path, "--lengths", f"{TRAINED},{LENGTH}", "--report-only") == 0 and not texts
+    part = json.loads((tmp_path / "r.json").read_text())
+    assert part["documents"] == measured["documents"][:3]
     assert run(model, tmp_path, "--lengths", f"{TRAINED},{LENGTH}") == 0
     assert len(texts) == 3 * 5  # a segment and four choices each
     again = json.loads((tmp_path / "r.json").read_text())
@@ -228,6 +232,8 @@ def test_texts_of_ones_own(model: Path, tmp_path: Path) -> None:
         ([], "--text is missing"),
         (["--tasks", "passkey", "--text", "{text}"], "give a longer text"),
         (["--tasks", "passkey", "--text", "{text}", "--text", "{other}"], "same name"),
+        (["--tasks", "passkey", "--report-only"], "give that file too"),
+        (["--text", "{text}", "--report-only"], "--report-only is for --tasks"),
         (["--tasks", "passkey", "--keep", "{foreign}"], "line 1, is no pass"),
         (["--tasks", "passkey", "--attention-sinks", "4"], "beside an --attention-window"),
         (["--tasks", "passkey", "--attention-window", "0"], "--attention-window must be at least 1"),
@@ -263,6 +269,7 @@ def test_what_is_wrong_is_one_line(
     ("arguments", "words"),
     [
         (["--kv-cache-memory", "100KiB"], "memory"),
+        (["--report-only"], "has no document whole"),
         (["--scaling", '{"rope_type": "learned"}'], "learned"),
     ],
 )

@@ -103,6 +103,10 @@ class TaskMeasure:
         for layout in self._missing(document):
             self._progress.expect(layout.work)
 
+    def is_known(self, document: Document) -> bool:
+        """Whether every reading of it was kept."""
+        return not self._missing(document)
+
     def __call__(self, document: Document) -> tuple[dict[str, Reading], tuple[float, ...]]:
         """By candidate; and the segment's log-probabilities after a short context, empty where nobody asked."""
         layouts = self._missing(document)

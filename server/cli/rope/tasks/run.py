@@ -44,7 +44,8 @@ _MOST_DOCUMENTS = 10_000
 class TaskOptions:
     """What `windlass rope sweep --tasks` was asked. texts: files or directories, empty for generated prose.
 
-    documents: of each length. The other fields are those of `SweepOptions`.
+    documents: of each length. report_only: nothing is read, the report is of the documents that `keep` has whole. The other
+    fields are those of `SweepOptions`.
     """
 
     model: Path
@@ -61,6 +62,7 @@ class TaskOptions:
     cut: bool = True
     kv_cache_dtype: str = "auto"
     kv_cache_memory: int | None = None
+    report_only: bool = False
     attention_window: int | None = None
     attention_sinks: int = 4
     device: str = "auto"
@@ -99,6 +101,8 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
         raise LoadError(f"--documents must lie between 1 and {_MOST_DOCUMENTS:,}, got {options.documents}")
     if options.attention_window is not None and (options.attention_window < 1 or options.attention_sinks < 0):
         raise LoadError("--attention-window must be at least 1, --attention-sinks at least 0")
+    if options.report_only and options.keep is None:
+        raise LoadError("--report-only reports on what --keep has: give that file too")
     group = main_group(read_groups(options.model))
     trained = options.trained_len or original_len(group.scaling, group.base)
     lengths = options.lengths or (trained, 2 * trained)
@@ -132,6 +136,8 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
         display.stop()
         candidates, refused = _runnable(scorer, candidates, max(lengths))
         measure = TaskMeasure(scorer, candidates, trained, kept, progress, with_segment=KEY_TOKENS in options.tasks)
+        if options.report_only:
+            documents, lengths = _known(measure, documents, lengths)
         for document in documents:
             measure.announce(document)
         read = [DocumentReadings(document, *measure(document)) for document in documents]
@@ -178,6 +184,17 @@ def _candidates(options: TaskOptions, group: RotaryGroup, trained: int, longest:
     if options.attention_window is not None:
         found.append(window_candidate(group, options.attention_window, options.attention_sinks))
     return found
+
+
+def _known(
+    measure: TaskMeasure, documents: Sequence[Document], lengths: Sequence[int]
+) -> tuple[list[Document], tuple[int, ...]]:
+    """The documents that were read whole, and their lengths. Raises LoadError where there are none."""
+    found = [document for document in documents if measure.is_known(document)]
+    if not found:
+        raise LoadError("--report-only: --keep has no document whole that was read so: run without it first")
+    there = {document.length for document in found}
+    return found, tuple(length for length in lengths if length in there)
 
 
 def _check_cut(documents: Sequence[Document], trained: int) -> None:
