@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,3 +44,16 @@ class Norm:
             return self._backend.add_rms_norm(residual, x, self._weight, self._eps)
         self._backend.add(residual, x)
         return self(residual)
+
+
+class HeadNorm:
+    """A norm of every head by weights of its own, without biases. weight: [H * D] float32."""
+
+    def __init__(self, form: NormForm, weight: Tensor, heads: int, eps: float, backend: Backend) -> None:
+        size = weight.shape[0] // heads
+        self._norm = Norm.of(replace(form, weight=False, bias=False), {}, "", size, eps, backend)
+        self._weight = weight.view(heads, size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [T, H, D]. Returns the same shape and dtype."""
+        return self._norm(x).mul_(self._weight)

@@ -69,7 +69,7 @@ class StoredTensor:
 
     unit_rows: each row is divided by its length when it is loaded (Baichuan 2). A name that ends in "[3]" is the fourth of the
     tensors that the one before the bracket holds along its first dimension. transposed: it has columns where the weight has
-    rows. alternating: its rows are those of two parts by turns.
+    rows. alternating: its rows are those of two parts by turns. by_head: into how many rows the tensor of a vector is folded.
     """
 
     name: str
@@ -80,6 +80,7 @@ class StoredTensor:
     unit_rows: bool = False
     transposed: bool = False
     alternating: bool = False
+    by_head: int | None = None
     rotary_last: RotaryLast | None = None
 
 

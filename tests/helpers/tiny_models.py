@@ -101,10 +101,13 @@ def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any)
     own_class = getattr(transformers, f"{name}ForCausalLM", None)
     model = own_class(config) if own_class else transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for key, parameter in model.named_parameters():
             # Wide enough that attention is peaked and every mistake shows in the logits.
-            parameter.normal_(0.0, 0.3) if parameter.dim() == 1 else parameter.mul_(4.0)
-            if parameter.dim() == 1 and name not in tiny_families.OFFSET_NORMS:
+            vector = parameter.dim() == 1 or key.endswith(
+                ("q_norm.weight", "k_norm.weight")
+            )  # some with a row for each head
+            parameter.normal_(0.0, 0.3) if vector else parameter.mul_(4.0)
+            if vector and name not in tiny_families.OFFSET_NORMS:
                 parameter.add_(1.0)
         for key, tensor in (*model.named_buffers(), *model.named_parameters()):
             if key.endswith(tiny_experts.BIASES):  # zeros otherwise

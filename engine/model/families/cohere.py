@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from windlass.engine.model.config_json.patterns import local_layers_rotate
 from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_flag
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Multipliers
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.spec import LayerNorms
@@ -20,17 +21,28 @@ _RULES = ConfigRules(
     rope_theta=500_000.0,
 )
 
+_CENTERED = NormForm(centered=True)
+
+
+def _with_head_norms(family: Family, config: Config) -> Family:
+    """Command R+ norms queries and keys, each head by weights of its own."""
+    wanted = read_flag(config, "use_qk_norm")
+    return replace(family, qk_norm="by head", qk_norm_form=_CENTERED) if wanted else family
+
+
 COHERE = Family(
     architecture="CohereForCausalLM",
-    title="Cohere Command R",
+    title="Cohere Command R and R+",
     model_type="cohere",
     rules=_RULES,
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     interleaved=True,
     multipliers=Multipliers(logits="logit_scale", logits_default=0.0625),
-    norms=LayerNorms(feed_forward=None, form=NormForm(centered=True), parallel=True),
+    norms=LayerNorms(feed_forward=None, form=_CENTERED, parallel=True),
     norm_eps_key="layer_norm_eps",
+    variant=_with_head_norms,
+    reads=frozenset({"use_qk_norm"}),
 )
 
 # Its global layers do not rotate.
@@ -39,5 +51,7 @@ COHERE2 = replace(
     architecture="Cohere2ForCausalLM",
     title="Cohere Command R7B (Cohere 2)",
     model_type="cohere2",
+    variant=None,
+    reads=frozenset(),
     rules=replace(_RULES, layer_pattern=local_layers_rotate, sliding_window=4096, rope_theta=10_000.0),
 )

@@ -111,7 +111,7 @@ class Family:
     qkv_bias: bool | Flag = False
     out_bias: bool | Flag = False
     feed_forward_bias: bool | Flag = False
-    qk_norm: Literal["before", "after", "all heads"] | None = None
+    qk_norm: Literal["before", "after", "all heads", "by head"] | None = None
     qk_norm_form: NormForm = field(default_factory=NormForm)
     clip_key: str | None = None
     embedding_norm: bool = False

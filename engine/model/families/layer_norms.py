@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from windlass.engine.model.config_json.patterns import windowed_layers
@@ -17,6 +18,18 @@ from windlass.engine.model.spec import LayerNorms, OuterNames
 _FORM = NormForm(centered=True, bias=True)
 _BIAS = Flag("use_bias", default=True)
 _ATTENTION_BIAS = Flag("attention_bias", default=True)
+
+_LAYER_NORMED = frozenset({"qk_layernorm"})
+
+
+def _head_norms(default: bool) -> Callable[[Family, Config], Family]:
+    """Queries and keys are normed where `qk_layernorm` says so."""
+
+    def variant(family: Family, config: Config) -> Family:
+        return family if read_flag(config, "qk_layernorm", default) else replace(family, qk_norm=None)
+
+    return variant
+
 
 STARCODER2 = Family(
     architecture="Starcoder2ForCausalLM",
@@ -53,6 +66,13 @@ STABLELM = Family(
         partial_rotary_factor=0.25,
     ),
     qkv_bias=Flag("use_qkv_bias"),
+    qk_norm="by head",
+    qk_norm_form=NormForm(centered=True),
+    attention_names=AttentionNames(
+        q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"
+    ),
+    variant=_head_norms(default=False),
+    reads=_LAYER_NORMED,
     norms=LayerNorms(form=_FORM),
     parallel=Flag("use_parallel_residual"),
     parallel_norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
@@ -74,7 +94,13 @@ PHI = Family(
     out_bias=True,
     feed_forward_bias=True,
     activation="gelu_new",
-    attention_names=AttentionNames(out="self_attn.dense"),
+    qk_norm="before",
+    qk_norm_form=_FORM,
+    attention_names=AttentionNames(
+        out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
+    ),
+    variant=_head_norms(default=False),
+    reads=_LAYER_NORMED,
     feed_forward_names=PlainNames(up="mlp.fc1", down="mlp.fc2"),
     norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
     norm_eps_key="layer_norm_eps",
@@ -128,10 +154,6 @@ GPT_NEOX = Family(
 )
 
 
-def _with_head_norms(family: Family, config: Config) -> Family:
-    return family if read_flag(config, "qk_layernorm", default=True) else replace(family, qk_norm=None)
-
-
 PERSIMMON = Family(
     architecture="PersimmonForCausalLM",
     title="Persimmon",
@@ -160,8 +182,8 @@ PERSIMMON = Family(
     norms=LayerNorms(form=_FORM),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(final_norm="model.final_layernorm"),
-    variant=_with_head_norms,
-    reads=frozenset({"qk_layernorm"}),
+    variant=_head_norms(default=True),
+    reads=_LAYER_NORMED,
 )
 
 JAIS2 = Family(

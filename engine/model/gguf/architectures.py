@@ -238,7 +238,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         reads=("attention.clamp_kqv",),
     ),
     "olmo2": Architecture(OLMO2, choose=_olmo2_with_a_window, others=(OLMO3,), more=_olmo2, reads=(_SWA, _SWA_PATTERN)),
-    "command-r": Architecture(COHERE, interleaved=True, more=_logit_scale, reads=("logit_scale",)),
+    "command-r": Architecture(
+        COHERE,
+        interleaved=True,
+        more=_logit_scale,
+        reads=("logit_scale",),
+        told_by=lambda tensors: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
+    ),
     "cohere2": Architecture(COHERE2, interleaved=True, more=_cohere2, reads=(_SWA, _SWA_PATTERN, "logit_scale")),
     "granite": Architecture(
         GRANITE,

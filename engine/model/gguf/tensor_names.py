@@ -92,7 +92,7 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
     }
     if isinstance(feed_forward, GatedNames):
         names |= {"ffn_gate": feed_forward.gate, "ffn_up": feed_forward.gate_up or feed_forward.up}
-    if family.qk_norm is not None:
+    if getattr(spec.layers[0].mixer, "qk_norm", None) is not None:
         names |= {"attn_q_norm": attention.q_norm, "attn_k_norm": attention.k_norm}
     if attention.qkv is not None:
         names["attn_qkv"] = attention.qkv
@@ -139,6 +139,8 @@ def _as_listed(found: dict[str, PlacedTensor], spec: ModelSpec) -> dict[str, Pla
     for weight in spec.weights():
         for stored in weight.stored:
             tensor, shape = found.pop(stored.name, None), (stored.rows, *weight.shape[1:])
+            if stored.by_head is not None:
+                shape = (stored.by_head, stored.rows // stored.by_head)
             if tensor is None:
                 raise LoadError(f"tensor {stored.name} (as Hugging Face calls it) is missing: download the file again")
             if tensor.shape != shape:

@@ -49,7 +49,7 @@ class _WeightTarget:
     offset is added once it is there (Gemma's 1 + w); rows take none.
 
     rows: which row of the checkpoint's tensor becomes each row of the view; None: in order. unit_rows: divided by their length.
-    transposed: once its columns have become rows.
+    transposed: once its columns have become rows. by_head: into how many rows the checkpoint's tensor is folded.
     """
 
     view: Tensor | _Rows
@@ -57,16 +57,19 @@ class _WeightTarget:
     rows: Tensor | None = None
     unit_rows: bool = False
     transposed: bool = False
+    by_head: int | None = None
 
     @property
     def wants_whole(self) -> bool:
         """Whether the tensor is needed as one, wherever it is read to."""
-        return self.rows is not None or self.transposed
+        return self.rows is not None or self.transposed or self.by_head is not None
 
     @property
     def stored_shape(self) -> list[int]:
         """Of the tensor in a checkpoint."""
         shape = list(self.view.shape)
+        if self.by_head is not None:
+            return [self.by_head, shape[0] // self.by_head]
         return shape[::-1] if self.transposed else shape
 
     def takes(self, blocks: str) -> bool:
@@ -80,6 +83,7 @@ class _WeightTarget:
         blocks: they are the bytes of blocks, which the view takes as they are.
         """
         tensor = tensor.t() if self.transposed else tensor
+        tensor = tensor if self.by_head is None else tensor.reshape(-1)
         ordered = tensor if self.rows is None else tensor[self.rows]
         view = _rows_of(self.view, first, len(tensor))
         if blocks:
@@ -120,7 +124,9 @@ def _targets(decoder: Decoder) -> dict[str, _WeightTarget]:
         views = _split(weights[spec.name], [tensor.rows for tensor in spec.stored])
         for tensor, view in zip(spec.stored, views, strict=True):
             order = row_order(tensor)
-            targets[tensor.name] = _WeightTarget(view, offset, order, tensor.unit_rows, tensor.transposed)
+            targets[tensor.name] = _WeightTarget(
+                view, offset, order, tensor.unit_rows, tensor.transposed, tensor.by_head
+            )
     return targets
 
 

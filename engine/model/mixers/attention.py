@@ -16,7 +16,7 @@ from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.engine.model.norm import Norm
+from windlass.engine.model.norm import HeadNorm, Norm
 from windlass.engine.model.norm_spec import NormForm
 from windlass.kernels import AttentionCall, Backend, KVPages, Weight
 
@@ -139,8 +139,10 @@ class Attention:
         after, over_all = spec.qk_norm == "after", spec.qk_norm == "all heads"
         form = NormForm(spec.qk_norm_form.centered, weight=False) if after else spec.qk_norm_form
 
-        def made(name: str, count: int) -> Norm | None:
+        def made(name: str, count: int) -> Norm | HeadNorm | None:
             size = count * spec.head_dim if over_all else spec.head_dim
+            if spec.qk_norm == "by head":
+                return HeadNorm(form, weights[name], count, norm_eps, backend)
             return None if spec.qk_norm is None else Norm.of(form, weights, name, size, norm_eps, backend)
 
         self._q_norm, self._k_norm = made("q_norm", spec.num_heads), made("k_norm", spec.num_kv_heads)

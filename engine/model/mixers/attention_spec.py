@@ -41,7 +41,8 @@ class AttentionSpec:
     """One attention layer. scale multiplies q·k; window: keys a query sees, itself included; soft_cap: see kernels.
 
     rotary_group and kv_group index into the model's groups; rotary_group None: the layer does not rotate (NoPE).
-    qk_norm: a norm per head, before or after the rotation; "all heads": one over all of them, before it. qk_norm_form: what
+    qk_norm: a norm per head, before or after the rotation; "all heads": one over all of them, before it; "by head": before it,
+    each head with weights of its own, in one tensor, or in one for each "{head}" of their names. qk_norm_form: what
     it does. clip: queries, keys and values are limited to ±clip when they are projected.
     interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
     0: its pairs are (j, j + d/2) already. swapped_dims: how many it holds as pairs (j + d/2, j). sinks: it has
@@ -58,7 +59,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: Literal["before", "after", "all heads"] | None = None
+    qk_norm: Literal["before", "after", "all heads", "by head"] | None = None
     interleaved_dims: int = 0
     names: AttentionNames = AttentionNames()
     qk_norm_form: NormForm = field(default_factory=NormForm)
@@ -82,12 +83,8 @@ class AttentionSpec:
         result = projection("qkv", qkv, hidden_size, bias=self.qkv_bias)
         result += projection("out", [StoredTensor(names.out, hidden_size, role="out")], q_size, bias=self.out_bias)
         if self.qk_norm is not None:
-            # A norm's weights apply to rotated dims as the checkpoint numbers them.
-            pairs = self._interleaved(1)
-            over_all = self.qk_norm == "all heads"
-            form = self.qk_norm_form
-            result += form.weights("q_norm", names.q_norm, q_size if over_all else self.head_dim, pairs)
-            result += form.weights("k_norm", names.k_norm, kv_size if over_all else self.head_dim, pairs)
+            result += self._norm_weights("q_norm", names.q_norm, heads)
+            result += self._norm_weights("k_norm", names.k_norm, kv_heads)
         if names.output_norm is not None:
             result += NormForm().weights("output_norm", names.output_norm, q_size)
         if names.gate is not None:
@@ -95,6 +92,20 @@ class AttentionSpec:
         if self.sinks:
             result += (WeightSpec("sinks", "shift", (heads,), (StoredTensor(names.sinks, heads),)),)
         return result
+
+    def _norm_weights(self, name: str, stored: str, heads: int) -> tuple[WeightSpec, ...]:
+        """A norm's weights apply to rotated dims as the checkpoint numbers them."""
+        size = heads * self.head_dim
+        if self.qk_norm == "by head":
+            if "{head}" in stored:
+                named, pairs = [stored.format(head=head) for head in range(heads)], self._interleaved(1)
+                tensors = tuple(StoredTensor(f"{one}.weight", self.head_dim, pairs) for one in named)
+            else:
+                tensors = (StoredTensor(f"{stored}.weight", size, self._interleaved(heads), by_head=heads),)
+            return (WeightSpec(name, "norm", (size,), tensors),)
+        over_all = self.qk_norm == "all heads"
+        pairs = self._interleaved(heads if over_all else 1)
+        return self.qk_norm_form.weights(name, stored, size if over_all else self.head_dim, pairs)
 
     def _fused(self) -> FusedHeads | None:
         if self.names.qkv_order == "groups":

@@ -29,7 +29,7 @@ PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)
 # Keys of config.json whose effect no tensor shows, with a value that changes it.
 SWITCHES = [("olmo", "clip_qkv", None), ("nanochat", "final_logit_softcapping", None), ("chatglm", "rope_ratio", 2.0)]
 # Families with operations that no other has.
-OWN_OPERATIONS = ["apertus", "bitnet", "nanochat", "olmo", "persimmon"]
+OWN_OPERATIONS = ["apertus", "bitnet", "cohere_normed", "nanochat", "olmo", "persimmon"]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -90,7 +90,9 @@ def test_every_vector_counts(family: Path, tmp_path: Path) -> None:
     request = greedy("a", PROMPT, 1)
     expected = run(make_core(family), [request])["a", 0].logits[0]
     names = [
-        name for name, tensor in tensors.items() if tensor.dim() == 1 and (".1." in name or ".layers." not in name)
+        name
+        for name, tensor in tensors.items()
+        if (tensor.dim() == 1 or name.endswith("norm.weight")) and (".1." in name or ".layers." not in name)
     ]
     assert names
     for name in names:

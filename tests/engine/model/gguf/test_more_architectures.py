@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo2": {"attention_bias": False},
     "olmo3": {},
     "cohere": {"attention_bias": False},
+    "cohere_normed": {},
     "cohere2": {},
     "granite": {},
     "exaone4": {},
