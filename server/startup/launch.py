@@ -26,6 +26,7 @@ from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.preflight import check_start
+from windlass.engine.rotary.scaling import OF_DISTANCES
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
 from windlass.server.http.tls import make_context
@@ -89,7 +90,7 @@ def _serve_with(
     shown = not_default(engine, server)  # with the draft model as it was named
     engine = with_draft_model(engine)
     settings = server.to_settings(name, engine)
-    check_model(engine, path)
+    check_model(engine, path, server)
     path = with_tokenizer(path)
     if server.generation_config == "auto":
         settings = replace(settings, sampling=read_defaults(path))
@@ -138,10 +139,28 @@ def _log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
-def check_model(engine: EngineOptions, path: Path) -> None:
-    """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line."""
+def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None = None) -> None:
+    """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line.
+
+    server: None where no requests come from outside.
+    """
     if CORE_VARIABLE not in os.environ:  # such a core loads no model
-        check_profiles(engine.profiles(), check_start(engine.to_config(path)).own_groups)
+        model = check_start(engine.to_config(path))
+        check_profiles(engine.profiles(), model.own_groups)
+        if server is not None:
+            _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
+
+
+def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
+    """Refuse what every request would be refused for that asks for nothing else. kinds: of the scaling they run under."""
+    options = {
+        "--context-overflow shift": server.context_overflow == "shift",
+        "--attention-window": server.attention_window is not None,
+        "--cache-reuse": server.cache_reuse > 0,
+    }
+    for option, given in options.items():
+        if given and (kind := next(iter(kinds & {*OF_DISTANCES}), None)) is not None:
+            raise LoadError(f"{option} and rope_type {kind!r} both say where keys stand: leave one of them out")
 
 
 def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:

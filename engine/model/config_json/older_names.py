@@ -1,7 +1,8 @@
 """Older and rarer names of a model's rotation in config.json, rewritten to the ones the reader knows.
 
 Responsible for names only: `rotary_pct`, `rotary_dim`, `rotary_emb_base`, `rope_ratio`, `global_rope_theta`,
-`local_rope_theta`, `attn_config.rope_theta`. Two names that disagree are refused rather than ranked.
+`local_rope_theta`, `attn_config.rope_theta`, `dual_chunk_attention_config`. Two names that disagree are
+refused rather than ranked.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.values import Config, read_number, read_size
+from windlass.engine.model.config_json.values import Config, read_number, read_object, read_size
 
 OLDER_NAMES = (
     "rotary_pct",  # GPT-NeoX, StableLM
@@ -21,6 +22,7 @@ OLDER_NAMES = (
     "global_rope_theta",  # ModernBERT
     "local_rope_theta",  # ModernBERT
     "attn_config",  # DBRX
+    "dual_chunk_attention_config",  # Qwen2.5-1M
 )
 _CHATGLM_THETA = 10_000.0
 
@@ -32,7 +34,7 @@ def with_current_names(config: Config, head_dim: int) -> dict[str, Any]:
     """
     result = dict(config)
 
-    def put(name: str, older: str, value: float | None) -> None:
+    def put(name: str, older: str, value: float | dict[str, Any] | None) -> None:
         if value is None:
             return
         given = result.get(name)
@@ -49,9 +51,22 @@ def with_current_names(config: Config, head_dim: int) -> dict[str, Any]:
     attention = config.get("attn_config")
     if isinstance(attention, Mapping):
         put("rope_theta", "attn_config.rope_theta", read_number(attention, "rope_theta"))
+    chunks = read_object(config, "dual_chunk_attention_config")
+    if chunks is not None:
+        put("rope_scaling", "dual_chunk_attention_config", _dual_chunks(chunks))
     if config.get("rotary_dim") is not None:
         dim = read_size(config, "rotary_dim")
         share = dim / head_dim
         # A share is read back as int(head_dim * share), which rounding must not take below the whole number.
         put("partial_rotary_factor", "rotary_dim", share if int(head_dim * share) == dim else math.nextafter(share, 2))
     return result
+
+
+def _dual_chunks(given: Config) -> dict[str, Any]:
+    """The scaling that Qwen2.5-1M writes apart: scores grow with the length of the request.
+
+    Which keys are left out to save time (`sparse_attention_…`) is no part of the model: all are looked at.
+    """
+    names = ("chunk_size", "local_size", "original_max_position_embeddings")
+    chosen = {name: given[name] for name in names if given.get(name) is not None}
+    return {"rope_type": "dual_chunk", **chosen, "length_scores": True}

@@ -13,7 +13,13 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers.served import Served
+from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
+
+from windlass.engine.errors import LoadError
+from windlass.server.options.engine import EngineOptions
+from windlass.server.options.server import ServerOptions
+from windlass.server.startup.launch import check_model
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -181,6 +187,22 @@ def test_profiles_and_the_rules_for_requests_reach_the_server(model):
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
         body["rope_scaling"] = {"rope_type": "linear", "factor": 2}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"context_overflow": "shift"}, "--context-overflow shift"),
+        ({"attention_window": 64}, "--attention-window"),
+        ({"cache_reuse": 64}, "--cache-reuse"),
+    ],
+)
+def test_options_that_would_refuse_every_request_are_no_start(options, named, tmp_path):
+    engine, model = EngineOptions(rope_scaling='{"rope_type": "rerope"}'), make_model("llama", tmp_path)
+    check_model(engine, model, ServerOptions())
+    check_model(EngineOptions(), model, ServerOptions(**options))
+    with pytest.raises(LoadError, match=f"{named} and rope_type 'rerope' both say where keys stand"):
+        check_model(engine, model, ServerOptions(**options))
 
 
 def test_a_missing_tokenizer_is_one_line_and_exit_code_2(tmp_path):

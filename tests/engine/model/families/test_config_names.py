@@ -358,6 +358,24 @@ def test_ministral3_default_rotation() -> None:
     assert layout.temperature == (0.1, 16_384)
 
 
+def test_the_dual_chunks_that_qwen_writes_apart() -> None:
+    chunks = {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144}
+    sparse = {"sparse_attention_enabled": True, "sparse_attention_config": {"0": []}}
+    config = {"model_type": "qwen2", "max_position_embeddings": 1_010_000, "rope_theta": 1e7}
+    group = flat({**config, "dual_chunk_attention_config": {**chunks, **sparse}})
+    assert group.scaling == RopeScaling.from_dict({"rope_type": "dual_chunk", **chunks, "length_scores": True})
+    assert group.base.trained_len == 1_010_000
+    short, long = (resolve(group.scaling, group.base, length).distances for length in (262_144, 524_288))
+    assert (short.chunk, short.most, short.score_factor) == (253_952, 262_144, 1.0)
+    assert long.score_factor == pytest.approx(0.1 * np.log(2) + 1)  # Qwen2.5-1M: 0.1 ln(n / L) + 1
+    with pytest.raises(LoadError, match="dual_chunk_attention_config makes it"):
+        flat({**config, "rope_scaling": {"type": "yarn", "factor": 4.0}, "dual_chunk_attention_config": chunks})
+    with pytest.raises(LoadError, match="local_size"):
+        flat({**config, "dual_chunk_attention_config": {**chunks, "local_size": 262_144}})
+    with pytest.raises(LoadError, match="dual_chunk_attention_config"):
+        flat({**config, "dual_chunk_attention_config": 3})
+
+
 def test_mrope_in_a_config() -> None:
     for rope in ({"type": "mrope", "mrope_section": [2, 3, 3]}, {"type": "default", "mrope_section": [2, 3, 3]}):
         group = flat({"model_type": "qwen2", **SMALL, "rope_scaling": rope})
