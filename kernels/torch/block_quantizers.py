@@ -69,7 +69,7 @@ def quantize(x: Tensor, form: BlockForm, weights: Tensor | None = None) -> tuple
 
 def _in_groups(x: Tensor, form: BlockForm) -> Tensor:
     """Groups side by side, zeros after a row's end. [R, K] -> [group, R * groups]."""
-    return F.pad(x, (0, -x.shape[1] % form.group)).view(-1, form.group).T.contiguous()
+    return F.pad(x, (0, -x.shape[1] % form.group)).reshape(-1, form.group).T.contiguous()
 
 
 def _in_order(terms: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ ARCHITECTURES = {
     "Starcoder2ForCausalLM": "starcoder2",
     "PhiForCausalLM": "phi2",
     "GPTNeoXForCausalLM": "gptneox",
+    "StableLmForCausalLM": "stablelm",
+    "NemotronForCausalLM": "nemotron",
     "FalconForCausalLM": "falcon",
     "OlmoForCausalLM": "olmo",
     "Olmo2ForCausalLM": "olmo2",
@@ -100,8 +102,10 @@ def metadata_of(config: Mapping[str, Any]) -> Metadata:
             "attention.scale": config["attention_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
-    if name == "gptneox":
-        found["use_parallel_residual"] = config["use_parallel_residual"]
+    if name in ("gptneox", "stablelm"):
+        found["use_parallel_residual"] = (
+            name == "stablelm" or config["use_parallel_residual"]
+        )  # as older configs made it
     if name == "olmo" and config["clip_qkv"]:
         found["attention.clamp_kqv"] = config["clip_qkv"]
     if name == "falcon":
@@ -114,8 +118,8 @@ def metadata_of(config: Mapping[str, Any]) -> Metadata:
     }
 
 
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
-_CENTERED = ("starcoder2", "phi2", "gptneox", "falcon", "olmo", "command-r", "cohere2")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
+_CENTERED = ("starcoder2", "phi2", "gptneox", "stablelm", "nemotron", "falcon", "olmo", "command-r", "cohere2")
 
 
 def _in_parts(fused: Tensor, heads: int, kv_heads: int, dim: int) -> Tensor:
@@ -134,7 +138,7 @@ def tensors_of(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, T
     heads, kv_heads, dim = _heads(config)
     for full, tensor in load_file(source / "model.safetensors").items():
         data = tensor.float()
-        if name in ("gemma", "gemma2") and full.endswith("norm.weight"):
+        if name in ("gemma", "gemma2", "nemotron") and full.endswith("norm.weight"):
             data = data + 1
         if name in ("falcon", "gptneox") and "query_key_value" in full:
             data = _in_parts(data, heads, kv_heads, dim)

@@ -20,7 +20,7 @@ from windlass.engine.model.families.gemma import GEMMA, GEMMA2
 from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.glm import GLM, GLM4
 from windlass.engine.model.families.hunyuan import HUNYUAN
-from windlass.engine.model.families.layer_norms import GPT_NEOX, PHI, STARCODER2
+from windlass.engine.model.families.layer_norms import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
 from windlass.engine.model.families.llama import LLAMA
 from windlass.engine.model.families.llama_like import ARCEE, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
@@ -179,7 +179,7 @@ def _falcon(tensors: Container[str]) -> dict[str, Any]:
     return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2 if two else 1}
 
 
-def _gpt_neox(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+def _parallel(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     parallel = keys.raw("use_parallel_residual")
     return {"use_parallel_residual": True if parallel is None else parallel}
 
@@ -227,7 +227,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "starcoder2": Architecture(STARCODER2),
     "phi2": Architecture(PHI),
-    "gptneox": Architecture(GPT_NEOX, fused_in_parts=True, more=_gpt_neox, reads=("use_parallel_residual",)),
+    "gptneox": Architecture(GPT_NEOX, fused_in_parts=True, more=_parallel, reads=("use_parallel_residual",)),
+    "stablelm": Architecture(
+        STABLELM,
+        told_by=lambda tensors: {"use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors},
+        reads=("use_parallel_residual",),  # many files have it wrong: the tensors decide
+    ),
+    "nemotron": Architecture(NEMOTRON, norms_with_offset=True),
     "falcon": Architecture(
         FALCON, fused_in_parts=True, told_by=_falcon, aliases={"attn_norm": "ffn_norm", "attn_norm_2": "attn_norm"}
     ),
