@@ -89,6 +89,9 @@ def describe_architecture(architecture: str, config: Mapping[str, Any]) -> str |
         return "an embedding model or one without its language-model head, which writes no text"
     if name.startswith(("mamba", "rwkv", "falconmamba")):
         return "a model without attention"
+    code = config.get("auto_map")
+    if isinstance(code, Mapping) and (found := [str(name)[:80] for key, name in code.items() if "Model" in str(key)]):
+        return f"a program of the checkpoint's own ({found[0]}), which is not run,"
     return None
 
 

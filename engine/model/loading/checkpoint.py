@@ -62,7 +62,15 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
     gguf = read_index(directory)
     if gguf is not None:
         return dict(gguf.tensors)
-    return {name: tensor for file in checkpoint_files(directory) for name, tensor in read_header(file).tensors.items()}
+    found: dict[str, TensorHeader] = {}
+    for file in checkpoint_files(directory):
+        here = read_header(file).tensors
+        if twice := found.keys() & here.keys():
+            raise LoadError(
+                f"{directory}: tensor {min(twice)!r} appears in more than one file: download the checkpoint again"
+            )
+        found |= here
+    return found
 
 
 def matrix_types(headers: dict[str, TensorHeader]) -> set[str]:

@@ -21,6 +21,7 @@ from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import expect_device
 from windlass.engine.model.loading.draft_model import check_pair, draft_config, in_its_words
 from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
+from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
@@ -161,6 +162,8 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     except RequestError as error:
         raise LoadError(error.message) from None
     adapted = replace(spec, rotary_groups=groups)
+    if not dummy:
+        check_tensors(directory, adapted, headers, gguf, quantized)
     return ModelDescription(hf_config, adapted, own_groups, headers, gguf, quantized, own_spec)
 
 

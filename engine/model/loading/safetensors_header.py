@@ -11,11 +11,18 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
+_SIZES = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1),
+}  # bytes of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,19 @@ def _header(file: Path) -> SafetensorsHeader:
         name: TensorHeader(item["dtype"], tuple(item["shape"]), *(data + int(end) for end in item["data_offsets"]))
         for name, item in content.items()
     }
+    _check_places(found, data)
     wanted = max((tensor.end for tensor in found.values()), default=data)
     if wanted != size:
         raise ValueError(f"it has {size} bytes where its header tells of {wanted}")
     return SafetensorsHeader(found, metadata)
+
+
+def _check_places(tensors: Mapping[str, TensorHeader], data: int) -> None:
+    """ValueError where tensors overlap, leave holes, or have another size than their shape says. data: where the first begins."""
+    end = data
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        size = _SIZES.get(tensor.dtype)  # of a type that is not known here nothing is known
+        fits = size is None or tensor.end - tensor.begin == size * prod(tensor.shape)
+        if tensor.begin != end or not fits or any(side < 0 for side in tensor.shape):
+            raise ValueError(f"its header is damaged at tensor {name[:200]!r}")
+        end = tensor.end

@@ -5,7 +5,6 @@ Which tensor goes where is said by the specs of the weights. Reads safetensors a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GgufIndex, read_index
 from windlass.engine.model.loading.gguf_tensors import dequantized, read_gguf_tensors, scales_are_finite
+from windlass.engine.model.loading.inventory import is_derived
 from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.quantized.reading import read_quantized
@@ -34,10 +34,6 @@ from windlass.kernels.layouts.blocks import store
 Progress = Callable[[str, int, int], None]
 _Rows = BlockRows | PanelRows
 
-# Buffers some exporters save. They follow from the config; learned frequencies are read by `learned_frequencies`.
-_DERIVED = re.compile(
-    r"(^|\.)rotary(_pos)?_emb(_local)?\.(\w+_)?inv_freq$|\.(attention|attn)\.(masked_bias|bias|causal_mask)$"
-)
 _COMPARED = 1 << 22  # numbers at a time
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -63,14 +59,6 @@ class _WeightTarget:
     def wants_whole(self) -> bool:
         """Whether the tensor is needed as one, wherever it is read to."""
         return self.rows is not None or self.transposed or self.by_head is not None
-
-    @property
-    def stored_shape(self) -> list[int]:
-        """Of the tensor in a checkpoint."""
-        shape = list(self.view.shape)
-        if self.by_head is not None:
-            return [self.by_head, shape[0] // self.by_head]
-        return shape[::-1] if self.transposed else shape
 
     def takes(self, blocks: str) -> bool:
         """Whether the view holds blocks of this type of GGUF just as they are."""
@@ -154,10 +142,6 @@ class _Checkpoint:
         header = self._gguf.tensors[name] if self._gguf is not None else None
         return None if header is None or header.dtype in PLAIN else header.dtype
 
-    def shape(self, part: Part) -> list[int]:
-        """Of the tensor that this is a part of, in numbers; of a single number [1]."""
-        return (part.shape if self._gguf is None else list(self._gguf.tensors[part.name].shape)) or [1]
-
 
 def load_weights(
     decoder: Decoder,
@@ -165,17 +149,16 @@ def load_weights(
     progress: Progress | None = None,
     quantized: QuantizedCheckpoint | None = None,
 ) -> None:
-    """Stream every tensor of the checkpoint into the decoder; a missing, surplus or misshapen one is a LoadError.
+    """Stream every tensor of the checkpoint into the decoder. That there is each of them, once and in its shape, `check_tensors`
+    has found in the headers; what only numbers tell is a LoadError here.
 
     quantized: what weights are made of that the checkpoint holds quantized, in the ways of Hugging Face.
     """
     targets = _targets(decoder)
-    remaining = set(targets)
     checkpoint = _Checkpoint(directory, quantized, decoder.spec, targets)
     done = 0
     if quantized is not None:
-        for name, size in _fill_quantized(decoder, directory, targets, quantized):
-            remaining.discard(name)
+        for size in _fill_quantized(decoder, directory, targets, quantized):
             done += size
             if progress:
                 progress("loading weights", done, checkpoint.num_bytes)
@@ -196,37 +179,21 @@ def load_weights(
         name, tensor = part.name, part.tensor if part.tensor.dim() else part.tensor.reshape(1)
         done += tensor.nbytes
         target, blocks = targets.get(name), checkpoint.blocks(name)
-        if not _is_finite(part, blocks) and (target is not None or not _DERIVED.search(name)):
+        if not _is_finite(part, blocks) and (target is not None or not is_derived(name)):
             raise LoadError(_not_finite(directory, name))
         if target is None:
             if name in heads and decoder.spec.tied_embeddings:
                 tied_copy = name, tensor, blocks
                 continue
-            if _DERIVED.search(name):
-                continue
-            if quantized is not None and name in quantized.zero_biases and not bool(tensor.any()):
-                continue
-            raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
-        if name not in remaining:
-            raise LoadError(f"{directory}: tensor {name!r} appears in more than one file")
-        if checkpoint.shape(part) != target.stored_shape:
-            raise LoadError(
-                f"{directory}: tensor {name!r} has shape {checkpoint.shape(part)} where config.json asks for "
-                f"{target.stored_shape}"
-            )
+            if quantized is not None and name in quantized.zero_biases and bool(tensor.any()):
+                raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
+            continue
         taken = blocks is not None and target.takes(blocks)
         if not taken:
             tensor = _numbers(tensor, blocks, decoder, directory, target, name)
         target.fill(decoder.backend, tensor, part.first, blocks=taken)
-        if part.last:
-            remaining.discard(name)
         if progress:
             progress("loading weights", done, checkpoint.num_bytes)
-    if remaining:
-        first = ", ".join(sorted(remaining)[:3])
-        raise LoadError(
-            f"{directory}: {len(remaining)} tensors are missing, for example {first}: the checkpoint is incomplete"
-        )
     if tied_copy is not None and not _equals(decoder.backend, *tied_copy[1:], decoder.embedding):
         raise LoadError(
             f"{directory}: {tied_copy[0]} differs from the embedding although the model ties them: set "
@@ -236,8 +203,8 @@ def load_weights(
 
 def _fill_quantized(
     decoder: Decoder, directory: Path, targets: dict[str, _WeightTarget], quantized: QuantizedCheckpoint
-) -> Iterator[tuple[str, int]]:
-    """Fill what the checkpoint holds quantized: the name of each tensor that is done, and the bytes it was made from."""
+) -> Iterator[int]:
+    """Fill what the checkpoint holds quantized: the bytes that each tensor was made from, once it is done."""
     for tensor, sources in read_quantized(quantized):
         target = targets[tensor.name]
         view, sorted_ = target.view, target.rows is not None
@@ -252,9 +219,11 @@ def _fill_quantized(
                 store(view.weight.narrow(view.first + first, len(ordered.codes)), *ordered.tensors())
         else:
             for first, numbers in decode_numbers(tensor, sources, whole=sorted_):
+                if not bool(numbers.isfinite().all()):  # scales that are too large for their codes
+                    raise LoadError(_not_finite(directory, tensor.name))
                 _check_size(numbers, decoder, directory, target, tensor.name)
                 target.fill(decoder.backend, numbers, first)
-        yield tensor.name, sum(source.nbytes for source in sources.values())
+        yield sum(source.nbytes for source in sources.values())
 
 
 def _numbers(
@@ -265,8 +234,6 @@ def _numbers(
         tensor = dequantized(tensor, blocks)
         if not bool(tensor.isfinite().all()):
             raise LoadError(_not_finite(directory, name))
-    if not tensor.dtype.is_floating_point:
-        raise LoadError(f"{directory}: tensor {name!r} is {tensor.dtype}; quantized checkpoints are not supported")
     _check_size(tensor, decoder, directory, target, name)
     return tensor
 

@@ -124,6 +124,11 @@ DIRECTORIES = {
     "architecture": (configured(architectures=["MambaForCausalLM"]), "'MambaForCausalLM'.*without attention.*LlamaForCausal"),
     "no architecture": (configured(architectures=None), 'names no architecture.*"architectures": '),
     "experts": (configured(architectures=["JetMoeForCausalLM"], num_local_experts=8), "a mixture of experts of another.*not sup"),
+    "program": (
+        configured(architectures=["FooForCausalLM"], auto_map={"AutoModelForCausalLM": "modeling_foo.Foo"}),
+        r"a program of the checkpoint's own \(modeling_foo\.Foo\), which is not run, and is not supported: use one of",
+    ),
+    "other shape": (configured(intermediate_size=777), r"has shape \[256, 704\] where config.json asks for \[256, 777\]"),
     "pictures": (configured(architectures=["LlavaForConditionalGeneration"], vision_config={"x": 1}), "a multimodal model"),
     "encoder": (configured(architectures=["BertForMaskedLM"]), "an encoder, which writes no text"),
     "embedding": (configured(architectures=["LlamaModel"], tie_word_embeddings=False), "without its language-model head"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.quantized.files import Located, LocatedTensor
 
-SCALE_TYPES = ("F16", "BF16", "F32")
+SCALE_TYPES = ("F16", "BF16", "F32", "F8_E8M0")
 
 
 @dataclass(frozen=True, slots=True)

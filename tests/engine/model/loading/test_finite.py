@@ -12,7 +12,9 @@ def finite(tensor: torch.Tensor) -> bool:
     return all_finite(tensor.view(torch.uint8).numpy().data, tensor.dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+)
 def test_every_pattern(dtype: torch.dtype) -> None:
     patterns = torch.arange(1 << (8 * dtype.itemsize)).to(torch.int16 if dtype.itemsize == 2 else torch.uint8)
     numbers = patterns.view(dtype)

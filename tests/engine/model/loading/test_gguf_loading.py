@@ -224,7 +224,7 @@ UP = "model.layers.0.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (remove(UP), f"1 tensors are missing, for example {UP}"),
+        (remove(UP), f"tensor '{UP}' is missing"),
         (put("model.layers.0.mlp.swirl.weight"), r"unexpected tensor 'model\.layers\.0\.mlp\.swirl\.weight'"),
         (put(UP, shape=[256, 512]), r"has shape \[256, 512\] where config\.json asks for \[512, 256\]"),
         (put(UP, shape=[512, 512]), "does not have the bytes it needs"),

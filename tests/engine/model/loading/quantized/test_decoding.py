@@ -212,6 +212,16 @@ def test_floats_of_eight_bits(kind: str, end: str, weight: Tensor, tmp_path: Pat
     assert torch.equal(numbers(found, tensors), want)
 
 
+def test_scales_that_are_powers_of_two_in_eight_bits(weight: Tensor, tmp_path: Path) -> None:
+    """Float8 without a sign or digits, as `scale_fmt: ue8m0` has them."""
+    tensors, _ = as_floats("m", weight, "40x48", "weight_scale_inv")
+    scales = torch.exp2(torch.arange(8).view(2, 4) * 5.0 - 20)
+    tensors["m.weight_scale_inv"] = scales.to(torch.float8_e8m0fnu)
+    found = described("floats", tensors, tmp_path)
+    wide = scales.repeat_interleave(40, 0).repeat_interleave(48, 1)
+    assert torch.equal(numbers(found, tensors), tensors["m.weight"].float() * wide)
+
+
 def test_floats_in_blocks_that_the_last_ones_do_not_fill(weight: Tensor, tmp_path: Path) -> None:
     """Only config.json tells their size then."""
     tensors, want = as_floats("m", weight, "48x128")

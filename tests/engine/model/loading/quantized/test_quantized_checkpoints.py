@@ -241,6 +241,17 @@ def test_tensors_beside_the_weights(llama: Path, tmp_path: Path) -> None:
         load(model)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_scales_too_large_for_their_codes_are_named(dtype: str, llama: Path, tmp_path: Path) -> None:
+    """Every scale and every code is a number, and the weights they mean are none."""
+    model, _ = make_quantized(llama, tmp_path, FP8, floats("row"))
+    tensors = load_file(model / "model.safetensors")
+    tensors[f"{Q}.weight_scale"][5] = 1e38
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(LoadError, match=rf"'{Q}\.weight' holds numbers that are NaN or infinite"):
+        load(model, dtype=dtype)
+
+
 def test_several_files(llama: Path, tmp_path: Path) -> None:
     """What a weight is made of may lie in two of them."""
     model, plain = make_quantized(llama, tmp_path, GPTQ, gptq())
@@ -285,7 +296,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], Layout, Damage, str]] = {
     "no zero points": (AWQ, awq(), remove(f"{Q}.qzeros"), rf"tensor '{Q}.qzeros' is missing"),
     "no scale": (FP8, floats("row"), remove(f"{Q}.weight_scale"), rf"tensor '{Q}.weight_scale' is missing"),
     "no scale of bytes": (INT8, eight_bits(), remove(f"{Q}.weight_scale"), "is missing"),
-    "no codes": (GPTQ, gptq(), remove(f"{Q}.qweight"), "unexpected tensor|tensors are missing"),
+    "no codes": (GPTQ, gptq(), remove(f"{Q}.qweight"), "unexpected tensor|is missing"),
     "no shape": (PACKED, packed(4, 32), remove(f"{Q}.weight_shape"), "weight_shape' is missing"),
     "other shape": (PACKED, packed(4, 32), change(f"{Q}.weight_shape", lambda t: t + 1), r"says \[65, 65\] where"),
     "codes too short": (GPTQ, gptq(), change(f"{Q}.qweight", lambda t: t[:-1]), "do not fit.*config.json"),
