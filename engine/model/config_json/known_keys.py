@@ -21,6 +21,7 @@ _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_scaling": (None, 1, 1.0),
     "logit_scale": (None, 1, 1.0),
     "clip_qkv": (None,),
+    "apply_residual_connection_post_layernorm": (None, False),
     "qk_layernorm": (None, False),
     "use_qk_norm": (None, False),
     "num_experts": (None, 0, 1),
@@ -53,7 +54,8 @@ _HARMLESS = frozenset(
     "output_attentions output_hidden_states return_dict torchscript use_bfloat16 pruned_heads chunk_size_feed_forward "
     "label2id tie_encoder_decoder is_decoder cross_attention_hidden_size tokenizer_class prefix "
     "task_specific_params finetuning_task _attn_implementation_autoset auto_map attn_implementation resid_pdrop embd_pdrop "
-    "eod_token_id classifier_dropout hidden_dropout residual_dropout embedding_dropout attn_pdrop n_ctx gradient_checkpointing "
+    "eod_token_id classifier_dropout hidden_dropout residual_dropout embedding_dropout attn_pdrop n_ctx "
+    "rotary scale_attn_weights _from_model_config gradient_checkpointing "
     "summary_type summary_use_proj summary_activation summary_first_dropout summary_proj_to_labels "
     "output_router_logits router_aux_loss_coef router_jitter_noise input_jitter_noise qk_head_dim "
     "embedding_initializer_range".split()

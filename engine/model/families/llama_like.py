@@ -3,8 +3,10 @@ Granite, Arcee, Apertus, BitNet."""
 
 from __future__ import annotations
 
+from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import every_nth_full
 from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_flag
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag, Multipliers
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
@@ -86,6 +88,14 @@ ARCEE = Family(
     feed_forward_names=PlainNames(),
 )
 
+
+def _as_published(family: Family, config: Config) -> Family:
+    """Keys of its own files that its class in transformers no longer has."""
+    if not read_flag(config, "qk_norm", default=True) or read_flag(config, "post_norm"):
+        raise LoadError("config.json sets qk_norm or post_norm otherwise than published Apertus models: not supported")
+    return family
+
+
 APERTUS = Family(
     architecture="ApertusForCausalLM",
     title="Apertus",
@@ -109,6 +119,8 @@ APERTUS = Family(
     activation="xielu",
     feed_forward_names=PlainNames(),
     norms=LayerNorms(mixer="attention_layernorm", feed_forward="feedforward_layernorm"),
+    variant=_as_published,
+    reads=frozenset({"qk_norm", "post_norm"}),
 )
 
 # Plain numbers only: what its quantized files hold, and how they round activations, is not read.

@@ -70,6 +70,18 @@ VARIANTS = {
         {"architectures": ["CodeGenForCausalLM"], "model_type": "codegen", "n_head": 6},
         "n_head 6 is not a multiple of 4",
     ),
+    "other norms": (
+        {"architectures": ["ApertusForCausalLM"], "model_type": "apertus", "qk_norm": False},
+        "qk_norm or post_norm",
+    ),
+    "another stream": (
+        {
+            "architectures": ["FalconForCausalLM"],
+            "apply_residual_connection_post_layernorm": True,
+            "model_type": "falcon",
+        },
+        "apply_residual_connection_post_layernorm=True, which changes the model",
+    ),
     "two names": (
         {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_embd": 64, "hidden_size": 32},
         "hidden_size is 32 and n_embd is 64: keep one",
