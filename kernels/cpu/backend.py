@@ -8,7 +8,7 @@ another one while it records.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,7 @@ from windlass.kernels.cpu import (
     attention,
     block_filling,
     blocks,
+    expert_products,
     latent,
     library,
     linear,
@@ -194,19 +195,38 @@ class CompiledBackend(Backend):
         self._torch.clip(x, limit)
 
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return self._torch.clamped_glu(gate_up, alpha, limit)
+        return ops.clamped_glu(gate_up, alpha, limit, library=self._library)
 
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
-        self._torch.gate_by_sigmoid(x, gate)
+        ops.gate_by_sigmoid(x, gate, library=self._library)
+
+    def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
+        try:
+            return expert_products.CompiledExperts(weights, biases, self._library)
+        except ValueError:  # each expert's product is a call of its own then
+            return ExpertWeights(weights, biases)
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        return self._torch.route(logits, routing, bias)
+        return expert_products.route(logits, routing, bias, library=self._library)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
+        if isinstance(experts, expert_products.CompiledExperts) and not self._are_quicker_apart(experts, chosen):
+            return expert_products.linear_of_experts(x, experts, chosen, library=self._library)
         return routed.linear_of_experts(x, experts, chosen, self.linear)
 
+    def _are_quicker_apart(self, experts: expert_products.CompiledExperts, chosen: Tensor) -> bool:
+        """Whether products of single experts have quicker ways than rows of all experts at once, or other ones."""
+        if experts.has_blocks:
+            return self.options.activations != "int8"
+        first, most = experts.weights[0], self._most_rows
+        if isinstance(first, PanelWeight):
+            most = self._most_panel_rows
+        elif isinstance(first, Tensor) and first.dtype == torch.bfloat16:
+            most = self._most_bfloat16_rows
+        return chosen.numel() > most * len(experts) >= 0
+
     def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
-        return self._torch.sum_of_experts(x, weights)
+        return expert_products.sum_of_experts(x, weights, library=self._library)
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return ops.soft_cap(x, cap, library=self._library)

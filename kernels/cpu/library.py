@@ -107,6 +107,19 @@ SIGNATURES: dict[str, list[type]] = {
     "latent_queries": [*_TENSOR3, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG],
     "latent_values": [*_TENSOR3, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG],
     "rms_norm_in_place": [_POINTER, _LONG, _INT, _POINTER, _FLOAT, _LONG, _LONG],
+    "route_experts": [
+        *(_POINTER, _LONG, _POINTER, _LONG),  # logits, bias, experts
+        *(_LONG, _LONG, _LONG),  # chosen, groups, chosen groups
+        *(_INT, _INT, _INT, _FLOAT, _FLOAT, _FLOAT),  # scores, two largest, normalized, scale, least sum, jitter
+        *(_POINTER, _POINTER, _LONG),  # chosen, weights, rows
+    ],
+    "linear_of_experts": [
+        *(*_TENSOR2, _POINTER, _LONG, _LONG, _POINTER),  # x, table, experts, parts, products
+        *(_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG),  # chosen, rows, experts of a row of x, out, columns, inner
+    ],
+    "sum_of_experts": [_POINTER, _INT, _POINTER, _LONG, _POINTER, _LONG, _LONG],
+    "clamped_glu": [_POINTER, _LONG, _INT, _FLOAT, _FLOAT, _POINTER, _LONG, _LONG],
+    "gate_by_sigmoid": [*_TENSOR2, *_TENSOR2, _LONG, _LONG, _LONG],
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "fill_rows": [
@@ -167,6 +180,11 @@ class Library:
     latent_queries: Function
     latent_values: Function
     rms_norm_in_place: Function
+    route_experts: Function
+    linear_of_experts: Function
+    sum_of_experts: Function
+    clamped_glu: Function
+    gate_by_sigmoid: Function
     repeat_calls: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function

@@ -84,6 +84,45 @@ def gated_activation(gate_up: Tensor, activation: str, *, library: Library | Non
     return out
 
 
+def clamped_glu(gate_up: Tensor, alpha: float, limit: float, *, library: Library | None = None) -> Tensor:
+    """See `Backend.clamped_glu`. gate_up: [T, 2F], any row stride. Returns [T, F] in its dtype. Raises ValueError."""
+    check(
+        gate_up.dim() == 2
+        and gate_up.dtype in TYPE_CODES
+        and gate_up.is_cpu
+        and gate_up.shape[1] % 2 == 0
+        and (gate_up.shape[1] < 2 or gate_up.stride(1) == 1),
+        f"clamped_glu: gate_up is {gate_up.dtype} {tuple(gate_up.shape)}, not a float CPU tensor [T, 2F]",
+    )
+    rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, dim), dtype=gate_up.dtype)
+    (library or load()).clamped_glu(
+        gate_up.data_ptr(), gate_up.stride(0), TYPE_CODES[gate_up.dtype], alpha, limit, out.data_ptr(), rows, dim
+    )
+    return out
+
+
+def gate_by_sigmoid(x: Tensor, gate: Tensor, *, library: Library | None = None) -> None:
+    """x *= sigmoid(gate). x: [T, N]. gate: [T, N] or [T, 1]; both of any float type and row stride. Raises ValueError."""
+    check(
+        x.dim() == 2
+        and all(one.dtype in TYPE_CODES and one.is_cpu for one in (x, gate))
+        and gate.shape in (x.shape, (x.shape[0], 1))
+        and all(one.shape[1] < 2 or one.stride(1) == 1 for one in (x, gate)),
+        f"gate_by_sigmoid: x is {x.dtype} {tuple(x.shape)}, gate {gate.dtype} {tuple(gate.shape)}",
+    )
+    (library or load()).gate_by_sigmoid(
+        x.data_ptr(),
+        x.stride(0),
+        TYPE_CODES[x.dtype],
+        gate.data_ptr(),
+        gate.stride(0),
+        TYPE_CODES[gate.dtype],
+        gate.shape[1],
+        *x.shape,
+    )
+
+
 def soft_cap(x: Tensor, cap: float, *, library: Library | None = None) -> Tensor:
     """cap * tanh(x / cap) of [T, N] float32, any row stride. Returns [T, N], contiguous. Raises ValueError."""
     check(

@@ -46,6 +46,11 @@ _REPEATABLE = (
     "latent_queries",
     "latent_values",
     "rms_norm_in_place",
+    "route_experts",
+    "linear_of_experts",
+    "sum_of_experts",
+    "clamped_glu",
+    "gate_by_sigmoid",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

@@ -107,6 +107,34 @@ class LowRankFields(ctypes.Structure):
     _fields_ = (("down", _POINTER), ("type", _INT64), ("rank", _INT64), ("num_parts", _INT64), ("parts", _POINTER))
 
 
+class ExpertPartFields(ctypes.Structure):
+    """Rows of an expert's weight: the same as `ExpertPart` in src/experts.h, where every field is explained."""
+
+    _fields_ = (
+        ("data", _POINTER),
+        ("scales", _POINTER),
+        ("supers", _POINTER),
+        ("bias", _POINTER),
+        ("kind", _INT64),
+        ("type", _INT64),
+        ("stride", _INT64),
+        ("bits", _INT64),
+        ("group", _INT64),
+        ("super_groups", _INT64),
+        ("minimum", _INT64),
+        ("offset", _INT64),
+        ("bias_type", _INT64),
+        ("first", _INT64),
+        ("columns", _INT64),
+    )
+
+
+class ExpertProductsFields(ctypes.Structure):
+    """Addresses of the products of one instruction set: the same as `ExpertProducts` in src/experts.h."""
+
+    _fields_ = (("linear", _POINTER), ("linear_panels", _POINTER), ("linear_blocks", _POINTER))
+
+
 RECORDED_CALL = struct.Struct("=qqq")  # `Call` in src/repeat.h: kind, function, address of its arguments
 
 # The sizes in bytes of what both sides lay out, by the names that C++ has for them.
@@ -116,6 +144,8 @@ SIZES = {
     "Call": RECORDED_CALL.size,
     "LowRankPart": ctypes.sizeof(LowRankPartFields),
     "LowRankChange": ctypes.sizeof(LowRankFields),
+    "ExpertPart": ctypes.sizeof(ExpertPartFields),
+    "ExpertProducts": ctypes.sizeof(ExpertProductsFields),
 }
 
 # Packing all fields at once takes a third of the time of setting them one by one.

@@ -23,8 +23,6 @@
 #endif
 #include "kernels.h"
 
-__thread void *windlass_own_team = nullptr;
-
 #if defined(__aarch64__)
 static bool has_dot_products() {
 #if defined(__linux__)
@@ -85,6 +83,8 @@ EXPORT long windlass_struct_size(const char *name) {
     SIZE(Call);
     SIZE(LowRankPart);
     SIZE(LowRankChange);
+    SIZE(ExpertPart);
+    SIZE(ExpertProducts);
 #undef SIZE
     return -1;
 }

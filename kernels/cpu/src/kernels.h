@@ -9,6 +9,7 @@
 #include "block_pack.h"
 #include "block_repack.h"
 #include "block_widen.h"
+#include "experts.h"
 #include "latent.h"
 #include "linear.h"
 #include "logprobs.h"

@@ -69,6 +69,61 @@ EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int ty
     return 0;
 }
 
+// out[r, j] = gate * sigmoid(alpha * gate) * (up + 1), of gate_up[r, j] up to `limit` and gate_up[r, dim + j] within it (gpt-oss).
+EXPORT int WINDLASS_NAME(clamped_glu)(const void *gate_up, long row, int type, float alpha, float limit, void *out, long rows,
+                                      long dim) {
+    constexpr long PIECE = 4096;
+    const long pieces = ceil_div(dim, PIECE);
+    const vf most = splat(limit), least = -most;
+    with_type(type, [&](auto *element) {
+        typedef decltype(element) T;
+        for_units(rows * pieces, threads_for(rows * dim, rows * pieces), [&](long unit) {
+            const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
+            const auto *gate = (T)gate_up + r * row, *up = gate + dim;
+            auto *target = (T)out + r * dim;
+            for (long j = begin; j < end; j += W) {
+                const long n = min_of(W, end - j);
+                vf g = n == W ? load(gate + j) : load_some(gate + j, n);
+                vf u = n == W ? load(up + j) : load_some(up + j, n);
+                g = g > most ? most : g;
+                u = u > most ? most : u < least ? least : u;
+                const vf y = g / (1.0f + exp_of(-alpha * g)) * (u + 1.0f);
+                if (n == W) store(target + j, y);
+                else store_some(target + j, y, n);
+            }
+        });
+    });
+    return 0;
+}
+
+// x[r, j] *= sigmoid(gate[r, j]), or of gate[r, 0] where the gate has one column. gate_type: that of x, or float32.
+EXPORT int WINDLASS_NAME(gate_by_sigmoid)(void *x, long row, int type, const void *gate, long gate_row, int gate_type,
+                                          long gate_columns, long rows, long dim) {
+    const auto sigmoid = [](vf g) { return 1.0f / (1.0f + exp_of(-g)); };
+    with_type(type, [&](auto *element) {
+        typedef decltype(element) T;
+        for_units(rows, threads_for(rows * dim, rows), [&](long r) {
+            auto *target = (T)x + r * row;
+            vf one = {};
+            if (gate_columns == 1) one = sigmoid(splat(::element(gate, gate_type, r * gate_row)));
+            for (long j = 0; j < dim; j += W) {
+                const long n = min_of(W, dim - j);
+                vf by = one;
+                if (gate_columns != 1) {
+                    with_type(gate_type, [&](auto *of) {
+                        const auto *own = (decltype(of))gate + r * gate_row + j;
+                        by = sigmoid(n == W ? load(own) : load_some(own, n));
+                    });
+                }
+                const vf y = (n == W ? load(target + j) : load_some(target + j, n)) * by;
+                if (n == W) store(target + j, y);
+                else store_some(target + j, y, n);
+            }
+        });
+    });
+    return 0;
+}
+
 // out = cap * tanh(x / cap), float32.
 EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *out, long rows, long dim) {
     constexpr long PIECE = 4096;

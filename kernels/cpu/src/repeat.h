@@ -7,6 +7,7 @@
 #include "attention_rows.h"
 #include "block_linear.h"
 #include "block_widen.h"
+#include "experts.h"
 #include "latent.h"
 #include "linear.h"
 #include "low_rank.h"
@@ -76,6 +77,11 @@ static int make_all(const void *calls, long count) {
             case 14: code = make(call, latent::WINDLASS_NAME(latent_queries)); break;
             case 15: code = make(call, latent::WINDLASS_NAME(latent_values)); break;
             case 16: code = make(call, latent::WINDLASS_NAME(rms_norm_in_place)); break;
+            case 17: code = make(call, experts::WINDLASS_NAME(route_experts)); break;
+            case 18: code = make(call, experts::WINDLASS_NAME(linear_of_experts)); break;
+            case 19: code = make(call, experts::WINDLASS_NAME(sum_of_experts)); break;
+            case 20: code = make(call, WINDLASS_NAME(clamped_glu)); break;
+            case 21: code = make(call, WINDLASS_NAME(gate_by_sigmoid)); break;
         }
         if (code) return code;
     }

@@ -14,8 +14,8 @@
 
 #include "simd.h"
 
-// One for all instruction sets (isa_generic.cpp has it): a list of one set's calls holds functions that another set brings.
-extern "C" __attribute__((visibility("hidden"))) __thread void *windlass_own_team;
+// One for all instruction sets, and so outside of the namespace: a list of one set's calls holds functions that another brings.
+inline __thread void *windlass_own_team = nullptr;
 
 namespace {
 

@@ -1,0 +1,245 @@
+// Experts: which of them each row goes to, the products of rows with experts of their own, and the sum of what those make.
+//
+// Rows are put in the order of their experts, so that a weight is read once for all of its rows, and only where there are any.
+// The products are those of linear.h, panels.h and block_linear.h, whose rows do not depend on each other.
+
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "names.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace {
+
+// Rows first .. first + columns of an expert's weight; field by field ExpertPartFields in structs.py.
+struct ExpertPart {
+    const void *data, *scales, *supers, *bias;  // of blocks: codes, scales and scales of super groups; bias may be null
+    int64_t kind;                               // 0 rows, 1 panels, 2 blocks
+    int64_t type, stride;                       // of rows and panels; of rows
+    int64_t bits, group, super_groups, minimum, offset;  // of blocks
+    int64_t bias_type, first, columns;
+};
+
+// Functions of the set of instructions at hand, as they are exported; field by field ExpertProductsFields in structs.py.
+struct ExpertProducts {
+    int (*linear)(const void *, long, int, const void *, long, int, const void *, int, void *, long, long, long, long);
+    int (*linear_panels)(const void *, long, int, const void *, int, const void *, int, void *, long, long, long, long);
+    int (*linear_blocks)(const float *, long, const uint8_t *, const void *, const void *, int, int, int, int, int,
+                         const float *, float *, long, long, long, long);
+};
+
+namespace experts {
+
+constexpr long MOST = 4096;
+constexpr int NO_SUCH_EXPERT = 2;
+
+struct Choice {
+    const float *bias;
+    long count, top_k, groups, top_groups;
+    int scores;  // 0 softmax, 1 sigmoid, 2 sparsemixer
+    bool two_largest, normalized;
+    float scale, least_sum, jitter;
+};
+
+// The first of the largest that is not taken yet; NaN counts as the smallest.
+INLINE long best_of(const float *scores, const bool *taken, long count) {
+    long best = -1;
+    for (long i = 0; i < count; i++)
+        if (!taken[i] && (best < 0 || scores[i] > scores[best])) best = i;
+    return best;
+}
+
+// exp(x - most) of what is not left out, which becomes 0; returns the sum.
+static float exponentials(const float *x, const bool *left_out, long count, float most, float *out) {
+    float total = 0.0f;
+    for (long i = 0; i < count; i += W) {
+        const long n = min_of(W, count - i);
+        const vf y = exp_of((n == W ? load(x + i) : load_some(x + i, n)) - most);
+        for (long j = 0; j < n; j++) {
+            out[i + j] = left_out && left_out[i + j] ? 0.0f : y[j];
+            total += out[i + j];
+        }
+    }
+    return total;
+}
+
+// Leaves the experts of all but the best groups taken.
+static void take_groups(const Choice &p, const float *ranked, bool *taken) {
+    float best[MOST];
+    bool chosen[MOST] = {};
+    const long size = p.count / p.groups;
+    for (long g = 0; g < p.groups; g++) {
+        float first = -__builtin_inff(), second = first;
+        for (long i = g * size; i < (g + 1) * size; i++) {
+            if (ranked[i] > first) second = first, first = ranked[i];
+            else if (ranked[i] > second) second = ranked[i];
+        }
+        best[g] = p.two_largest ? first + second : first;
+    }
+    for (long g = 0; g < p.top_groups; g++) chosen[best_of(best, chosen, p.groups)] = true;
+    for (long i = 0; i < p.count; i++) taken[i] = !chosen[i / size];
+}
+
+static void choose(const Choice &p, const float *logits, int64_t *chosen, float *weights) {
+    float scores[MOST], ranked[MOST];
+    bool taken[MOST] = {};
+    if (p.scores == 2) {
+        for (long k = 0; k < p.top_k; k++) {
+            const long best = best_of(logits, taken, p.count);
+            const float most = logits[best];
+            bool out[MOST];
+            for (long i = 0; i < p.count; i++) {
+                const float size = logits[i] < 0 ? -logits[i] : logits[i];
+                out[i] = taken[i] || (most - logits[i]) / (size > most ? size : most) > 2 * p.jitter;
+            }
+            const float total = exponentials(logits, out, p.count, most, scores);
+            chosen[k] = best, weights[k] = scores[best] / total * p.scale, taken[best] = true;
+        }
+        return;
+    }
+    if (p.scores == 0) {
+        float most = logits[0];
+        for (long i = 1; i < p.count; i++) most = logits[i] > most ? logits[i] : most;
+        const float total = exponentials(logits, nullptr, p.count, most, scores);
+        for (long i = 0; i < p.count; i++) scores[i] /= total;
+    } else {
+        for (long i = 0; i < p.count; i += W) {
+            const long n = min_of(W, p.count - i);
+            const vf y = 1.0f / (1.0f + exp_of(-(n == W ? load(logits + i) : load_some(logits + i, n))));
+            if (n == W) store(scores + i, y);
+            else store_some(scores + i, y, n);
+        }
+    }
+    for (long i = 0; i < p.count; i++) ranked[i] = p.bias ? scores[i] + p.bias[i] : scores[i];
+    if (p.groups > 1) take_groups(p, ranked, taken);
+    float total = 0.0f;
+    for (long k = 0; k < p.top_k; k++) {
+        const long best = best_of(ranked, taken, p.count);
+        chosen[k] = best, weights[k] = scores[best], taken[best] = true;
+        total += scores[best];
+    }
+    if (total < p.least_sum) total = p.least_sum;
+    for (long k = 0; k < p.top_k; k++) weights[k] = (p.normalized ? weights[k] / total : weights[k]) * p.scale;
+}
+
+// out[n, N] of an expert. Returns what its products return.
+static int multiply(const ExpertProducts &products, const ExpertPart *parts, long count, const void *x, long x_row, int type,
+                    void *out, long out_row, long rows, long K) {
+    const long size = type == 0 ? 4 : 2;
+    for (long i = 0; i < count; i++) {
+        const ExpertPart &p = parts[i];
+        void *to = (char *)out + p.first * size;
+        int code;
+        if (p.kind == 0)
+            code = products.linear(x, x_row, type, p.data, p.stride, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
+                                   p.columns, K);
+        else if (p.kind == 1)
+            code = products.linear_panels(x, x_row, type, p.data, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
+                                          p.columns, K);
+        else
+            code = products.linear_blocks((const float *)x, x_row, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits,
+                                          (int)p.group, (int)p.super_groups, (int)p.minimum, (int)p.offset,
+                                          (const float *)p.bias, (float *)to, out_row, rows, p.columns, K);
+        if (code) return 1;
+    }
+    return 0;
+}
+
+// logits: [rows][count] float32, bias: [count] or null. chosen, weights: [rows][top_k].
+EXPORT int WINDLASS_NAME(route_experts)(const float *logits, long logits_row, const float *bias, long count, long top_k,
+                                        long groups, long top_groups, int scores, int two_largest, int normalized, float scale,
+                                        float least_sum, float jitter, int64_t *chosen, float *weights, long rows) {
+    const Choice choice = {bias,          count,           top_k, groups,    top_groups, scores,
+                           !!two_largest, !!normalized, scale, least_sum, jitter};
+    for_units(rows, threads_for(rows * count * 8, rows),
+              [&](long r) { choose(choice, logits + r * logits_row, chosen + r * top_k, weights + r * top_k); });
+    return 0;
+}
+
+// out[r] = x[r / per_row] * weight of expert chosen[r], for r < rows. table: [count][parts]. type: of x and out, 0 float32 or
+// 1 bfloat16. Returns 1 when out of memory, 2 for an expert that is none.
+EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type, const void *table, long count, long parts,
+                                            const void *products, const int64_t *chosen, long rows, long per_row, void *out,
+                                            long columns, long K) {
+    const long size = type == 0 ? 4 : 2;
+    void *memory = nullptr;
+    if (posix_memalign(&memory, 64, (count + 1 + rows) * sizeof(long))) return 1;
+    long *starts = (long *)memory, *order = starts + count + 1;
+    std::memset(starts, 0, (count + 1) * sizeof(long));
+    long most = 0, code = 0;
+    for (long r = 0; r < rows; r++) {
+        if (chosen[r] < 0 || chosen[r] >= count) {
+            free(memory);
+            return NO_SUCH_EXPERT;
+        }
+        most = max_of(most, ++starts[chosen[r] + 1]);
+    }
+    for (long e = 0; e < count; e++) starts[e + 1] += starts[e];
+    for (long r = 0; r < rows; r++) order[starts[chosen[r]]++] = r;
+    // Now starts[e] is where expert e ends.
+    char *gathered = nullptr;
+    if (most > 1 && posix_memalign((void **)&gathered, 64, most * round_up((K + columns) * size, 64))) {
+        free(memory);
+        return 1;
+    }
+    char *made = gathered + most * K * size;
+    as_team([&] {
+        for (long e = 0, begin = 0; e < count && !code; begin = starts[e++]) {
+            const long n = starts[e] - begin;
+            const ExpertPart *own = (const ExpertPart *)table + e * parts;
+            const long *mine = order + begin;
+            if (n == 1) {
+                const char *from = (const char *)x + mine[0] / per_row * x_row * size;
+                char *to = (char *)out + mine[0] * columns * size;
+                code = multiply(*(const ExpertProducts *)products, own, parts, from, x_row, type, to, columns, 1, K);
+            } else if (n > 1) {
+                const auto copied = [&](long i) {
+                    std::memcpy(gathered + i * K * size, (const char *)x + mine[i] / per_row * x_row * size, K * size);
+                };
+                for_units(n, threads_for(n * K, n), copied);
+                code = multiply(*(const ExpertProducts *)products, own, parts, gathered, K, type, made, columns, n, K);
+                const auto put = [&](long i) {
+                    std::memcpy((char *)out + mine[i] * columns * size, made + i * columns * size, columns * size);
+                };
+                for_units(n, threads_for(n * columns, n), put);
+            }
+        }
+    });
+    free(gathered);
+    free(memory);
+    return (int)code;
+}
+
+// out[t] = sum over j of x[t * top_k + j] * weights[t, j], in this order.
+EXPORT int WINDLASS_NAME(sum_of_experts)(const void *x, int type, const float *weights, long top_k, void *out, long rows,
+                                         long dim) {
+    constexpr long PIECE = 512;
+    const long pieces = ceil_div(dim, PIECE);
+    with_type(type, [&](auto *element) {
+        typedef decltype(element) T;
+        for_units(rows * pieces, threads_for(rows * dim * top_k, rows * pieces), [&](long unit) {
+            const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
+            const auto *from = (T)x + r * top_k * dim;
+            auto *to = (T)out + r * dim;
+            for (long j = begin; j < end; j += W) {
+                const long n = min_of(W, end - j);
+                vf total = {};
+                for (long k = 0; k < top_k; k++) {
+                    const auto *own = from + k * dim + j;
+                    total = add_product(total, n == W ? load(own) : load_some(own, n), splat(weights[r * top_k + k]));
+                }
+                if (n == W) store(to + j, total);
+                else store_some(to + j, total, n);
+            }
+        });
+    });
+    return 0;
+}
+
+}  // namespace experts
+
+}  // namespace

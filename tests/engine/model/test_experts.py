@@ -1,0 +1,198 @@
+"""Mixtures of experts: that the tests of their logits would notice what is wrong, other backends, recorded steps, and files
+that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.kernels import binding
+from windlass.kernels.backend import BackendOptions
+from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+
+PROMPT = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(0)).tolist()
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sigmoids, a bias, groups, a scale, a shared expert, a dense layer."""
+    return make_model("glm4_moe", tmp_path_factory.mktemp("glm"))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("qwen2_moe", tmp_path_factory.mktemp("qwen"))
+
+
+def logits(core: EngineCore, max_tokens: int = 1) -> torch.Tensor:
+    return torch.stack(run(core, [greedy("a", PROMPT, max_tokens)])["a", 0].logits)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def changed(directory: Path, target: Path, **keys: Any) -> Path:
+    """A copy whose config.json has these keys; None leaves one out."""
+    shutil.copytree(directory, target)
+    config = json.loads((target / "config.json").read_text()) | keys
+    (target / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return target
+
+
+GLM_KEYS = {
+    "fewer experts a token": {"num_experts_per_tok": 1},
+    "not divided by the sum": {"norm_topk_prob": False},
+    "another scale": {"routed_scaling_factor": 1.0},
+    "one group": {"n_group": 1, "topk_group": 1},
+    "another number of groups": {"topk_group": 3},
+}
+
+
+@pytest.mark.parametrize("keys", GLM_KEYS.values(), ids=GLM_KEYS)
+def test_what_the_router_is_told_counts(glm: Path, tmp_path: Path, keys: dict[str, Any]) -> None:
+    assert difference(logits(make_core(changed(glm, tmp_path / "x", **keys))), logits(make_core(glm))) > 10 * TOLERANCE
+
+
+def test_every_tensor_of_a_layer_counts(qwen: Path, tmp_path: Path) -> None:
+    """Router, experts, shared expert and its gate: where one is zero, logits are others."""
+    tensors, expected = load_file(qwen / "model.safetensors"), logits(make_core(qwen))
+    names = [name for name in tensors if ".layers.2.mlp." in name and ("experts" not in name or ".experts.0." in name)]
+    assert len(names) == 8
+    for name in names:
+        other = changed(qwen, tmp_path / name)
+        save_file({**tensors, name: torch.zeros_like(tensors[name])}, other / "model.safetensors")
+        assert difference(logits(make_core(other)), expected) > 10 * TOLERANCE, name
+
+
+def test_experts_that_change_places_change_nothing(qwen: Path, tmp_path: Path) -> None:
+    """With their rows of the router; without, they do."""
+    tensors, expected = load_file(qwen / "model.safetensors"), logits(make_core(qwen))
+    swapped = dict(tensors)
+    for name in tensors:
+        for a, b in (("experts.0.", "experts.3."), ("experts.3.", "experts.0.")):
+            if a in name:
+                swapped[name] = tensors[name.replace(a, b)]
+    alone = changed(qwen, tmp_path / "alone")
+    save_file(swapped, alone / "model.safetensors")
+    assert difference(logits(make_core(alone)), expected) > 10 * TOLERANCE
+    order = torch.tensor([3, 1, 2, 0, 4, 5])
+    both = {name: one[order] if name.endswith("mlp.gate.weight") else one for name, one in swapped.items()}
+    together = changed(qwen, tmp_path / "together")
+    save_file({name: one.contiguous() for name, one in both.items()}, together / "model.safetensors")
+    assert difference(logits(make_core(together)), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [TorchBackend, RowIndependentBackend])
+@pytest.mark.parametrize("model", ["glm", "qwen"])
+def test_plain_torch_gives_the_same(
+    model: str, kind: type[TorchBackend], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = request.getfixturevalue(model)
+    expected = logits(make_core(directory), 4)
+    monkeypatch.setattr(binding, "_OWN_KERNELS", {})
+    deterministic = kind is RowIndependentBackend
+    core = make_core(directory, deterministic=deterministic)
+    assert type(core.runner.decoder.backend) is kind
+    assert difference(logits(core, 4), expected) < TOLERANCE
+
+
+def test_deterministic_rows_do_not_depend_on_each_other(glm: Path) -> None:
+    alone = run(make_core(glm, deterministic=True), [greedy("a", PROMPT, 6)])["a", 0]
+    requests = [greedy("a", PROMPT, 6), *(greedy(str(i), PROMPT[i:], 6) for i in range(1, 5))]
+    core = make_core(glm, deterministic=True, max_num_batched_tokens=16)
+    beside = run(core, requests)["a", 0]
+    assert torch.equal(torch.stack(beside.logits), torch.stack(alone.logits))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_decode_steps_are_recorded_and_repeated(glm: Path, quantization: str) -> None:
+    core = make_core(glm, quantization=quantization)
+    repeated = run(core, [greedy("a", PROMPT, 12)])["a", 0]
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 4
+    core = make_core(glm, quantization=quantization)
+    core.runner.replay.max_rows = 0
+    ordinary = run(core, [greedy("a", PROMPT, 12)])["a", 0]
+    assert repeated.token_ids == ordinary.token_ids
+    assert torch.equal(torch.stack(repeated.logits), torch.stack(ordinary.logits))
+
+
+def test_many_rows_of_an_expert(glm: Path) -> None:
+    """A prompt of more rows than the small kernels take at once gives what its tokens one by one give."""
+    prompt = torch.randint(3, 128, (250,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = [
+        run(make_core(glm, max_num_batched_tokens=budget), [greedy("a", prompt, 1)])["a", 0].logits[0]
+        for budget in (256, 13)
+    ]
+    assert difference(found[0], found[1]) < TOLERANCE
+
+
+REFUSED = {
+    "more experts chosen than there are": (
+        {"num_experts_per_tok": 9},
+        "goes to 9 experts, but there are 4 to choose from",
+    ),
+    "groups that do not divide": ({"n_group": 3, "topk_group": 1}, "8 experts do not make 3 groups"),
+    "no experts": ({"n_routed_experts": 0}, "n_routed_experts must be a positive integer"),
+    "dense layers": ({"first_k_dense_replace": -1}, "first_k_dense_replace must be"),
+    "more in config.json than in the files": ({"n_routed_experts": 12}, "tensors are missing|config.json asks for"),
+    "fewer in config.json than in the files": ({"n_routed_experts": 4, "n_group": 2}, "unexpected tensor|asks for"),
+}
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_told(glm: Path, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message) as refused:
+        make_core(changed(glm, tmp_path / "x", **keys))
+    assert "\n" not in str(refused.value)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(glm: Path, tmp_path: Path) -> None:
+    expected = logits(make_core(glm))
+    other = changed(glm, tmp_path / "x", num_nextn_predict_layers=1)
+    tensors = load_file(glm / "model.safetensors")
+    more = {name.replace(".3.", ".4.", 1): one for name, one in tensors.items() if ".layers.3." in name}
+    save_file({**tensors, **{name: one.clone() for name, one in more.items()}}, other / "model.safetensors")
+    assert torch.equal(logits(make_core(other)), expected)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(LoadError, match=r"unexpected tensor 'model\.layers\.4"):
+        make_core(other)
+
+
+def test_older_configs_name_the_experts_otherwise() -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **{"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"num_key_value_heads": 2, "intermediate_size": 96, "moe_intermediate_size": 48, "num_experts_per_tok": 2},
+    }
+    for key in ("num_experts", "num_local_experts"):
+        layer = read_spec({**config, key: 6}).layers[1].feed_forward
+        assert isinstance(layer, ExpertsSpec) and layer.experts == 6
+
+
+def test_float32_routers_keep_the_rest_narrow(glm: Path, tmp_path: Path) -> None:
+    """A router is often float32 in a checkpoint of bfloat16: the others stay as narrow as they are."""
+    tensors = load_file(glm / "model.safetensors")
+    other = changed(glm, tmp_path / "x", dtype="bfloat16")
+    narrow = {name: one if "mlp.gate." in name else one.bfloat16() for name, one in tensors.items()}
+    save_file(narrow, other / "model.safetensors")
+    core = make_core(other, dtype="auto")
+    assert core.runner.decoder.weight_dtype == torch.bfloat16
+    assert core.runner.decoder.weights()["layers.1.router"].dtype == torch.float32
+    options = replace(BackendOptions(torch.device("cpu")), weight_dtype=torch.bfloat16)
+    assert options.weight_dtype == core.runner.decoder.backend.options.weight_dtype

@@ -1,0 +1,118 @@
+"""Experts through the compiled kernels: routing against plain torch, products against float64, for every instruction set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windlass.kernels import FORMS, Backend, Routing, StackedWeight, bind
+from windlass.kernels.cpu import expert_products, ops
+from windlass.kernels.cpu.library import Library
+from windlass.kernels.torch import reference, routed
+
+ROUTINGS = {
+    "mixtral": Routing(2),
+    "qwen2 moe": Routing(4, normalized=False),
+    "deepseek v2": Routing(3, normalized=False, scale=16.0, groups=4, top_groups=2, group_score="largest"),
+    "deepseek v3": Routing(3, "sigmoid", least_sum=1e-20, scale=2.5, groups=4, top_groups=2),
+    "least sum": Routing(2, "softmax", least_sum=0.9),
+    "phi": Routing(2, "sparsemixer", normalized=False, jitter=0.3),
+}
+
+
+@pytest.mark.parametrize("experts", [8, 60, 160])
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+def test_routes_as_plain_torch(form: Library, routing: Routing, experts: int) -> None:
+    torch.manual_seed(experts)
+    logits = 2 * torch.randn(33, experts + 3)[:, :experts]
+    for bias in (None, 0.5 * torch.randn(experts)) if routing.scores != "sparsemixer" else (None,):
+        expected, found = (
+            routed.route(logits, routing, bias),
+            expert_products.route(logits, routing, bias, library=form),
+        )
+        assert torch.equal(found.chosen, expected.chosen)
+        torch.testing.assert_close(found.weights, expected.weights, rtol=3e-6, atol=1e-7)
+
+
+def test_of_equal_scores_the_first_wins_and_nan_takes_no_place_that_is_none(form: Library) -> None:
+    equal = expert_products.route(torch.zeros(2, 6), Routing(3), library=form)
+    assert equal.chosen.tolist() == [[0, 1, 2]] * 2
+    assert torch.equal(routed.route(torch.zeros(2, 6), Routing(3)).chosen, equal.chosen)
+    broken = expert_products.route(torch.full((1, 6), torch.nan), Routing(3, groups=3, top_groups=2), library=form)
+    assert all(0 <= one < 6 for one in broken.chosen[0].tolist())
+
+
+def made(backend: Backend, storage: str, rows: int, columns: int, seed: int) -> object:
+    """A weight, filled; "stacked": of two forms of blocks."""
+    numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    if storage == "stacked":
+        half = rows // 2
+        parts = [backend.matrix(half, columns, FORMS["q8_0"]), backend.matrix(rows - half, columns, FORMS["q5_k"])]
+        for part, own in zip(parts, (numbers[:half], numbers[half:]), strict=True):
+            backend.pack(part.narrow(0, len(own)), own)
+        return StackedWeight(tuple(parts))
+    kind = FORMS[storage] if storage in FORMS else getattr(torch, storage)
+    weight = backend.matrix(rows, columns, kind)
+    if isinstance(weight, torch.Tensor):
+        weight.copy_(numbers)
+    else:
+        backend.pack(weight.narrow(0, rows), numbers)
+    return weight
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "q8_0", "q4_k", "stacked"])
+def test_products_are_those_of_single_experts(form: Library, storage: str) -> None:
+    """Bit by bit: what an expert makes of a row does not depend on the other rows, nor on the other experts."""
+    backend = bind("cpu", deterministic=True)
+    rows, inner, count = 37, 64, 5
+    weights = [made(backend, storage, rows, inner, seed) for seed in range(count)]
+    biases = [torch.randn(rows) for _ in range(count)]
+    experts = expert_products.CompiledExperts(weights, biases, form)  # type: ignore[arg-type]
+    x = torch.randn(9, inner)
+    chosen = torch.stack([torch.randperm(count)[:3] for _ in range(9)])
+    chosen[:, 0] = 2  # many rows of one expert, and none of some other, perhaps
+    found = expert_products.linear_of_experts(x, experts, chosen, library=form).view(9, 3, rows)
+    again = expert_products.linear_of_experts(x.repeat_interleave(3, 0), experts, chosen, library=form).view(9, 3, rows)
+    assert torch.equal(found, again)
+    for t in range(9):
+        alone = expert_products.linear_of_experts(x[t : t + 1], experts, chosen[t : t + 1].clone(), library=form)
+        assert torch.equal(alone, found[t])
+        for j, expert in enumerate(chosen[t].tolist()):
+            expected = backend.linear(x[t : t + 1], weights[expert], biases[expert])[0]  # type: ignore[arg-type]
+            torch.testing.assert_close(found[t, j], expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_rows(form: Library, dtype: torch.dtype) -> None:
+    backend = bind("cpu")
+    for storage in ("float32", "bfloat16", "q8_0"):
+        weights = [made(backend, storage, 32, 64, seed) for seed in range(3)]
+        experts = expert_products.CompiledExperts(weights, None, form)  # type: ignore[arg-type]
+        x, chosen = torch.randn(4, 64).to(dtype), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
+        found = expert_products.linear_of_experts(x, experts, chosen, library=form)
+        expected = expert_products.linear_of_experts(x.float(), experts, chosen, library=form)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_an_expert_that_is_none_is_an_error(form: Library) -> None:
+    experts = expert_products.CompiledExperts([torch.randn(8, 8), torch.randn(8, 8)], None, form)
+    for wrong in (2, -1):
+        with pytest.raises(IndexError, match="none of 2"):
+            expert_products.linear_of_experts(torch.randn(1, 8), experts, torch.tensor([[0, wrong]]), library=form)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_goes_with_them(form: Library, dtype: torch.dtype) -> None:
+    """Sums, gates and gpt-oss's activation against plain torch, in shapes that end within a vector."""
+    exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    parts, weights = torch.randn(21, 53).to(dtype), torch.rand(7, 3)
+    total = expert_products.sum_of_experts(parts, weights, library=form)
+    torch.testing.assert_close(total, routed.weighted_sum(parts, weights), **exact)
+    for gate in (torch.randn(21, 1), torch.randn(21, 53).to(dtype)):
+        own = parts.clone()
+        ops.gate_by_sigmoid(own, gate, library=form)
+        torch.testing.assert_close(own, (parts.float() * gate.float().sigmoid()).to(dtype), **exact)
+    gate_up = 4 * torch.randn(5, 74).to(dtype)
+    found = ops.clamped_glu(gate_up, 1.7, 3.0, library=form)
+    torch.testing.assert_close(found, reference.clamped_glu(gate_up, 1.7, 3.0), **exact)
