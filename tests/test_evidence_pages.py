@@ -107,3 +107,22 @@ def test_the_page_on_speed_has_the_tables_of_its_numbers(monkeypatch):
         for run in report["runs"]:
             assert by_contestant(run) in page and run["date"].split()[0] in page
         assert name in page
+
+
+def test_the_page_on_conformance_has_the_tables_of_its_runs_and_they_claim_no_more_than_was_seen():
+    spec = importlib.util.spec_from_file_location("conformance_table", ROOT / "benchmarks" / "conformance_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = (DOCS / "conformance.md").read_text(encoding="utf-8")
+    report = json.loads((DOCS / "conformance.json").read_text(encoding="utf-8"))
+    for part in module.table(report).split("\n\n"):
+        assert part in page
+    assert len({run["server"].split(",")[0] for run in report["runs"]}) >= 3
+    assert len({run["seed"] for run in report["runs"]}) == len(report["runs"]), "texts of one run's own"
+    for run in report["runs"]:
+        assert len(run["checks"]) == 8
+        for check in run["checks"]:
+            if check["verdict"] == "holds" and check["effect"] is not None:
+                assert check["effect"] <= check["bound"]
+            if check["verdict"] == "holds" and check["name"] == "stale":
+                assert re.search(r"[1-9]\d* kept", check["detail"])
