@@ -19,6 +19,7 @@ from helpers.quantized_checkpoints import (
 )
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.quantization import StoredQuantization
@@ -210,6 +211,12 @@ def test_floats_of_eight_bits(kind: str, end: str, weight: Tensor, tmp_path: Pat
     found = described("floats", tensors, tmp_path)
     assert found.storage is None
     assert torch.equal(numbers(found, tensors), want)
+    assert torch.equal(want, as_transformers(tensors["m.weight"], tensors[f"m.{end}"]))
+
+
+def as_transformers(codes: Tensor, scales: Tensor) -> Tensor:
+    """What transformers makes of a weight of 8-bit floating point, in float32."""
+    return Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
 
 
 def test_scales_that_are_powers_of_two_in_eight_bits(weight: Tensor, tmp_path: Path) -> None:
@@ -220,6 +227,7 @@ def test_scales_that_are_powers_of_two_in_eight_bits(weight: Tensor, tmp_path: P
     found = described("floats", tensors, tmp_path)
     wide = scales.repeat_interleave(40, 0).repeat_interleave(48, 1)
     assert torch.equal(numbers(found, tensors), tensors["m.weight"].float() * wide)
+    assert torch.equal(numbers(found, tensors), as_transformers(tensors["m.weight"], tensors["m.weight_scale_inv"]))
 
 
 def test_floats_in_blocks_that_the_last_ones_do_not_fill(weight: Tensor, tmp_path: Path) -> None:
