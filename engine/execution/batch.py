@@ -17,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.execution.ranges import chunk_pieces, far_positions, is_ranged, query_ranges
+from windlass.engine.execution.far_keys import far_key_places
+from windlass.engine.execution.ranges import chunk_pieces, is_ranged, query_ranges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
@@ -174,7 +175,11 @@ class BatchBuilder:
         rotation = rotation._replace(score_scale=rotation.score_scale * self._tensor(score_scale))
         versions = self._versions(chunks, rules, places, closed[row], rotary[row], far_blocks) if ranged else None
         if versions is not None and keeps_far_keys:
-            self._add_far_keys(versions, rules, counts, places, rotary[row], tables, index - far_slots[row], row)
+            kept, seen_at, slopes = far_key_places(rules, counts, places)
+            block, offset = np.divmod(index - far_slots[row], self._block_size)
+            far = tables[:, row, np.where(kept, block, 0)] * np.int64(self._block_size) + offset  # [K, T]
+            versions.far_slots = self._tensor(np.where(kept, far, -1))
+            versions.far_cos, versions.far_sin = self._turned(rotary[row], seen_at, slopes)
         return ForwardBatch(
             input_ids=self._tensor(ids),
             positions=positions,
@@ -219,35 +224,6 @@ class BatchBuilder:
             anchor_sin=anchor_sin,
             every_query=every_query,
         )
-
-    def _add_far_keys(
-        self,
-        versions: QueryVersions,
-        rules: list[Distances],
-        counts: NDArray[np.int64],
-        places: NDArray[np.int64],
-        rotary: NDArray[np.int64],
-        tables: NDArray[np.int32],
-        index: NDArray[np.int64],
-        row: NDArray[np.int64],
-    ) -> None:
-        """Where the step's keys are kept a second time, and how they are rotated there.
-
-        places, rotary, index, row: [T], of each token its position, its rotary row, its place in its sequence, and its chunk.
-        """
-        kept = np.array([rule.keeps_far_keys for rule in rules])[row]  # [T]
-        block, offset = np.divmod(index, self._block_size)
-        slots = tables[:, row, np.where(kept, block, 0)] * np.int64(self._block_size) + offset  # [K, T]
-        at = np.concatenate(
-            [
-                far_positions(rule, part)
-                for rule, part in zip(rules, np.split(places, counts.cumsum()[:-1]), strict=True)
-            ]
-        )
-        slopes = np.array([1.0 if rule.near is None or rule.group is not None else rule.slope for rule in rules])
-        versions.far_slots = self._tensor(np.where(kept, slots, -1))
-        slowed = bool((slopes != 1).any())
-        versions.far_cos, versions.far_sin = self._turned(rotary, at, slopes[row] if slowed else None)
 
     def _turned(
         self, rotary: NDArray[np.int64], positions: NDArray[np.int64], slopes: NDArray[np.float64] | None

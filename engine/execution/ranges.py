@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.engine.cache.runs import OPEN_END, SlotLayout
+from windlass.engine.execution.far_keys import turns_to_far_keys
 from windlass.engine.execution.sequences import LiveSequence
 from windlass.engine.rotary.distances import Distances
 
@@ -165,21 +166,6 @@ def _far_spans(near: int, end: int, far_slots: int) -> list[_Span]:
     if max(end, 0) < far_slots:
         spans.append(_Span(far_slots, 0, 0, empty=True))
     return [*spans, _Span(OPEN_END, 0, 0, reach=near)]
-
-
-def far_positions(rule: Distances, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where keys at these positions seem to stand from far away, at the share `slope` of the frequencies without a group."""
-    return positions if rule.group is None else positions // rule.group
-
-
-def turns_to_far_keys(rule: Distances, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """By how much queries at these positions are turned on before they meet far keys, at 1 - slope of the frequencies.
-
-    A query at i then stands at w + (i - w) slope: (i - w)(1 - slope) less.
-    """
-    near, group = rule.near, rule.group
-    assert near is not None
-    return near - positions if group is None else positions // group + near - near // group - positions
 
 
 def _chunk_spans(number: int, size: int) -> list[_Span]:

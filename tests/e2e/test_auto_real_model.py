@@ -6,7 +6,6 @@ cos and sin of float64 angles, as its own float32 angles are off by more than is
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -43,7 +42,7 @@ def text() -> list[int]:
 def reference(ids: list[int], factor: int) -> torch.Tensor:
     """[TOKENS, V]: those that draw the last tokens of `ids`; frequencies by the formula, and as its config gives them."""
     config = transformers.AutoConfig.from_pretrained(MODEL)
-    theta = json.loads(Path(MODEL, "config.json").read_text())["rope_theta"]
+    theta = config.rope_parameters["rope_theta"]
     if factor > 1:
         config.rope_parameters = {"rope_type": "yarn", "rope_theta": theta, "factor": float(factor)}
     model = transformers.AutoModelForCausalLM.from_pretrained(
