@@ -78,6 +78,34 @@ def test_the_page_on_a_real_model_shows_its_numbers():
         assert rows[way][:3] == pytest.approx([math.exp(x) for x in means], rel=5e-4)
 
 
+def test_the_page_on_what_a_real_model_finds_shows_its_answers():
+    """Every share in its tables is counted again from the answers in the file beside it."""
+    page = (DOCS / "real-model-tasks.md").read_text(encoding="utf-8")
+    report = json.loads((DOCS / "real_model_tasks.json").read_text(encoding="utf-8"))
+    assert report["date"] in page and len(report["lengths"]) >= 2
+    for part in report["lengths"]:
+        documents = [document for document in report["documents"] if document["length"] == part["length"]]
+        assert len(documents) == part["documents"] and f"{len(documents)} of {part['length']:,} tokens" in page
+        section = page.split(f"\n## {part['length']:,} tokens\n")[1].split("\n## ")[0]
+        rows = [line.replace("*", "").split("|")[1:-1] for line in section.splitlines() if line.startswith("| ")]
+        first: dict[str, list[str]] = {}
+        for row in rows:
+            first.setdefault(row[0].strip(), row[1:])
+        for candidate in part["candidates"]:
+            for task, cell in zip(candidate["tasks"], first[candidate["name"]], strict=False):
+                right: dict[str, list[int]] = {"chosen": [], "written": []}
+                for document in documents:
+                    for (asked, _), *found in zip(
+                        document["questions"], *document["right"][candidate["name"]].values(), strict=True
+                    ):
+                        if asked == task:
+                            for measure, hit in zip(document["right"][candidate["name"]], found, strict=True):
+                                right[measure].append(hit)
+                shown = [int(number) for number in re.findall(r"(\d+) %", cell)]
+                assert shown == [round(100 * mean(right["chosen"])), round(100 * mean(right["written"]))]
+                assert candidate["tasks"][task]["chosen"]["of"] == len(right["chosen"])
+
+
 def test_the_page_on_endless_contexts_has_the_tables_of_its_numbers():
     page = (DOCS / "endless-context.md").read_text(encoding="utf-8")
     for name in ("shifted_context", "endless_stream", "turned_keys", "passage_reuse"):

@@ -182,14 +182,14 @@ def test_the_most_right_choices_win_and_the_least_cost_among_equals() -> None:
     )
     needle = next(reason for reason in verdict.reasons if reason.startswith("needle"))
     assert needle.startswith("needle: yarn 2 chooses 36 of 40 (77 % to 96 %), no scaling 8: +70 points")
-    assert needle.endswith("certain. Not told apart from it: dynamic 2.")
+    assert needle.endswith("certain. Its lead is not certain over dynamic 2.")
     (verdict,) = judge(sweep((PLAIN, 9), (YARN, 9)))
     assert verdict.chosen == "no scaling" and "no scaling is needed" in verdict.reasons[0]
 
 
 def test_few_questions_are_told_as_such() -> None:
     (verdict,) = judge(sweep((PLAIN, 0), (YARN, 1), documents=2, each=1))
-    assert "too few for an interval" in verdict.reasons[1] and "No other way can be told apart" in verdict.reasons[1]
+    assert "too few for an interval" in verdict.reasons[1] and "lead over no other is certain" in verdict.reasons[1]
 
 
 def test_many_documents_are_the_units() -> None:

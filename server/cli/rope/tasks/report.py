@@ -27,9 +27,9 @@ def tables_of(result: TaskSweep, length: int, chosen: str | None) -> list[tuple[
 def _shares(result: TaskSweep, length: int, chosen: str | None) -> Table:
     heads = ["scaling", *(f"{task} (of {_asked(result, length, task)})" for task in result.asked_tasks)]
     if result.asked_tasks:
-        heads.append("mean")
+        heads.append("all questions")
     if KEY_TOKENS in result.tasks:
-        heads.append(f"perplexity of {_keys(result, length)} key tokens")
+        heads.append(f"perplexity of key tokens (of {_keys(result, length)})")
     rows = []
     for candidate in result.candidates:
         name = candidate.name

@@ -102,8 +102,8 @@ class TaskSweep:
         return Share(sum(answers), len(answers))
 
     def overall(self, name: str, length: int, measure: Measure = "chosen") -> float:
-        """The mean of the tasks' shares, so that a task with many questions counts no more than one with few."""
-        return float(np.mean([self.share(name, length, task, measure).value for task in self.asked_tasks]))
+        """The share over the questions of all tasks, which `difference` with task None tells the certainty of."""
+        return self.share(name, length, None, measure).value
 
     def difference(self, first: str, second: str, length: int, task: str | None, measure: Measure) -> PairedDifference:
         """Share of `second` less that of `first`, over the same questions."""

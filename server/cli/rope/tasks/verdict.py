@@ -1,7 +1,7 @@
 """Which way of reading wins where, by how much, with what certainty, and the command that serves it. Words and a rule.
 
-The rule: at each length the highest mean over the tasks of the share of right choices; among equals, what asks least of the
-server. Knows no model and no picture.
+The rule: at each length the highest share of right choices over the questions of all tasks; among equals, what asks least of
+the server. Knows no model and no picture.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _verdict(result: TaskSweep, length: int) -> Verdict:
 
 def _overall(result: TaskSweep, chosen: TaskCandidate, length: int) -> str:
     mean, plain = result.overall(chosen.name, length), result.plain
-    text = f"Over all tasks {chosen.name} chooses {_percent(mean)} of the right answers"
+    text = f"Over all questions {chosen.name} chooses {_percent(mean)} of the right answers"
     if chosen is plain:
         return text + ": no scaling is needed here."
     other = result.difference(plain.name, chosen.name, length, None, "chosen")
@@ -77,10 +77,10 @@ def _task(result: TaskSweep, task: str, length: int) -> str:
     apart = [c.name for c in ranked[1:] if result.difference(c.name, best.name, length, task, "chosen").is_certain]
     level = [c.name for c in ranked[1:] if c.name not in apart]
     if not apart:
-        return text + ". No other way can be told apart from it."
+        return text + ". Its lead over no other is certain."
     if not level:
-        return text + ". Better than every other."
-    return text + f". Not told apart from it: {', '.join(level)}."
+        return text + ". Its lead over every other is certain."
+    return text + f". Its lead is not certain over {', '.join(level)}."
 
 
 def _key_tokens(result: TaskSweep, length: int) -> str:
