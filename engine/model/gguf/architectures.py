@@ -28,12 +28,15 @@ from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
 from windlass.engine.model.families.smollm3 import SMOLLM3
+from windlass.engine.model.families.softmax_experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _SWA = "attention.sliding_window"
 _SWA_PATTERN = "attention.sliding_window_pattern"
+_EXPERTS = ("expert_count", "expert_used_count")
+_EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 _TEMPERATURE = "attention.temperature_scale"
 
 
@@ -71,13 +74,36 @@ class Architecture:
 
 
 def _llama_with_a_window(keys: ArchitectureKeys) -> Family | None:
-    """llama.cpp calls Mistral a Llama; a window tells them apart."""
+    """llama.cpp calls Mistral and Mixtral a Llama; a window tells the one apart, experts the other."""
+    if keys.count(_EXPERTS[0]) > 1:
+        return MIXTRAL
     return MISTRAL if keys.count(_SWA) else None
 
 
 def _mistral_without_temperature(keys: ArchitectureKeys) -> Family | None:
     """Mistral Small 3.1 and Ministral 3 are the same architecture there; only the latter's queries grow."""
     return None if keys.number(_TEMPERATURE) else MISTRAL
+
+
+def _experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": keys.count(_EXPERTS[0]) or None,
+        "num_experts_per_tok": keys.count(_EXPERTS[1]) or None,
+        "moe_intermediate_size": keys.count(_EXPERT_WIDTH) or None,
+    }
+
+
+def _qwen2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_experts(keys, config), "shared_expert_intermediate_size": keys.count(_SHARED_WIDTH)}
+
+
+def _qwen3_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The file does not say so, but llama.cpp divides weights by their sum."""
+    return {**_experts(keys, config), "norm_topk_prob": True}
+
+
+def _llama(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_window(keys, config), **(_experts(keys, config) if keys.count(_EXPERTS[0]) > 1 else {})}
 
 
 def _window(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +220,12 @@ def _olmo2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
-        LLAMA, interleaved=True, choose=_llama_with_a_window, others=(MISTRAL,), more=_window, reads=(_SWA,)
+        LLAMA,
+        interleaved=True,
+        choose=_llama_with_a_window,
+        others=(MISTRAL, MIXTRAL),
+        more=_llama,
+        reads=(_SWA, *_EXPERTS),
     ),
     "mistral3": Architecture(
         MINISTRAL3,
@@ -206,6 +237,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen2": Architecture(QWEN2),
     "qwen3": Architecture(QWEN3),
+    "qwen2moe": Architecture(QWEN2_MOE, more=_qwen2_moe, reads=(*_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH)),
+    "qwen3moe": Architecture(QWEN3_MOE, more=_qwen3_moe, reads=(*_EXPERTS, _EXPERT_WIDTH)),
+    "olmoe": Architecture(OLMOE, more=_experts, reads=_EXPERTS),
     "gemma3": Architecture(
         GEMMA3,
         norms_with_offset=True,

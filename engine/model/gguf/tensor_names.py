@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
@@ -20,6 +21,7 @@ from windlass.engine.rotary.fields import shown_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias)")
+_EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))")
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
 
 
@@ -32,6 +34,12 @@ class PlacedTensor:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    def each(self) -> list[PlacedTensor]:
+        """The tensors that it holds along its first dimension."""
+        size = (self.end - self.begin) // max(1, self.shape[0])
+        begins = [self.begin + i * size for i in range(self.shape[0])]
+        return [PlacedTensor(self.file, self.type, self.shape[1:], begin, begin + size) for begin in begins]
 
     def rows(self, first: int, count: int) -> PlacedTensor:
         """Some of its rows as a tensor of their own."""
@@ -118,7 +126,11 @@ def _renamed(
     if layer >= len(spec.layers) or what in _UNUSED:
         return  # a layer behind the last one predicts further tokens, which the model does without
     prefix = f"{spec.names.layers}.{layer}."
-    if what in names:
+    feed_forward = spec.layers[layer].feed_forward
+    if isinstance(feed_forward, ExpertsSpec) and (found := _of_experts(feed_forward, what, tensor)) is not None:
+        for new, one in found:
+            yield f"{prefix}{new}.{suffix}", one
+    elif what in names:
         yield f"{prefix}{names[what]}.{suffix}", tensor
     elif what == "attn_qkv":
         mixer, attention, first = spec.layers[layer].mixer, family.attention_names, 0
@@ -131,6 +143,28 @@ def _renamed(
             first += rows
     else:
         raise LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
+
+
+def _of_experts(spec: ExpertsSpec, what: str, tensor: PlacedTensor) -> list[tuple[str, PlacedTensor]] | None:
+    """The names of a router's, the experts' or the shared expert's tensors; None for a tensor of something else."""
+    names, shared = spec.names, spec.names.shared
+    if what == "ffn_gate_inp":
+        return [(names.router, tensor)]
+    if what == "ffn_gate_inp_shexp" and names.shared_gate is not None:
+        return [(names.shared_gate, replace(tensor, shape=(1, *tensor.shape[-1:])))]
+    matched = _EXPERTS.fullmatch(what)
+    if matched is None:
+        return None
+    part, index, kind = matched.groups()
+    if kind == "shexp":
+        own = None if shared is None else {"gate": shared.gate, "up": shared.up, "down": shared.down}[part]
+        return None if own is None else [(own, tensor)]
+    own = {"gate": names.expert.gate, "up": names.expert.up, "down": names.expert.down}[part]
+    if kind == "exps":  # of all experts
+        if tensor.shape[:1] != (spec.experts,):
+            raise LoadError(f"tensor {what} has the shape {list(tensor.shape)} for {spec.experts} experts")
+        return [(f"{names.experts}.{i}.{own}", one) for i, one in enumerate(tensor.each())]
+    return [(f"{names.experts}.{int(index)}.{own}", tensor)]  # files from before they were one tensor
 
 
 def _as_listed(found: dict[str, PlacedTensor], spec: ModelSpec) -> dict[str, PlacedTensor]:

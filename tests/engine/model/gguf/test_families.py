@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.gguf_conversion import ARCHITECTURES, convert, write
+from helpers.gguf_experts import ARCHITECTURES as EXPERTS
 from helpers.gguf_more import ARCHITECTURES as MORE
 from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file
@@ -162,7 +163,7 @@ def test_tensors_are_those_of_the_original(converted: tuple[Path, GGUFDescriptio
 
 
 def test_every_architecture_is_converted_here() -> None:
-    assert READ.keys() == set(ARCHITECTURES.values()) | set(MORE.values())
+    assert READ.keys() == set(ARCHITECTURES.values()) | set(MORE.values()) | set(EXPERTS.values())
 
 
 def rope_of(metadata: dict[str, Any], tensors: dict[str, np.ndarray], file: Path) -> RotaryGroup:
@@ -264,7 +265,7 @@ def test_keys_that_nobody_knows_are_told(llama: Parts) -> None:
 
 
 _OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "experts": ({"llama.expert_count": 8}, "llama.expert_count=8.*a mixture of experts"),
+    "experts": ({"llama.expert_count": 8}, "tensor model.layers.0.mlp.gate_proj|tensor 'blk.0.ffn_gate.weight'|block_sparse_moe"),
     "encoder": ({"llama.attention.causal": False}, "llama.attention.causal=false.*an encoder"),
     "embeddings": ({"llama.pooling_type": 3}, "an embedding model"),
     "granite": ({"llama.logit_scale": 8.0}, "llama.logit_scale=8.0"),
@@ -273,7 +274,7 @@ _OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "pictures": ({"general.architecture": "clip"}, "mmproj"),
     "matrix": ({"general.type": "imatrix"}, "importance matrix"),
     "architecture": ({"general.architecture": "mamba"}, "'mamba'.*read are llama, .*original Hugging Face model"),
-    "moe": ({"general.architecture": "qwen3moe"}, "'qwen3moe', a mixture of experts"),
+    "moe": ({"general.architecture": "dbrxmoe"}, "'dbrxmoe', a mixture of experts"),
     "layers differ": ({"llama.attention.head_count_kv": [2, 4]}, "head_count_kv differs from layer to layer"),
     "widths": ({"llama.attention.value_length": 8}, "different widths"),
     "missing": ({"llama.block_count": None}, "llama.block_count is missing"),
