@@ -126,27 +126,19 @@ static void choose(const Choice &p, const float *logits, int64_t *chosen, float 
     for (long k = 0; k < p.top_k; k++) weights[k] = (p.normalized ? weights[k] / total : weights[k]) * p.scale;
 }
 
-// out[n, N] of an expert. Returns what its products return.
-static int multiply(const ExpertProducts &products, const ExpertPart *parts, long count, const void *x, long x_row, int type,
-                    void *out, long out_row, long rows, long K) {
-    const long size = type == 0 ? 4 : 2;
-    for (long i = 0; i < count; i++) {
-        const ExpertPart &p = parts[i];
-        void *to = (char *)out + p.first * size;
-        int code;
-        if (p.kind == 0)
-            code = products.linear(x, x_row, type, p.data, p.stride, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
-                                   p.columns, K);
-        else if (p.kind == 1)
-            code = products.linear_panels(x, x_row, type, p.data, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
-                                          p.columns, K);
-        else
-            code = products.linear_blocks((const float *)x, x_row, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits,
-                                          (int)p.group, (int)p.super_groups, (int)p.minimum, (int)p.offset,
-                                          (const float *)p.bias, (float *)to, out_row, rows, p.columns, K);
-        if (code) return 1;
-    }
-    return 0;
+// The columns of a part, of out[rows, N]. Returns what its product returns.
+static int multiply(const ExpertProducts &products, const ExpertPart &p, const void *x, long x_row, int type, void *out,
+                    long out_row, long rows, long K) {
+    void *to = (char *)out + p.first * (type == 0 ? 4 : 2);
+    if (p.kind == 0)
+        return products.linear(x, x_row, type, p.data, p.stride, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
+                               p.columns, K);
+    if (p.kind == 1)
+        return products.linear_panels(x, x_row, type, p.data, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
+                                      p.columns, K);
+    return products.linear_blocks((const float *)x, x_row, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits,
+                                  (int)p.group, (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias,
+                                  (float *)to, out_row, rows, p.columns, K);
 }
 
 // logits: [rows][count] float32, bias: [count] or null. chosen, weights: [rows][top_k].
@@ -180,33 +172,47 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
     }
     for (long e = 0; e < count; e++) starts[e + 1] += starts[e];
     for (long r = 0; r < rows; r++) order[starts[chosen[r]]++] = r;
-    // Now starts[e] is where expert e ends.
+    // Now starts[e] is where expert e ends. Rows that are together come together; a single row is read and written in place.
     char *gathered = nullptr;
-    if (most > 1 && posix_memalign((void **)&gathered, 64, most * round_up((K + columns) * size, 64))) {
+    if (most > 1 && posix_memalign((void **)&gathered, 64, rows * (K + columns) * size)) {
         free(memory);
         return 1;
     }
-    char *made = gathered + most * K * size;
+    char *made = gathered + rows * K * size;
+    const auto begin_of = [&](long e) { return e ? starts[e - 1] : 0; };
+    const auto is_single = [&](long e) { return starts[e] - begin_of(e) == 1; };
+    const long threads = rows * columns * K < SERIAL_WORK ? 1 : most_threads();
     as_team([&] {
-        for (long e = 0, begin = 0; e < count && !code; begin = starts[e++]) {
-            const long n = starts[e] - begin;
-            const ExpertPart *own = (const ExpertPart *)table + e * parts;
-            const long *mine = order + begin;
-            if (n == 1) {
-                const char *from = (const char *)x + mine[0] / per_row * x_row * size;
-                char *to = (char *)out + mine[0] * columns * size;
-                code = multiply(*(const ExpertProducts *)products, own, parts, from, x_row, type, to, columns, 1, K);
-            } else if (n > 1) {
-                const auto copied = [&](long i) {
-                    std::memcpy(gathered + i * K * size, (const char *)x + mine[i] / per_row * x_row * size, K * size);
-                };
-                for_units(n, threads_for(n * K, n), copied);
-                code = multiply(*(const ExpertProducts *)products, own, parts, gathered, K, type, made, columns, n, K);
-                const auto put = [&](long i) {
-                    std::memcpy((char *)out + mine[i] * columns * size, made + i * columns * size, columns * size);
-                };
-                for_units(n, threads_for(n * columns, n), put);
-            }
+        if (most > 1) {
+            for_units(rows, threads_for(rows * K, rows), [&](long i) {
+                if (!is_single(chosen[order[i]]))
+                    std::memcpy(gathered + i * K * size, (const char *)x + order[i] / per_row * x_row * size, K * size);
+            });
+        }
+        // Each part of an expert's weight is one thread's: no thread waits for another before all are done.
+        Units units(count * parts);
+        on_threads(threads, [&](long) {
+            alone([&] {
+                units.take([&](long unit) {
+                    const long e = unit / parts, begin = begin_of(e), n = starts[e] - begin;
+                    if (!n) return;
+                    const ExpertPart &part = ((const ExpertPart *)table)[unit];
+                    const ExpertProducts &own = *(const ExpertProducts *)products;
+                    const long r = order[begin];
+                    const int found =
+                        n == 1 ? multiply(own, part, (const char *)x + r / per_row * x_row * size, x_row, type,
+                                          (char *)out + r * columns * size, columns, 1, K)
+                               : multiply(own, part, gathered + begin * K * size, K, type, made + begin * columns * size,
+                                          columns, n, K);
+                    if (found) __atomic_store_n(&code, 1, __ATOMIC_RELAXED);
+                });
+            });
+        });
+        if (most > 1) {
+            for_units(rows, threads_for(rows * columns, rows), [&](long i) {
+                if (!is_single(chosen[order[i]]))
+                    std::memcpy((char *)out + order[i] * columns * size, made + i * columns * size, columns * size);
+            });
         }
     });
     free(gathered);

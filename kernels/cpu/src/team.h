@@ -104,6 +104,15 @@ struct Units {
     }
 };
 
+// Calls calls() with products that stay on this thread, whoever else works meanwhile.
+template <class F> INLINE void alone(const F &calls) {
+    Team one(1);
+    void *const before = windlass_own_team;
+    windlass_own_team = &one;
+    calls();
+    windlass_own_team = before;
+}
+
 // f(unit) for all units, in even runs over up to `threads` threads.
 template <class F> INLINE void for_units(long count, long threads, const F &f) {
     if (threads <= 1) {

@@ -61,10 +61,11 @@ def made(backend: Backend, storage: str, rows: int, columns: int, seed: int) -> 
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "q8_0", "q4_k", "stacked"])
-def test_products_are_those_of_single_experts(form: Library, storage: str) -> None:
+@pytest.mark.parametrize("rows", [37, 600])
+def test_products_are_those_of_single_experts(form: Library, storage: str, rows: int) -> None:
     """Bit by bit: what an expert makes of a row does not depend on the other rows, nor on the other experts."""
     backend = bind("cpu", deterministic=True)
-    rows, inner, count = 37, 64, 5
+    inner, count = 64, 5
     weights = [made(backend, storage, rows, inner, seed) for seed in range(count)]
     biases = [torch.randn(rows) for _ in range(count)]
     experts = expert_products.CompiledExperts(weights, biases, form)  # type: ignore[arg-type]
