@@ -51,7 +51,6 @@ from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
 _FEWEST_NATIVE_ROWS = 12
 _MOST_SCALED_ROWS = 256
-_MOST_LATENT_ROWS = 32  # tokens up to which products by head are quicker here than as torch has them
 # Rows of an expert, on average, above which threads share the rounding of rows: a product of 512 tokens is a third quicker.
 _MOST_EXPERT_ROWS = 16
 _RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
@@ -76,7 +75,6 @@ class CompiledBackend(Backend):
             self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.MOST_ROWS
         self._ones: dict[int, Tensor] = {}  # weights of a norm that is not looked at, by size
         self._places: dict[int, Tensor] = {}  # 0, 1, … by how many
-        self._most_latent_rows = sys.maxsize if options.deterministic else _MOST_LATENT_ROWS
         self._most_panel_rows = sys.maxsize if options.deterministic else panels.MOST_ROWS
 
     @staticmethod
@@ -169,13 +167,9 @@ class CompiledBackend(Backend):
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
-        if q.shape[0] > self._most_latent_rows:
-            return self._torch.latent_queries(q, up, rotary_dim)
         return latent.latent_queries(q, up, rotary_dim, library=self._library)
 
     def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        if attended.shape[0] > self._most_latent_rows:
-            return self._torch.latent_values(attended, up, value_dim)
         return latent.latent_values(attended, up, value_dim, library=self._library)
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
