@@ -94,10 +94,10 @@ class Streams:
             self._begun()
 
 
-def mixes(count: int) -> dict[str, list[str]]:
+def mixes(count: int, kinds: abc.Sequence[str] = tuple(KINDS)) -> dict[str, list[str]]:
     """Every batch to time: its name, and the kind of each stream."""
-    alike = {kind: [kind] * count for kind in KINDS}
-    return {**alike, MIXED: list(islice(cycle(KINDS), count))} if count > 1 else alike
+    alike = {kind: [kind] * count for kind in kinds}
+    return {**alike, MIXED: list(islice(cycle(kinds), count))} if count > 1 else alike
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     sizes = {"one stream": (options.context, 1), "batch": (options.batch_context, options.streams)}
     found: dict[str, Any] = {}
     for name, (length, count) in sizes.items():
-        streams, batches = Streams(core, length, count, options.steps), mixes(count)
+        streams, batches = Streams(core, length, count, options.steps), mixes(count, options.kinds)
         rates = {}
         for kind, kinds in batches.items():
             if kind == MIXED:
@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=16_384)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--batch-context", type=int, default=4096)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="none among them")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32, help="decode steps of a sample")
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
