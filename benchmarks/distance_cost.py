@@ -106,7 +106,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         max_model_len=max(options.context, options.batch_context),
         compute=ComputeConfig(device="cpu", quantization=options.quantization, threads=options.threads),
         cache=CacheConfig(dtype=options.kv_cache_dtype, memory=options.kv_cache_memory << 30),
-        scheduling=SchedulerConfig(max_num_seqs=options.streams),
+        # As many pages as hold the prompts under every kind, of which some keep their keys twice.
+        scheduling=SchedulerConfig(max_num_seqs=2 * options.streams * len(options.kinds)),
     )
     core = EngineCore(config)
     sizes = {"one stream": (options.context, 1), "batch": (options.batch_context, options.streams)}
