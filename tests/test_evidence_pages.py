@@ -154,3 +154,15 @@ def test_the_page_on_conformance_has_the_tables_of_its_runs_and_they_claim_no_mo
                 assert check["effect"] <= check["bound"]
             if check["verdict"] == "holds" and check["name"] == "stale":
                 assert re.search(r"[1-9]\d* kept", check["detail"])
+
+
+def test_the_page_on_llama_2_has_the_numbers_of_its_request():
+    page = (DOCS / "llama-2.md").read_text(encoding="utf-8")
+    found = json.loads((DOCS / "llama2_100k.json").read_text(encoding="utf-8"))
+    seconds = found["time_to_first_token"]
+    assert found["prompt_tokens"] == 100_000 and found["rotary"] == "yarn" and found["date"] in page
+    assert f"{seconds:.0f} s, {found['prompt_tokens'] / seconds:.0f} tokens/s" in page
+    assert f"| {1000 * found['seconds_per_token']:.0f} ms |" in page
+    assert f"{found['peak_bytes'] / 1e9:.2f} GB" in page
+    # Two layers of 32 heads: keys and values of 128 codes and a float32 scale each.
+    assert f"{2 * 2 * 32 * (128 + 4) * 100_000 / 1e9:.2f} of keys and values" in page
