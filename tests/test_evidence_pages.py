@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -166,3 +167,17 @@ def test_the_page_on_llama_2_has_the_numbers_of_its_request():
     assert f"{found['peak_bytes'] / 1e9:.2f} GB" in page
     # Two layers of 32 heads: keys and values of 128 codes and a float32 scale each.
     assert f"{2 * 2 * 32 * (128 + 4) * 100_000 / 1e9:.2f} of keys and values" in page
+
+
+def test_the_page_on_longer_contexts_has_the_costs_that_were_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    page = (DOCS / "longer-context.md").read_text(encoding="utf-8")
+    report = json.loads((DOCS / "distance_cost.json").read_text(encoding="utf-8"))
+    for part in importlib.import_module("distance_cost").table(report).split("\n\n"):
+        assert part in page
+    assert report["date"] in page
+    rates = dict(report["measured"]["one stream"]["prompt_tokens_per_second"])
+    plain = rates.pop("none")
+    assert (
+        f"{plain:.0f} tokens/s at 16,384 tokens without, {min(rates.values()):.0f} to {max(rates.values()):.0f}" in page
+    )

@@ -111,11 +111,10 @@ class BatchBuilder:
         row_by_row = _is_row_by_row(items)
         live_sequences = self._sequences.by_id
         distances = self._rotary.distances
-        ranged = any(
-            is_ranged(live) or not distances[live.rotary_id].is_plain
-            for live in (live_sequences[item.seq_id] for item in items)
-        )
-        if row_by_row and self.lasting and not ranged:
+        held = [live_sequences[item.seq_id] for item in items]
+        ranged = any(is_ranged(live) or distances[live.rotary_id].changes_distances for live in held)
+        plain = not ranged and all(distances[live.rotary_id].is_plain for live in held)
+        if row_by_row and self.lasting and plain:
             return self._fill(items)
         chunks = []
         for item in items:

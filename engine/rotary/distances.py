@@ -48,6 +48,11 @@ class Distances:
         return self == PLAIN
 
     @property
+    def changes_distances(self) -> bool:
+        """Whether keys seem elsewhere than where they stand; else the rule is of scores alone."""
+        return self.chunk is not None or self.near is not None
+
+    @property
     def keeps_far_keys(self) -> bool:
         """Whether every key is kept a second time, as it seems from far away."""
         return self.near is not None
