@@ -1,6 +1,7 @@
 """Keys that are kept a second time, as they seem from far away: where they are rotated, and how queries are turned to meet them.
 
-Responsible for the numbers alone, as `Distances` defines them: near w, group G, slope.
+Responsible for the numbers alone, as `Distances` defines them: near w, group G, slope. It knows no sequence, no block and no
+kernel.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ class LiveSequences:
     """num_groups: KV groups. num_rows: rows held at first; there are always as many as sequences."""
 
     def __init__(self, num_groups: int, num_rows: int = 16) -> None:
-        self._num_groups = num_groups
         # [2K, R, blocks]: of every KV group, and behind those of every group for far keys.
         self._tables = np.full((2 * num_groups, num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)
+        self._own, self._far = self._tables[:num_groups], self._tables[num_groups:]
         self._free = list(range(num_rows - 1, -1, -1))
         self.by_id: dict[int, LiveSequence] = {}  # read by many, changed here alone
         self.pooled: dict[int, PoolingRule] = {}  # those of them that are pooled
@@ -122,7 +122,7 @@ class LiveSequences:
         """
         if columns > self._tables.shape[2]:
             self._reserve(0, columns)
-        return self._tables[: self._num_groups]
+        return self._own
 
     def tables(self, rows: list[int], max_blocks: int) -> NDArray[np.int32]:
         """[K, B, max_blocks] of these rows; a view of what the next plan may change, where they lie side by side.
@@ -132,19 +132,18 @@ class LiveSequences:
         if max_blocks > self._tables.shape[2]:
             self._reserve(0, max_blocks)
         first, count = rows[0], len(rows)
-        tables = self._tables[: self._num_groups]
         if rows == list(range(first, first + count)):
-            return tables[:, first : first + count, :max_blocks]
-        return tables[:, rows, :max_blocks]
+            return self._own[:, first : first + count, :max_blocks]
+        return self._own[:, rows, :max_blocks]
 
     def tables_behind_far_keys(self, sequences: abc.Sequence[tuple[int, int]], max_blocks: int) -> NDArray[np.int32]:
         """[K, B, max_blocks] of these (row, leading blocks of far keys that come first); entries past the last are -1."""
-        groups, held = self._num_groups, self._tables.shape[2]
+        groups, _, held = self._own.shape
         tables = np.full((groups, len(sequences), max_blocks), -1, dtype=np.int32)
         for b, (row, far) in enumerate(sequences):
             kept, own = min(far, held), min(max_blocks - far, held)
-            tables[:, b, :kept] = self._tables[groups:, row, :kept]
-            tables[:, b, far : far + own] = self._tables[:groups, row, :own]
+            tables[:, b, :kept] = self._far[:, row, :kept]
+            tables[:, b, far : far + own] = self._own[:, row, :own]
         return tables
 
     def _add(self, new: NewSequence) -> None:
@@ -196,5 +195,6 @@ class LiveSequences:
         grown_columns = max(columns, 2 * have_columns) if columns > have_columns else have_columns
         grown = np.full((groups, grown_rows, grown_columns), -1, dtype=np.int32)
         grown[:, :have_rows, :have_columns] = self._tables
-        self._tables = grown
+        self._tables, groups = grown, groups // 2
+        self._own, self._far = grown[:groups], grown[groups:]
         self._free = [*range(grown_rows - 1, have_rows - 1, -1), *self._free]

@@ -208,6 +208,18 @@ def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Pat
     assert core.runner.replay.num_repeated > LENGTH // 2
 
 
+@pytest.mark.parametrize("first", ["none", "log n"])
+def test_steps_that_grow_scores_share_recordings_with_those_that_do_not(first: str, models: dict[str, Path]) -> None:
+    """A recording is of one form of step: what one request multiplies its scores by must not be left for the next."""
+    requests = {"none": greedy("a", PROMPT, LENGTH), "log n": asked("log n")}
+    alone = {name: run(core_of(models["llama"]), [request])["a", 0] for name, request in requests.items()}
+    core = core_of(models["llama"], prefix_caching=False)
+    other = next(name for name in requests if name != first)
+    for name in (first, other, first, other):
+        got = run(core, [requests[name]])["a", 0]
+        assert torch.equal(torch.stack(got.logits), torch.stack(alone[name].logits)), name
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
