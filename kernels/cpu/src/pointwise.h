@@ -45,9 +45,9 @@ EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x
 INLINE vf silu(vf x) { return x / (1.0f + exp_of(-x)); }
 INLINE vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))); }
 
-// out[r, j] = activation(gate_up[r, j]) * gate_up[r, dim + j]. activation: 0 silu, 1 gelu_tanh.
-EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int type, int activation, void *out, long rows,
-                                           long dim) {
+// out[r, j] = combine(gate_up[r, j], gate_up[r, dim + j]), vector by vector.
+template <class F>
+INLINE int combine_halves(const void *gate_up, long row, int type, void *out, long rows, long dim, F combine) {
     constexpr long PIECE = 4096;  // so that a single wide row still spreads over the threads
     const long pieces = ceil_div(dim, PIECE);
     with_type(type, [&](auto *element) {
@@ -60,7 +60,7 @@ EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int ty
                 const long n = min_of(W, end - j);
                 const vf g = n == W ? load(gate + j) : load_some(gate + j, n);
                 const vf u = n == W ? load(up + j) : load_some(up + j, n);
-                const vf y = (activation ? gelu_tanh(g) : silu(g)) * u;
+                const vf y = combine(g, u);
                 if (n == W) store(target + j, y);
                 else store_some(target + j, y, n);
             }
@@ -69,31 +69,21 @@ EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int ty
     return 0;
 }
 
+// out[r, j] = activation(gate_up[r, j]) * gate_up[r, dim + j]. activation: 0 silu, 1 gelu_tanh.
+EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int type, int activation, void *out, long rows,
+                                           long dim) {
+    return combine_halves(gate_up, row, type, out, rows, dim, [&](vf g, vf u) { return (activation ? gelu_tanh(g) : silu(g)) * u; });
+}
+
 // out[r, j] = gate * sigmoid(alpha * gate) * (up + 1), of gate_up[r, j] up to `limit` and gate_up[r, dim + j] within it (gpt-oss).
 EXPORT int WINDLASS_NAME(clamped_glu)(const void *gate_up, long row, int type, float alpha, float limit, void *out, long rows,
                                       long dim) {
-    constexpr long PIECE = 4096;
-    const long pieces = ceil_div(dim, PIECE);
     const vf most = splat(limit), least = -most;
-    with_type(type, [&](auto *element) {
-        typedef decltype(element) T;
-        for_units(rows * pieces, threads_for(rows * dim, rows * pieces), [&](long unit) {
-            const long r = unit / pieces, begin = unit % pieces * PIECE, end = min_of(begin + PIECE, dim);
-            const auto *gate = (T)gate_up + r * row, *up = gate + dim;
-            auto *target = (T)out + r * dim;
-            for (long j = begin; j < end; j += W) {
-                const long n = min_of(W, end - j);
-                vf g = n == W ? load(gate + j) : load_some(gate + j, n);
-                vf u = n == W ? load(up + j) : load_some(up + j, n);
-                g = g > most ? most : g;
-                u = u > most ? most : u < least ? least : u;
-                const vf y = g / (1.0f + exp_of(-alpha * g)) * (u + 1.0f);
-                if (n == W) store(target + j, y);
-                else store_some(target + j, y, n);
-            }
-        });
+    return combine_halves(gate_up, row, type, out, rows, dim, [&](vf g, vf u) {
+        g = g > most ? most : g;
+        u = u > most ? most : u < least ? least : u;
+        return g / (1.0f + exp_of(-alpha * g)) * (u + 1.0f);
     });
-    return 0;
 }
 
 // x[r, j] *= sigmoid(gate[r, j]), or of gate[r, 0] where the gate has one column. gate_type: that of x, or float32.
