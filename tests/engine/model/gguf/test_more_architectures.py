@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from helpers.engines import greedy, make_core, run
+from helpers.gguf_logits import derived, logits
 from helpers.gguf_more import convert
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file
 
-from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.gguf.description import describe_gguf
 
-PROMPT = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 # The family, and what GGUF cannot say of its tiny model, so that a conversion would drop it.
 CASES: dict[str, dict[str, Any]] = {
     "gemma": {"tie_word_embeddings": True},
@@ -46,24 +43,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def derived(source: Path, directory: Path, **changes: Any) -> Path:
-    """The directory that the server derives from the file."""
+def converted(source: Path, directory: Path, **options: Any) -> Path:
+    """The directory that the server derives from a file of the model in `source`."""
     directory.mkdir()
-    described = describe_gguf([convert(source, directory / "model.gguf", **changes)])
-    assert not read_spec(described.config, described.generation).notices
-    (directory / "config.json").write_text(json.dumps(described.config))
-    (directory / "gguf.json").write_text(json.dumps(described.index))
-    return directory
-
-
-def logits(directory: Path) -> torch.Tensor:
-    return torch.stack(run(make_core(directory), [greedy("a", PROMPT, 3)])["a", 0].logits)
+    return derived(convert(source, directory / "model.gguf", **options), directory)
 
 
 @pytest.mark.parametrize("family", CASES)
 def test_the_file_gives_the_logits_of_the_checkpoint(family: str, tmp_path: Path) -> None:
     source = make_model(family, tmp_path / "hf", **CASES[family])
-    wanted, found = logits(source), logits(derived(source, tmp_path / "gguf"))
+    wanted, found = logits(source), logits(converted(source, tmp_path / "gguf"))
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
@@ -77,7 +66,7 @@ def test_the_file_gives_the_logits_of_the_checkpoint(family: str, tmp_path: Path
     ],
 )
 def test_what_was_done_to_the_tensors_counts(family: str, switch: str, tmp_path: Path) -> None:
-    found = derived(make_model(family, tmp_path / "hf", **CASES[family]), tmp_path / "gguf")
+    found = converted(make_model(family, tmp_path / "hf", **CASES[family]), tmp_path / "gguf")
     wanted = logits(found)
     index = json.loads((found / "gguf.json").read_text())
     assert index[switch] is True
