@@ -68,7 +68,7 @@ def serve(
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
-    template = _chat_template(server)
+    template = read_template(server)
     tls = _tls(server)
     engine.to_config(Path())
     with contextlib.closing(start_engine(engine, level)) as child:
@@ -86,14 +86,8 @@ def _serve_with(
     tls: ssl.SSLContext | None,
 ) -> int:
     bounds = connections.to_settings().within(raise_limit())
-    name, path = choose_model(model)
     shown = not_default(engine, server)  # with the draft model as it was named
-    engine = with_draft_model(engine)
-    settings = server.to_settings(name, engine)
-    check_model(engine, path, server)
-    path = with_tokenizer(path)
-    if server.generation_config == "auto":
-        settings = replace(settings, sampling=read_defaults(path))
+    path, engine, settings = prepare(model, engine, server)
     client = make_client(engine, path, level, child)
     if engine.pin_cores:
         pin(split_cores()[1])
@@ -102,7 +96,7 @@ def _serve_with(
         url = _url(listener, tls is not None)
         say(f"loading {settings.served_model_name}; listening on {url}")
         try:
-            app = _make_app(client, path, settings, template)
+            app = make_app(client, path, settings, template)
             with contextlib.closing(app.state.windlass) as state:
                 http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log, tls)
                 state.text.wait_loaded()
@@ -113,7 +107,21 @@ def _serve_with(
             client.kill()
 
 
-def _chat_template(server: ServerOptions) -> str | None:
+def prepare(
+    model: str | None, engine: EngineOptions, server: ServerOptions
+) -> tuple[Path, EngineOptions, ServerSettings]:
+    """The model's directory, and options and settings for it; raises LoadError for what cannot be served."""
+    name, path = choose_model(model)
+    engine = with_draft_model(engine)
+    settings = server.to_settings(name, engine)
+    check_model(engine, path, server)
+    path = with_tokenizer(path)
+    if server.generation_config == "auto":
+        settings = replace(settings, sampling=read_defaults(path))
+    return path, engine, settings
+
+
+def read_template(server: ServerOptions) -> str | None:
     """The operator's chat template; raises LoadError, one line, for one that cannot be used."""
     source = server.read_chat_template()
     if source is not None:
@@ -254,7 +262,8 @@ def exit_on_signal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _make_app(client: ProcessClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
+def make_app(client: ProcessClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
+    """The app of a model's directory. template: in place of the model's own."""
     # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
     from windlass.server.app.app import create_app
     from windlass.server.text.tokenizer import Tokenizer

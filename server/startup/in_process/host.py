@@ -1,0 +1,116 @@
+"""`ModelHost`: an app and its engine on an event loop of their own thread, from start to end.
+
+Nothing listens. The engine is a process as under `windlass serve`, so that torch never comes into the program that asks;
+it ends with the program at the latest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from windlass.engine.api.request import ModelInfo
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.errors import EngineDeadError
+from windlass.server.generation.request_rotation import check_profiles
+from windlass.server.options.engine import EngineOptions
+from windlass.server.options.server import ServerOptions
+from windlass.server.options.settings import ServerSettings
+from windlass.server.options.spelling import check_log_level
+from windlass.server.startup.display import LoadingDisplay
+from windlass.server.startup.in_process.transport import AppTransport
+from windlass.server.startup.launch import make_app, make_client, prepare, read_template, start_engine
+
+T = TypeVar("T")
+
+
+class ModelHost:
+    """Loads when it is made; raises LoadError or RequestError, one line. `close` it.
+
+    info: the loaded model. transport: for clients on its event loop; other threads have `run`.
+    """
+
+    info: ModelInfo
+
+    def __init__(self, model: str | None, engine: EngineOptions, server: ServerOptions, log_level: str) -> None:
+        level = check_log_level(log_level)
+        template = read_template(server)
+        self._loop = asyncio.new_event_loop()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._loop.close)
+            child = undo.enter_context(contextlib.closing(start_engine(engine, level)))
+            path, engine, settings = prepare(model, engine, server)
+            client = make_client(engine, path, level, child)
+            undo.callback(client.kill)
+            client.spawn()  # it loads while the tokenizer is imported and read
+            app = make_app(client, path, settings, template)
+            state = undo.enter_context(contextlib.closing(app.state.windlass))
+            self.transport = AppTransport(app)
+            thread = threading.Thread(target=self._loop.run_forever, name="windlass", daemon=True)
+            thread.start()
+            undo.callback(_end, self._loop, thread, client)
+            state.text.spawn()
+            self.info = self.run(_load(client, settings))
+            state.text.wait_loaded()
+            # The callbacks hold nothing of this object, so a program that forgets it ends the engine too.
+            self._close = weakref.finalize(self, _close, undo.pop_all(), thread)
+
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result, worked out on the event loop. An interrupt of this thread cancels the work."""
+        if self._loop.is_closed():
+            work.close()
+            raise EngineDeadError("this model was closed: make another LLM")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the engine and all that runs. Safe to call twice."""
+        self._close()
+
+
+async def _load(client: ProcessClient, settings: ServerSettings) -> ModelInfo:
+    display = LoadingDisplay()
+    client.progress = display if sys.stderr.isatty() else None
+    client.start_nowait()
+    try:
+        info = await client.wait_ready()
+    finally:
+        display.stop()
+    check_profiles(settings.rope_profiles, info.rotary_groups)
+    return info
+
+
+def _close(undo: contextlib.ExitStack, thread: threading.Thread) -> None:
+    if threading.current_thread() is thread:  # garbage is collected on any thread, and this one cannot wait for itself
+        threading.Thread(target=undo.close, name="windlass-end").start()
+    else:
+        undo.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: ProcessClient) -> None:
+    """End the engine, then what still runs on the loop, then the loop."""
+    asyncio.run_coroutine_threadsafe(_wind_up(client), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+
+
+async def _wind_up(client: ProcessClient) -> None:
+    await client.close()  # requests in flight get their error
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.wait(others, timeout=1.0) if others else None
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,243 @@
+"""`LLM`: a model for programs that need no server. Lists of prompts go through the engine together.
+
+Every method makes the request that a client would send, and the app in this process answers it: bodies, checks, templates,
+limits and errors are those of the HTTP API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from windlass.clients import (
+    AsyncClient,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatOptions,
+    Client,
+    Completion,
+    CompletionChunk,
+    CompletionOptions,
+    EmbeddingOptions,
+    RetryPolicy,
+    ScoreOptions,
+    Stream,
+)
+from windlass.clients.options import Messages, TokenIds
+from windlass.engine.api.request import ModelInfo
+from windlass.engine.errors import EngineError, LoadError, did_you_mean
+from windlass.server.options.engine import EngineOptions
+from windlass.server.options.engine_names import in_options
+from windlass.server.options.server import ServerOptions
+from windlass.server.startup.in_process.host import ModelHost
+from windlass.server.startup.in_process.transport import ThreadTransport
+
+T = TypeVar("T")
+
+# Of the server's options those that say how requests are read and answered.
+ANSWER_OPTIONS = (
+    "chat_template",
+    "generation_config",
+    "tool_call_parser",
+    "reasoning_parser",
+    "default_max_tokens",
+    "max_response_bytes",
+    "max_tokenize_chars",
+    "rope_exact",
+    "context_overflow",
+    "keep_tokens",
+    "attention_window",
+    "attention_sinks",
+    "cache_reuse",
+)
+_URL = "http://in-process"
+
+
+class LLM:
+    """A loaded model and its engine process. Use it in a `with` block, or `close` it; a program's end closes it too.
+
+    model: a known name, a directory, a GGUF file or a hub id, as `windlass serve` takes it; None: smollm2. options: those of
+    `windlass serve` by their names with underscores, such as `max_model_len` or `quantization`. `rope_scaling` may be a
+    mapping, `rope_profile` a mapping of them by name. Raises LoadError, one line that says what to change.
+
+    Its methods may be called from any thread. They raise the errors of `windlass.clients`: BadRequestError names the
+    field at fault. `client` reaches every other endpoint; `info` is what the engine says of the model.
+    """
+
+    client: Client
+
+    def __init__(self, model: str | Path | None = None, *, log_level: str = "warning", **options: Any) -> None:
+        engine, server = _read_options(options)
+        try:
+            self._host = ModelHost(None if model is None else str(model), engine, server, log_level)
+        except EngineError as error:
+            raise LoadError(_in_keywords(str(error))) from error
+        retry = RetryPolicy(max_retries=0)
+        transport = self._host.transport
+        self.client = Client(_URL, api_key="", retry=retry, transport=ThreadTransport(transport, self._host.run))
+        self._async = AsyncClient(_URL, api_key="", retry=retry, transport=transport)
+
+    @property
+    def info(self) -> ModelInfo:
+        """Architecture, context length, cache and rotary groups of the loaded model."""
+        return self._host.info
+
+    def generate(
+        self,
+        prompts: str | TokenIds | Sequence[str | TokenIds],
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[CompletionOptions],
+    ) -> list[Completion]:
+        """Continue prompts, texts or token ids, in one batch; the answers come in the order of the prompts.
+
+        options: fields of /v1/completions, such as max_tokens, temperature, n, logprobs or rope_scaling, for all prompts.
+        params: the same as a mapping, or one for each prompt; what it says goes before `options`. Answers have `token_ids`.
+        If one request fails, the others are aborted and its error is raised, with a note that says which it was.
+        """
+        return self._each(self._async.completions, _prompts(prompts), params, options)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[ChatCompletion]:
+        """Answer one conversation or several, rendered by the model's chat template. Fields of /v1/chat/completions."""
+        return self._each(self._async.chat, _conversations(messages), params, options)
+
+    def stream(
+        self, prompt: str | TokenIds, **options: Unpack[CompletionOptions]
+    ) -> Stream[CompletionChunk, Completion]:
+        """Continue one prompt, chunk by chunk: `with llm.stream("…") as stream: for chunk in stream: …`."""
+        return self.client.completions(prompt, stream=True, **_with_ids(options))
+
+    def stream_chat(
+        self, messages: Messages, **options: Unpack[ChatOptions]
+    ) -> Stream[ChatCompletionChunk, ChatCompletion]:
+        """Answer one conversation, chunk by chunk."""
+        return self.client.chat(messages, stream=True, **_with_ids(options))
+
+    def embed(
+        self, texts: str | TokenIds | Sequence[str | TokenIds], **options: Unpack[EmbeddingOptions]
+    ) -> list[tuple[float, ...]]:
+        """A vector for each text. Fields of /v1/embeddings."""
+        answers = self._each(self._async.embeddings, _prompts(texts), None, options, ids=False)
+        return [answer.data[0].embedding for answer in answers]
+
+    def score(
+        self, text_1: str | Sequence[str], text_2: str | Sequence[str], **options: Unpack[ScoreOptions]
+    ) -> list[float]:
+        """How well texts go together: one with one, as many with as many, or one with each. Fields of /v1/score."""
+        return [pair.score for pair in self.client.score(text_1, text_2, **options).data]
+
+    def close(self) -> None:
+        """End the engine; what runs fails. Safe to call twice."""
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _each(
+        self,
+        call: Callable[..., Awaitable[T]],
+        items: Sequence[Any],
+        params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+        *,
+        ids: bool = True,
+    ) -> list[T]:
+        """One request for each item, as many at once as keep the engine busy."""
+        shared: Sequence[Mapping[str, Any]]
+        shared = [params or {}] * len(items) if params is None or isinstance(params, Mapping) else params
+        if len(shared) != len(items):
+            raise ValueError(
+                f"params has {len(shared)} entries for {len(items)} prompts: give one for each, or one for all"
+            )
+        settings = [{**options, **each} for each in shared]
+        if any("stream" in each for each in settings):
+            raise ValueError("this gives whole answers: use stream or stream_chat")
+        calls = [
+            partial(call, item, **(_with_ids(each) if ids else each))
+            for item, each in zip(items, settings, strict=True)
+        ]
+        return self._host.run(_gather(calls, at_once=2 * self.info.max_num_seqs))
+
+
+async def _gather(calls: Sequence[Callable[[], Awaitable[T]]], *, at_once: int) -> list[T]:
+    """All results in order. The first error ends the rest and is raised as it is."""
+    places = asyncio.Semaphore(at_once)
+
+    async def one(index: int, call: Callable[[], Awaitable[T]]) -> T:
+        async with places:
+            try:
+                return await call()
+            except Exception as error:
+                error.add_note(f"This was request {index} of {len(calls)}, counted from 0.")
+                raise
+
+    tasks = [asyncio.ensure_future(one(index, call)) for index, call in enumerate(calls)]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _with_ids(options: Mapping[str, Any]) -> Any:
+    return {"return_token_ids": True, **options}
+
+
+def _prompts(given: Any) -> list[Any]:
+    """One prompt, a text or token ids, or several."""
+    if isinstance(given, str):
+        return [given]
+    items = list(given)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
+
+
+def _conversations(given: Any) -> list[Any]:
+    items = list(given)
+    several = bool(items) and not any(isinstance(item, Mapping) or hasattr(item, "to_dict") for item in items)
+    return items if several else [items]
+
+
+def _read_options(given: Mapping[str, Any]) -> tuple[EngineOptions, ServerOptions]:
+    of_engine = {field.name for field in fields(EngineOptions)}
+    known = [*of_engine, *ANSWER_OPTIONS]
+    for name in given:
+        if name not in known:
+            raise LoadError(f"there is no option {name!r}{did_you_mean(name, known)}")
+    values = {name: _spelt(name, value) for name, value in given.items()}
+    return (
+        EngineOptions(**{name: value for name, value in values.items() if name in of_engine}),
+        ServerOptions(**{name: value for name, value in values.items() if name not in of_engine}),
+    )
+
+
+def _spelt(name: str, value: Any) -> Any:
+    """What Python says with objects, as the command line spells it."""
+    if name == "rope_scaling" and isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    if name == "rope_profile" and isinstance(value, Mapping):
+        return [f"{profile}={json.dumps(dict(scaling))}" for profile, scaling in value.items()]
+    if name == "chat_template" and value is not None:
+        return Path(value)
+    return value
+
+
+def _in_keywords(message: str) -> str:
+    """What is said of options, with their names in Python."""
+    return re.sub(r"--([a-z][a-z-]*[a-z])", lambda option: option[1].replace("-", "_"), in_options(message))

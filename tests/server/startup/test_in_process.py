@@ -1,0 +1,186 @@
+"""`windlass.LLM`: the answers of a server, token for token, without one."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.real_server import RealServer, serve
+
+import windlass
+from windlass import LLM
+from windlass.clients import BadRequestError, Client
+from windlass.engine.errors import EngineDeadError, LoadError
+
+ROOT = Path(__file__).parents[3]
+OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")
+PROMPTS = ["Once upon a time", "The king and the sea " * 40, [5, 9, 200, 31], "a"]
+YARN = {"rope_type": "yarn", "factor": 4.0}
+TALK = [{"role": "user", "content": "Tell me of the sea."}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", kv_cache_memory="64MiB", deterministic=True, rope_profile={"long": YARN}) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    with serve(*OPTIONS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> Iterator[Client]:
+    with Client(server.url) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 1.3, "seed": 7, "top_p": 0.9, "n": 2},
+        {"temperature": 0.0, "rope_scaling": YARN},
+        {"temperature": 0.0, "stop": ["e"], "prompt_logprobs": 1},
+    ],
+)
+def test_answers_are_those_over_http(llm: LLM, client: Client, options: dict) -> None:
+    ours = llm.generate(PROMPTS, max_tokens=24, **options)
+    theirs = [client.completions(prompt, max_tokens=24, return_token_ids=True, **options) for prompt in PROMPTS]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.choices == other.choices
+        assert mine.choices[0].token_ids and len(mine.choices) == options.get("n", 1)
+        assert (mine.rotary, mine.usage.total_tokens) == (other.rotary, other.usage.total_tokens)
+    scaled = ours[1].rotary
+    assert scaled is not None and scaled.rope_type == options.get("rope_scaling", {}).get("rope_type", "default")
+
+
+def test_each_prompt_may_have_settings_of_its_own(llm: LLM) -> None:
+    params = [{"rope_scaling": "long", "max_tokens": 3}, {}, {"rope_scaling": YARN}, {"max_tokens": 2}]
+    answers = llm.generate(PROMPTS, params, max_tokens=5, temperature=0, ignore_eos=True)
+    assert [len(answer.choices[0].token_ids or ()) for answer in answers] == [3, 5, 5, 2]
+    assert [answer.rotary.rope_type for answer in answers if answer.rotary] == ["yarn", "default", "yarn", "default"]
+    with pytest.raises(ValueError, match="2 entries for 4 prompts"):
+        llm.generate(PROMPTS, [{}, {}])
+
+
+def test_chats_vectors_and_scores_are_those_over_http(llm: LLM, client: Client) -> None:
+    template = {"max_tokens": 12, "temperature": 0}
+    one, two = llm.chat([TALK, [*TALK, {"role": "assistant", "content": "No."}, *TALK]], **template)
+    assert one.choices == client.chat(TALK, return_token_ids=True, **template).choices
+    assert [two.choices[0].message.content] != [one.choices[0].message.content]
+    assert llm.chat(TALK, **template)[0].choices == one.choices
+    texts = [text for text in PROMPTS if isinstance(text, str)]
+    assert llm.embed(texts, dimensions=16) == [item.embedding for item in client.embeddings(texts, dimensions=16).data]
+    wanted = [pair.score for pair in client.score(texts[0], texts).data]
+    assert llm.score(texts[0], texts) == wanted and len(wanted) == 3
+
+
+def test_streams_arrive_in_pieces_and_an_early_end_aborts(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], max_tokens=30, temperature=0, ignore_eos=True)[0].choices[0]
+    with llm.stream("Once upon a time", max_tokens=30, temperature=0, ignore_eos=True) as stream:
+        pieces = [chunk.text for chunk in stream]
+    assert "".join(pieces) == whole.text and len([piece for piece in pieces if piece]) > 10
+    assert stream.get_final().choices[0].token_ids == whole.token_ids
+    with llm.stream_chat(TALK, max_tokens=5) as chat:
+        assert sum(1 for _ in chat) > 1
+    with llm.stream("Once", max_tokens=1500, ignore_eos=True) as early:
+        next(iter(early))
+    end = time.monotonic() + 5
+    while llm.client.metrics().value("windlass_num_requests_running"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_more_prompts_than_run_at_once_come_back_in_order(llm: LLM) -> None:
+    prompts = [[index % 250 + 3, 9, 40] for index in range(300)]
+    answers = llm.generate(prompts, max_tokens=1, echo=True, temperature=0)
+    assert [list(answer.choices[0].prompt_token_ids or ()) for answer in answers] == prompts
+    assert llm.generate([]) == []
+
+
+def test_errors_are_the_servers(llm: LLM) -> None:
+    with pytest.raises(BadRequestError, match="temperature") as caught:
+        llm.generate(PROMPTS, [{}, {}, {"temperature": -1}, {}], max_tokens=400)
+    assert caught.value.param == "temperature" and "request 2 of 4" in caught.value.__notes__[0]
+    with pytest.raises(BadRequestError, match="max_tokns"):
+        llm.generate("a", max_tokns=3)
+    with pytest.raises(ValueError, match="use stream"):
+        llm.generate("a", stream=True)
+    assert llm.generate("a", max_tokens=1)[0].choices[0].finish_reason == "length"
+
+
+def test_it_works_where_an_event_loop_runs_already(llm: LLM) -> None:
+    """As in a notebook."""
+
+    async def cell() -> str:
+        return llm.generate("Once upon a time", max_tokens=4, temperature=0)[0].choices[0].text
+
+    assert asyncio.run(cell())
+
+
+def test_options_at_fault_are_named_as_in_python() -> None:
+    with pytest.raises(LoadError, match=r"^max_model_len must be at least 1"):
+        LLM("demo", max_model_len=-4)
+    with pytest.raises(LoadError, match=r"did you mean 'quantization'"):
+        LLM("demo", quantisation="int8")
+    with pytest.raises(LoadError, match="no_such_model"):
+        LLM("no_such_model")
+    with pytest.raises(AttributeError, match="LLN"):
+        _ = windlass.LLN
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "in-process.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 3
+    for example in examples:
+        exec(example.replace('"smollm2"', '"demo", kv_cache_memory="64MiB"'), {})
+        assert capsys.readouterr().out.strip()
+
+
+def engines() -> set[str]:
+    """Engine processes of this one."""
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = {pid for child in children for pid in child.read_text().split()}
+    return {pid for pid in pids if b"windlass.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
+    before = engines()
+    first = LLM("demo", kv_cache_memory="64MiB")
+    assert len(engines() - before) == 1
+    first.close()
+    first.close()
+    assert engines() == before
+    with pytest.raises(EngineDeadError, match="make another"):
+        first.generate("a")
+    del first
+    second: LLM | None = LLM("demo", kv_cache_memory="64MiB")
+    assert second is not None and len(engines() - before) == 1
+    second = None
+    gc.collect()
+    assert engines() == before
+
+
+def test_a_program_that_forgets_to_close_ends() -> None:
+    program = (
+        "from windlass import LLM; import sys\n"
+        "llm = LLM('demo', kv_cache_memory='64MiB')\n"
+        "print(llm.generate('Once', max_tokens=2)[0].usage.completion_tokens)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert done.stderr == ""
