@@ -111,14 +111,14 @@ def prepare_model(config: EngineConfig, device: str, *, reads_narrow: bool, free
         free = None if free is None else max(0, free - plan_bytes(draft.model.spec, draft.plan))
         beside = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
     dtype = compute_dtype(config, model.config, kind)
-    check_cache_dtype(model.spec, cache_dtype(config, dtype))
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     plan = storage_plan(config, model, stored, kind, reads_narrow=reads_narrow)
-    check_memory(config, model, plan, dtype, stored, kind, free, beside)
+    in_blocks = reads_narrow and kind == "cpu" and bool(block_storages(model.spec, plan))
+    cached = cache_dtype(config, dtype, in_blocks=in_blocks)
+    check_cache_dtype(model.spec, cached)
+    check_memory(config, model, plan, cached, stored, kind, free, beside)
     called = describe_storage(config, model, plan)
-    return ModelToLoad(
-        model, dtype, stored, cache_dtype(config, dtype), plan, called, notices_of(model, plan, stored, device)
-    )
+    return ModelToLoad(model, dtype, stored, cached, plan, called, notices_of(model, plan, stored, device))
 
 
 def prepare_draft(config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None) -> ModelToLoad | None:
@@ -212,10 +212,17 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
     return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(found)), dtype) if len(found) == 1 else dtype
 
 
-def cache_dtype(config: EngineConfig, dtype: str) -> str:
-    """What keys and values are cached in, where the model computes in `dtype`."""
+def cache_dtype(config: EngineConfig, dtype: str, *, in_blocks: bool) -> str:
+    """What keys and values are cached in, where the model computes in `dtype`.
+
+    in_blocks: whether compiled kernels multiply rows of 8 bits by weights in blocks. What such products leave uncertain is a
+    thousand times what float16 rounds off, and half the bytes are read (docs/benchmarks.md); so float16 is what `auto` means.
+    """
     name = parse_cache_dtype(config.cache.dtype)
-    return dtype if name == "auto" else name
+    if name != "auto":
+        return name
+    rounded = in_blocks and config.compute.activations == "int8"
+    return "float16" if rounded and dtype == "float32" else dtype
 
 
 def check_cache_dtype(spec: ModelSpec, cached: str) -> None:
@@ -301,7 +308,7 @@ def check_memory(
     config: EngineConfig,
     model: ModelDescription,
     plan: StoragePlan,
-    dtype: str,
+    cached: str,
     stored: str,
     device: str,
     free: int | None,
@@ -309,8 +316,8 @@ def check_memory(
 ) -> None:
     """LoadError where weights, or cached keys and values beside them, plainly do not fit into the memory that is free.
 
-    dtype, stored: what the model computes in, and its matrices before they are quantized. free: bytes before the weights
-    are there, None if nobody knows. beside: bytes per token of a draft model's cache.
+    cached, stored: what keys and values are cached in, and matrices stored in before they are quantized. free: bytes before
+    the weights are there, None if nobody knows. beside: bytes per token of a draft model's cache.
     """
     spec = model.spec
     weights = plan_bytes(spec, plan)
@@ -321,7 +328,6 @@ def check_memory(
     left = None if free is None else free - weights
     if config.cache.memory is None and left is None:
         return
-    cached = cache_dtype(config, dtype)
     budget = config.cache.memory or default_kv_budget(left, device)
     cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left, beside)
     if left is not None and cache.num_bytes > left:

@@ -22,7 +22,13 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.formats import describe_foreign
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.model.loading.preflight import ModelDescription, check_memory, check_start, describe_model
+from windlass.engine.model.loading.preflight import (
+    ModelDescription,
+    check_memory,
+    check_start,
+    describe_model,
+    prepare_model,
+)
 from windlass.engine.model.storage import plan_bytes, plan_storage
 from windlass.kernels import bind
 
@@ -99,7 +105,8 @@ def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tm
 
 def check(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> None:
     config = engine_config(DEMO, **options)  # type: ignore[arg-type]
-    check_memory(config, model, plan_storage(model.spec, stored), "float32", stored, "cpu", free)
+    cached = "float32" if config.cache.dtype == "auto" else config.cache.dtype
+    check_memory(config, model, plan_storage(model.spec, stored), cached, stored, "cpu", free)
 
 
 def refusal(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> str:
@@ -120,6 +127,25 @@ def test_weights_that_do_not_fit_name_the_options_under_which_they_do(demo: Mode
     assert refusal(demo, quarter - 1).endswith("use a smaller model or free some memory")
     assert "compute.dtype" not in refusal(demo, half - 1, "bfloat16")
     check(demo, 4 * whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "cached"),
+    [
+        ({}, "float32"),
+        ({"quantization": "int8"}, "float16"),
+        ({"quantization": "int4"}, "float16"),
+        ({"quantization": "int8", "kv_cache_dtype": "float32"}, "float32"),
+        ({"quantization": "int8", "kv_cache_dtype": "int8"}, "int8"),
+        ({"quantization": "int8", "activations": "float32"}, "float32"),
+        ({"quantization": "int8", "dtype": "bfloat16"}, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_quantized_models_cache_in_float16(options: dict[str, str], cached: str) -> None:
+    for narrow in (True, False):  # without compiled kernels nothing is rounded to 8 bits
+        prepared = prepare_model(engine_config(DEMO, **options), "cpu", reads_narrow=narrow, free=None)
+        assert prepared.cache_dtype == (cached if narrow or cached != "float16" else "float32")
 
 
 def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
