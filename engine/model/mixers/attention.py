@@ -6,6 +6,7 @@ Knows its spec, its weights and the backend. It knows no other layer, no checkpo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,6 +148,12 @@ class Attention:
 
         self._q_norm, self._k_norm = made("q_norm", spec.num_heads), made("k_norm", spec.num_kv_heads)
         self._output_norm = Norm(NormForm(), self.weights.output_norm, None, norm_eps, backend)
+
+    def with_backend(self, backend: Backend) -> Attention:
+        """The same layer, weights and all, that asks another backend."""
+        other = copy(self)
+        other._backend = backend
+        return other
 
     def forward(
         self, x: Tensor, inputs: AttentionInputs, pages: KVPages, changes: LayerChanges | None = None

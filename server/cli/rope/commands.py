@@ -10,6 +10,7 @@ import typer
 
 from windlass.clients.conformance.command import conform
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli.rope.gallery.command import picture
 from windlass.server.cli.rope.parsing import parse_json
 from windlass.server.cli.rope.sweep_command import sweep
 from windlass.server.options.spelling import option
@@ -18,6 +19,7 @@ from windlass.server.startup.hub import resolve_model
 app = typer.Typer(help="Show what a rotary scaling does to a model.", no_args_is_help=True)
 app.command("conform")(conform)
 app.command("sweep")(sweep)
+app.command("picture")(picture)
 
 
 @app.command("inspect")

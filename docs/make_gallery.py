@@ -1,0 +1,75 @@
+"""Makes docs/gallery.md and its pictures: every kind that `windlass rope picture` draws.
+
+.venv/bin/python docs/make_gallery.py [--model MODEL] [--layer N] [--text-only]
+
+Formulas are shown with Llama 2's numbers, attention with the model (default: smollm2). --text-only: leave the pictures as they
+are.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from windlass.server.cli.rope.gallery.command import Extras, draw
+from windlass.server.cli.rope.gallery.kinds import KINDS
+from windlass.server.cli.rope.gallery.style import write
+from windlass.server.cli.rope.gallery.subject import make_subject
+from windlass.server.startup.choice import choose_model
+
+DOCS = Path(__file__).parent
+LAYER = 5
+MODEL = "SmolLM2-135M-Instruct"
+
+HEAD = """# Pictures of rotary embeddings
+
+Each is drawn by one command, for any model or parameters, as PNG or SVG; here with Llama 2's numbers (θ = 10,000, heads of 128,
+trained on 4,096 tokens), to 100,000 tokens where it matters. Frequencies come from the functions that the server runs with.
+
+```bash
+windlass rope picture scalings --out scalings.png
+windlass rope picture decay --theta 500000 --dim 128 --trained-len 8192 --length 131072 --out decay.svg
+windlass rope picture rotation --model /path/to/model --scaling '{"rope_type": "yarn", "factor": 4}' --out rotation.png
+windlass rope picture attention --model smollm2 --layer 5 --text "One two three. One two three." --out attention.png
+windlass rope picture encodings --learned /path/to/gpt2 --out encodings.png
+```
+
+They need matplotlib: `pip install -c constraints.txt -e '.[plots]'`. `--scaling` may be repeated for `scalings` and
+`extrapolation`, which lay several side by side. In Python: `windlass.server.cli.rope.gallery.command.draw`. This page is made by
+`docs/make_gallery.py`. What the scalings are: [rotary scaling](rotary.md);
+what they come to on a real model: [longer than a model was trained for](longer-context.md).
+"""
+
+
+def page() -> str:
+    subject = make_subject(None, None, [], None, "Llama 2")
+    parts = [HEAD]
+    for name, kind in KINDS.items():
+        note = f" (Layer {LAYER} of {MODEL}.)" if kind.draw is None else ""
+        parts += [
+            f"## {kind.title}",
+            f"![{kind.title}](gallery/{name}.png)",
+            kind.explain(subject) + note,
+            f"`windlass rope picture {name}`",
+        ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--layer", type=int, default=LAYER)
+    parser.add_argument("--text-only", action="store_true")
+    given = parser.parse_args()
+    (DOCS / "gallery.md").write_text(page(), encoding="utf-8")
+    if given.text_only:
+        return
+    (DOCS / "gallery").mkdir(exist_ok=True)
+    _, model = choose_model(given.model)
+    for name, kind in KINDS.items():
+        subject = make_subject(None, None, [], None, MODEL if kind.draw is None else "Llama 2")
+        write(draw(name, subject, Extras(model=model, layer=given.layer)), DOCS / "gallery" / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
