@@ -25,6 +25,7 @@ HEAD = """# Pictures of rotary embeddings
 
 Each is drawn by one command, for any model or parameters, as PNG or SVG; here with Llama 2's numbers (θ = 10,000, heads of 128,
 trained on 4,096 tokens), to 100,000 tokens where it matters. Frequencies come from the functions that the server runs with.
+`. .venv/bin/activate` in the clone puts `windlass` on your path ([how to have it](../README.md#start)).
 
 ```bash
 windlass rope picture scalings --out scalings.png

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from windlass import __version__
+from windlass._version import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
 from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput

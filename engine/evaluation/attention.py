@@ -18,7 +18,7 @@ from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import Backend
 
 
-class _Watch:
+class _Witness:
     """A backend that keeps copies of the rotated queries and keys that pass through it; all else is done by the one behind it."""
 
     def __init__(self, backend: Backend) -> None:
@@ -54,7 +54,7 @@ def attention_weights(
     moved = any(not spec.distances.is_plain for spec in plan.stage(len(token_ids)).specs)
     if not isinstance(mixer, Attention) or mixer.spec.qk_norm == "after" or moved:
         raise RequestError(f"the queries and keys of layer {layer} are not those of plain attention", "layer")
-    watch = _Watch(scorer.decoder.backend)
+    watch = _Witness(scorer.decoder.backend)
     layers[layer].mixer = mixer.with_backend(cast(Backend, watch))
     try:
         scorer.hidden(token_ids, plan)

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from windlass import __version__
+from windlass._version import __version__
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
 from windlass.server.app.auth import OPEN_PATHS, AuthMiddleware

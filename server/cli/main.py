@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer_injector import Depends, InjectingTyper
 
-from windlass import __version__
+from windlass._version import __version__
 from windlass.clients.loadtest.cli.app import add_commands
 from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option

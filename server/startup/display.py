@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from windlass import __version__
+from windlass._version import __version__
 from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import ModelInfo
 from windlass.server.options.engine_names import in_options

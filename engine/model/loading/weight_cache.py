@@ -25,8 +25,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-import windlass
 from windlass import kernels
+from windlass._version import __version__
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
@@ -123,7 +123,7 @@ class WeightCache:
                 f"cannot read {error.filename}: {error.strerror}: download or copy the file again"
             ) from None
         described = {
-            "version": windlass.__version__,
+            "version": __version__,
             "layout": kernels.LAYOUT_VERSION,
             "made_into": self._made_into,
             "plan": hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest(),

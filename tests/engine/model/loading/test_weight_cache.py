@@ -20,7 +20,6 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-import windlass
 from windlass import kernels
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading import weight_cache
@@ -174,7 +173,7 @@ def test_a_stale_cache_is_made_anew(change: Callable[[Path], None], reason: str,
 @pytest.mark.parametrize(
     ("where", "name", "value", "reason"),
     [
-        (windlass, "__version__", "0.0.0", "another version"),
+        (weight_cache, "__version__", "0.0.0", "another version"),
         (kernels, "LAYOUT_VERSION", 0, "another layout"),
     ],
 )
