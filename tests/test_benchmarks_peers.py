@@ -165,6 +165,7 @@ def test_quality_stands_beside_speed(report_module: ModuleType, report: dict[str
     assert "Windlass int8 over OpenVINO int8 (perplexity +0.43 % against +1.2 %) | 1.12" in text
     assert report_module.quality_of(run["quality"], "Windlass int8, int8 KV") == "+0.43 %"
     assert report_module.quality_of(run["quality"], "vLLM bf16") == "–"
+    assert report_module.quality_of(run["quality"], "Windlass int8, computed in bfloat16") == "–"
     run["results"][-1]["unit"] = "s"
     head, _, ours, *_ = report_module.by_contestant(run).splitlines()
     assert head == "| | perplexity | decode, 1 stream | prefill 512 |"  # seconds are no throughput

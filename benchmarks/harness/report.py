@@ -242,8 +242,10 @@ def by_contestant(run: dict[str, Any]) -> str:
 
 
 def quality_of(quality: abc.Mapping[str, dict[str, float]], contestant: str) -> str:
-    """What its perplexity is above that of the weights as stored; – where nobody measured it. Caches are not told apart."""
-    found = quality.get(contestant) or quality.get(contestant.split(",")[0])
+    """What its perplexity is above that of the weights as stored; – where nobody measured it. Caches are not told apart, what is
+    computed in is."""
+    known = contestant if ", computed in " in contestant else contestant.split(",")[0]
+    found = quality.get(contestant) or quality.get(known)
     return "–" if found is None else f"{100 * found['change']:+.2g} %"
 
 
