@@ -13,7 +13,7 @@ import windlass.clients
 from windlass.clients import RopeScaling
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": 2, "docs/clients.md": 11, "docs/openai.md": 5, "docs/responses.md": 2, "docs/embeddings.md": 2}
+PAGES = {"README.md": 3, "docs/clients.md": 11, "docs/openai.md": 5, "docs/responses.md": 2, "docs/embeddings.md": 2}
 EXAMPLES = [
     pytest.param(page, source, id=f"{page}-{number}")
     for page in PAGES
