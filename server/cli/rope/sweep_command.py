@@ -85,7 +85,8 @@ def sweep(
         option(
             "--scaling",
             metavar="JSON",
-            help="Read under this scaling, and no scaling, alone. Several: give it again. Default: a choice of all kinds.",
+            help="Read under this scaling, and no scaling, alone. Several: give it again. Default: a choice of "
+            "linear, ntk, dynamic, yarn and the model's own.",
         ),
     ] = None,
     policy: Annotated[
