@@ -23,6 +23,8 @@ from windlass.server.app.description.pages import PAGE_PATHS
 from windlass.server.app.limits import LimitsMiddleware
 from windlass.server.app.methods import HeadMiddleware, allowed_methods
 from windlass.server.app.root_path import RootPathMiddleware
+from windlass.server.app.ui import page
+from windlass.server.app.ui.page import UI_PATHS
 from windlass.server.errors import ApiError, error_response, from_exception, internal_error
 from windlass.server.exchange.request_id import RequestIdMiddleware
 from windlass.server.exchange.state import ServerState
@@ -80,6 +82,8 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     for module in _ROUTES:
         app.include_router(module.router, tags=[module.__name__.rpartition(".")[2]])
     app.include_router(pages.router)
+    if settings.ui:
+        app.include_router(page.router)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -88,7 +92,8 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
     if settings.api_keys:
-        app.add_middleware(AuthMiddleware, api_keys=settings.api_keys, open_paths=OPEN_PATHS | PAGE_PATHS)
+        open_paths = OPEN_PATHS | PAGE_PATHS | (UI_PATHS if settings.ui else frozenset())
+        app.add_middleware(AuthMiddleware, api_keys=settings.api_keys, open_paths=open_paths)
     app.add_middleware(
         LimitsMiddleware, max_body_bytes=settings.max_body_bytes, max_header_bytes=settings.max_header_bytes
     )
@@ -111,7 +116,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 
 def _all_routes(app: FastAPI) -> list[BaseRoute]:
     """The app's own routes, and those of the modules: it keeps these in branches that tell no methods."""
-    return [*app.routes, *(route for module in (*_ROUTES, pages) for route in module.router.routes)]
+    return [*app.routes, *(route for module in (*_ROUTES, pages, page) for route in module.router.routes)]
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

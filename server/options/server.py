@@ -180,6 +180,7 @@ class ServerOptions:
         option("--lora-folder", panel=_server, metavar="DIR", help="Let clients load adapters that lie in this folder, and "
                "unload them, while the server runs. Default: they cannot."),
     ] = None  # fmt: skip
+    ui: Annotated[bool, option("--ui/--no-ui", panel=_server, help="Serve a page to try the model at /.")] = True
     access_log: Annotated[
         bool, option("--access-log/--no-access-log", panel=_server, help="Log a line per HTTP request.")
     ] = False
@@ -236,6 +237,7 @@ class ServerOptions:
             rope_update=engine.parse_rope_update(),
             rope_exact=self.rope_exact,
             root_path=self._root_path(),
+            ui=self.ui,
             metrics_names=cast(MetricsNames, self.metrics_names),
             adapters=engine.adapters(),
             max_loras=engine.max_loras,

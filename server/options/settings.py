@@ -109,6 +109,7 @@ class ServerSettings:
     cache_reuse: int = 0
     sampling: SamplingDefaults = SamplingDefaults()
     root_path: str = ""
+    ui: bool = True
     metrics_names: MetricsNames = "windlass"
     adapters: tuple[AdapterSource, ...] = ()
     max_loras: int = 8

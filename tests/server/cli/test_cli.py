@@ -217,6 +217,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
         "77",
     ]
     arguments += ["--reasoning-parser", "granite", "--tool-call-parser", "hermes"]
+    arguments += ["--no-ui"]
     arguments += ["--grace-period", "2.5", "--request-timeout", "60", "--host", "::1"]
     arguments += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example,https://c.example"]
     assert cli.run(["serve", *arguments]) == 0
@@ -224,6 +225,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
     settings = server.to_settings("ignored")
     assert (server.host, server.port) == ("::1", 8123)
     assert settings.api_keys == ("first", "second", "third")
+    assert not settings.ui
     assert settings.model_names == ("toy", "b", "c") and settings.default_max_tokens == 77
     assert (settings.grace_seconds, settings.default_timeout) == (2.5, 60.0)
     assert (settings.reasoning_parser, settings.tool_call_parser) == ("granite", "hermes")

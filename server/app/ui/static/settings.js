@@ -1,0 +1,56 @@
+// What a request is sent with besides its messages: fields of a form, and from them the fields of a body.
+import { html } from "./html.js";
+
+const NUMBERS = [
+  ["temperature", "Temperature", "0 to 2", "0.1"],
+  ["top_p", "Top p", "0 to 1", "0.05"],
+  ["top_k", "Top k", "all", "1"],
+  ["min_p", "Min p", "0 to 1", "0.05"],
+  ["max_tokens", "Longest answer", "tokens", "1"],
+  ["seed", "Seed", "random", "1"],
+];
+
+export const EMPTY = { system: "", scaling: "" };
+
+// Throws an Error that a person understands where a field cannot be sent.
+export function fields(settings) {
+  const body = {};
+  for (const [name, label] of NUMBERS) {
+    const written = (settings[name] ?? "").trim();
+    if (written === "") continue;
+    const value = Number(written);
+    if (!Number.isFinite(value)) throw new Error(`${label} must be a number, not ${written}`);
+    body[name] = value;
+  }
+  return body;
+}
+
+// A scaling as it is written: empty for the server's own, a name, or a JSON object.
+export function scaling(written) {
+  const text = written.trim();
+  if (text === "") return {};
+  if (!text.startsWith("{")) return { rope_scaling: text };
+  try {
+    return { rope_scaling: JSON.parse(text) };
+  } catch {
+    throw new Error('The rotary scaling is no JSON. An example: {"rope_type": "yarn", "factor": 4}');
+  }
+}
+
+export function Settings({ values, onChange }) {
+  const set = (name) => (event) => onChange({ ...values, [name]: event.currentTarget.value });
+  return html`<details class="settings">
+    <summary>Settings</summary>
+    <div class="grid">
+      <label class="wide">System prompt
+        <textarea rows="2" value=${values.system} onInput=${set("system")} placeholder="None: the chat template's own"></textarea>
+      </label>
+      ${NUMBERS.map(
+        ([name, label, hint, step]) => html`<label>${label}
+          <input type="number" step=${step} placeholder=${hint} value=${values[name] ?? ""} onInput=${set(name)} />
+        </label>`,
+      )}
+    </div>
+    <p class="note">What is left empty is as the model and the server have it.</p>
+  </details>`;
+}

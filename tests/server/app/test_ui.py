@@ -1,0 +1,242 @@
+"""The page at `/`, in a real browser where it is about what a person sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from helpers.browser import chromium
+from helpers.live_server import Live, live_server
+from playwright.sync_api import Browser, Page, expect
+
+from windlass.server.app.ui.page import UI_PATHS
+
+HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    with live_server() as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    shared.engine.reset()
+    return shared
+
+
+class Seen:
+    """A page that must ask no other host and complain of nothing, and what it complained of."""
+
+    def __init__(self, browser: Browser, live: Live, **context: object) -> None:
+        self.page: Page = browser.new_page(**context)
+        self.complaints: list[str] = []
+        self.outside: list[str] = []
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda line: line.type in ("error", "warning") and self.complaints.append(line.text))
+        self.page.on(
+            "request",
+            lambda sent: sent.url.startswith((live.url, "data:")) or self.outside.append(sent.url),
+        )
+        self.page.goto(live.url + "/")
+
+    def ask(self, text: str) -> None:
+        self.page.get_by_label("Message", exact=True).fill(text)
+        self.page.keyboard.press("Enter")
+
+    def done(self) -> None:
+        expect(self.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+        assert self.complaints == [] and self.outside == []
+        self.page.close()
+
+
+def say(live: Live, text: str, **engine: object) -> None:
+    """Let the engine answer with this text, and then end."""
+    live.engine.reset()
+    live.engine.reply = live.tokenizer.encode(text, add_special_tokens=False)
+    live.engine.eos_after = len(live.engine.reply)  # it counts as one token more
+    for name, value in engine.items():
+        setattr(live.engine, name, value)
+
+
+def test_browsers_get_the_page_and_others_links(live: Live) -> None:
+    answer = live.http.get("/", headers=HTML)
+    assert answer.headers["content-type"].startswith("text/html") and "accept" in answer.headers["vary"]
+    assert live.http.head("/", headers=HTML).headers["content-type"] == answer.headers["content-type"]
+    links = live.http.get("/").json()
+    assert links.pop("name") == "windlass"
+    for path in set(links.values()) - {links["chat"]}:
+        assert live.http.get(path).status_code == 200, path
+    assert live.http.get(links["chat"]).status_code == 405
+    assert live.http.get("/ui/../page.py").status_code == live.http.get("/ui/vendor/").status_code == 404
+
+
+def test_its_files_need_no_key_and_hold_a_strict_policy() -> None:
+    with live_server(api_keys=("k",)) as live:
+        for path in sorted(UI_PATHS):
+            answer = live.http.get(path, headers=HTML)
+            assert answer.status_code == 200 and answer.content, path
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert live.http.get("/ui/other.js").status_code == 401
+
+
+def test_without_it_there_is_nothing() -> None:
+    with live_server(ui=False) as live:
+        assert live.http.get("/", headers=HTML).status_code == live.http.get("/ui/main.js").status_code == 404
+    with live_server(ui=False, api_keys=("k",)) as live:
+        assert live.http.get("/", headers=HTML).status_code == 401
+
+
+def test_an_answer_streams_and_is_shown_as_markdown_and_never_as_html(browser: Browser, live: Live) -> None:
+    hostile = "**bold** <img src=x onerror=alert(1)> [bad](javascript:alert(1)) ![p](https://other.example/p.png)\n\n"
+    say(live, hostile + "```js\n1 < 2\n```\n")
+    seen = Seen(browser, live)
+    seen.ask("hello")
+    answer = seen.page.locator(".message.assistant")
+    expect(answer.locator("strong")).to_have_text("bold")
+    expect(answer.locator("pre")).to_have_text("1 < 2")
+    expect(answer.locator(".facts")).to_contain_text(f"{len(live.engine.reply) + 1} tokens")
+    assert "<img src=x onerror=alert(1)>" in answer.inner_text() and "javascript:alert(1)" in answer.inner_text()
+    assert answer.locator("img, script").count() == 0
+    assert [link.get_attribute("href") for link in answer.locator("a").all()] == ["https://other.example/p.png"]
+    seen.done()
+
+
+def test_settings_system_prompt_and_scaling_reach_the_engine(browser: Browser, live: Live) -> None:
+    say(live, "yes")
+    seen = Seen(browser, live)
+    page = seen.page
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Longest answer").fill("7")
+    page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 2}')
+    seen.ask("hello")
+    expect(page.locator(".message.assistant")).to_contain_text("yes")
+    (request,) = live.engine.requests
+    assert (request.sampling.temperature, request.sampling.max_tokens) == (0.5, 7)
+    assert request.rope_scaling is not None and request.rope_scaling.rope_type == "linear"
+    assert "[system]Be brief." in live.tokenizer.decode(request.prompt_token_ids)
+    seen.done()
+
+
+def test_escape_stops_the_answer_and_the_engine(browser: Browser, live: Live) -> None:
+    live.engine.delay = 0.02
+    seen = Seen(browser, live)
+    seen.ask("hello")
+    expect(seen.page.get_by_role("button", name="Stop")).to_be_visible()
+    expect(seen.page.locator(".message.assistant .markdown")).not_to_be_empty()
+    seen.page.keyboard.press("Escape")
+    expect(seen.page.locator(".message.assistant .facts")).to_contain_text("stopped")
+    live.wait(lambda: len(live.engine.aborted) == 1)
+    seen.done()
+
+
+def test_a_message_is_edited_and_an_answer_asked_for_again(browser: Browser, live: Live) -> None:
+    say(live, "fine")
+    seen = Seen(browser, live)
+    page = seen.page
+    for text in ("first", "second"):
+        seen.ask(text)
+        expect(page.locator(".message.assistant").last.locator(".facts")).to_be_visible()
+    page.get_by_role("button", name="Retry").click()
+    live.wait(lambda: len(live.engine.requests) == 3)
+    expect(page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+    assert live.engine.requests[2].prompt_token_ids == live.engine.requests[1].prompt_token_ids
+    page.get_by_role("button", name="Edit").first.click()
+    page.get_by_label("Edit the message").fill("third")
+    page.keyboard.press("Enter")
+    live.wait(lambda: len(live.engine.requests) == 4)
+    prompt = live.tokenizer.decode(live.engine.requests[3].prompt_token_ids)
+    assert "third" in prompt and "first" not in prompt and "second" not in prompt
+    expect(page.locator(".message")).to_have_count(2)
+    seen.done()
+
+
+def test_two_scalings_answer_one_question_side_by_side(browser: Browser, live: Live) -> None:
+    say(live, "both")
+    seen = Seen(browser, live)
+    seen.page.get_by_role("button", name="Compare").click()
+    seen.page.get_by_label("Right: rotary scaling").fill('{"rope_type": "yarn", "factor": 4}')
+    seen.ask("hello")
+    expect(seen.page.locator(".message.assistant .facts")).to_have_count(2)
+    kinds = {request.rope_scaling and request.rope_scaling.rope_type for request in live.engine.requests}
+    assert kinds == {None, "yarn"}
+    seen.done()
+
+
+def test_what_the_server_refuses_is_shown_and_the_chat_goes_on(browser: Browser, live: Live) -> None:
+    say(live, "now")
+    seen = Seen(browser, live)
+    field = seen.page.get_by_label("Rotary scaling")
+    field.fill("{")
+    seen.ask("hello")
+    expect(seen.page.get_by_role("alert")).to_contain_text("no JSON")
+    field.fill("nothing-of-this-name")
+    seen.ask("hello")
+    expect(seen.page.get_by_role("alert")).to_contain_text("nothing-of-this-name")
+    assert live.engine.requests == []
+    field.fill("")
+    seen.ask("hello")
+    expect(seen.page.locator(".message.assistant .markdown")).to_have_text("now")
+    expect(seen.page.locator(".message")).to_have_count(2)
+    seen.complaints.clear()  # the browser's, of the 400
+    seen.done()
+
+
+def test_a_copied_program_asks_what_the_page_asked(browser: Browser, live: Live) -> None:
+    say(live, "it's")
+    seen = Seen(browser, live, permissions=["clipboard-read", "clipboard-write"])
+    page = seen.page
+    page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 2}')
+    seen.ask('it\'s "quoted" \\ and\u2028more')
+    for kind in ("httpx", "openai"):
+        page.get_by_role("button", name=kind).click()
+        expect(page.get_by_role("button", name="Copied")).to_be_visible()
+        shown: list[object] = []
+        program = page.evaluate("navigator.clipboard.readText()")
+        exec(compile(program, kind, "exec"), {"print": shown.append})
+        assert shown == ["it's"], kind
+        expect(page.get_by_role("button", name=kind)).to_be_visible()
+        assert live.engine.requests[-1].prompt_token_ids == live.engine.requests[0].prompt_token_ids
+        assert live.engine.requests[-1].rope_scaling == live.engine.requests[0].rope_scaling
+    seen.done()
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab_only(browser: Browser) -> None:
+    with live_server(api_keys=("k",)) as live:
+        say(live, "open")
+        seen = Seen(browser, live)
+        page = seen.page
+        page.get_by_label("API key").fill("wrong")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("does not take")
+        page.get_by_label("API key").fill("k")
+        page.keyboard.press("Enter")
+        seen.ask("hello")
+        expect(page.locator(".message.assistant")).to_contain_text("open")
+        page.reload()
+        expect(page.get_by_label("Message", exact=True)).to_be_visible()
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        seen.complaints.clear()  # the browser's, of the 401
+        seen.done()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_it_without_scrolling_sideways(browser: Browser, live: Live, scheme: str) -> None:
+    say(live, "`" + "long" * 15 + "`\n\n| a | b |\n|---|---|\n| " + "wide" * 12 + " | 2 |\n")
+    seen = Seen(browser, live, viewport={"width": 360, "height": 640}, color_scheme=scheme)
+    seen.ask("hello")
+    expect(seen.page.locator("table")).to_be_visible()
+    assert seen.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    ground = seen.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, ground[4:-1].split(","))) > 384) == (scheme == "light")
+    seen.done()
