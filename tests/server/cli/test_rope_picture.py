@@ -100,7 +100,7 @@ def test_the_usual_scalings_are_those_of_the_formulas(at: int) -> None:
     found = subject.frequencies(scaling)
     if scaling.rope_type == "longrope":
         own = by_formula({"rope_type": "default"}, 1, LLAMA_2)[0]
-        wanted = own / (100_000 / 4096) ** (np.arange(64) / 63)
+        wanted = own / np.linspace(1, 100_000 / 4096, 64)
     else:
         wanted = by_formula(scaling.to_dict(), 100_000, LLAMA_2)[0]
     assert found == pytest.approx(wanted, rel=1e-9), label
@@ -167,7 +167,10 @@ def test_one_line_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "did you mean 'scalings'" in error_of(capsys, "scaling", "--out", out)
     assert ".png or .svg" in error_of(capsys, "decay", "--out", str(tmp_path / "a.jpg"))
     assert "--out" in error_of(capsys, "decay", "--out", str(tmp_path / "none" / "a.png"))
-    assert "even" in error_of(capsys, "decay", "--dim", "7", "--out", out)
+    for dim in ("7", "2", "1000000"):
+        assert "--dim must be even and lie between 4 and 4,096" in error_of(capsys, "decay", "--dim", dim, "--out", out)
+    for theta in ("1", "inf", "nan"):
+        assert "--theta must be a number above 1" in error_of(capsys, "decay", "--theta", theta, "--out", out)
     assert "leave one of them out" in error_of(capsys, "decay", "--dim", "8", "--model", "demo", "--out", out)
     assert "--length" in error_of(capsys, "decay", "--length", "1", "--out", out)
     assert "rope_type" in error_of(capsys, "decay", "--scaling", '{"rope_type": "yarm"}', "--out", out)

@@ -63,5 +63,5 @@ def draw_attention(name: str, layer: int, tokens: list[str], weights: Numbers, h
         by_distance = [float(np.diagonal(weights[head], -back).mean()) for back in range(max(2, len(tokens) - 4))]
         panels[-1].plot(by_distance, color=COLOURS[index + 1], label=f"head {head}", marker=".", linewidth=1)
     plain(panels[-1], x="distance in tokens", title="mean weight by distance")
-    panels[-1].legend(fontsize=8, frameon=False)
+    panels[-1].legend(fontsize=8, frameon=False, loc="upper center")
     return figure

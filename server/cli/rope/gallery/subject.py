@@ -5,6 +5,7 @@ Every frequency comes from the engine's own functions. Knows neither weights nor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from windlass.server.cli.rope.inspection import read_groups
 
 Numbers = NDArray[np.float64]
 
+_MOST_DIM = 4096  # of a head; pictures of more would take gigabytes
 LLAMA_2 = RotaryBase(rope_theta=10000.0, head_dim=128, rotary_dim=128, trained_len=4096)
 
 
@@ -51,10 +53,10 @@ class Subject:
 
 def of_parameters(theta: float, dim: int, trained_len: int) -> RotaryBase:
     """Raises LoadError for what no model has."""
-    if not theta > 1:
-        raise LoadError(f"--theta must be more than 1, got {theta:g}")
-    if dim < 4 or dim % 2:
-        raise LoadError(f"--dim must be even and at least 4, got {dim}")
+    if not 1 < theta < math.inf:
+        raise LoadError(f"--theta must be a number above 1, got {theta:g}")
+    if not 4 <= dim <= _MOST_DIM or dim % 2:
+        raise LoadError(f"--dim must be even and lie between 4 and {_MOST_DIM:,}, got {dim}")
     if trained_len < 2:
         raise LoadError(f"--trained-len must be at least 2, got {trained_len}")
     return RotaryBase(rope_theta=theta, head_dim=dim, rotary_dim=dim, trained_len=trained_len)
@@ -95,7 +97,7 @@ def usual_scalings(base: RotaryBase, length: int) -> list[tuple[str, RopeScaling
     """
     factor = max(length / base.trained_len, 1.0)
     pairs = base.rotary_dim // 2
-    rising = [factor ** (j / max(pairs - 1, 1)) for j in range(pairs)]
+    rising = [1 + (factor - 1) * j / max(pairs - 1, 1) for j in range(pairs)]
     given: list[tuple[str, dict[str, object]]] = [
         ("PI (linear)", {"rope_type": "linear", "factor": factor}),
         ("NTK-aware", {"rope_type": "ntk", "factor": factor}),
