@@ -215,8 +215,8 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
 def cache_dtype(config: EngineConfig, dtype: str, *, in_blocks: bool) -> str:
     """What keys and values are cached in, where the model computes in `dtype`.
 
-    in_blocks: whether compiled kernels multiply rows of 8 bits by weights in blocks. What such products leave uncertain is a
-    thousand times what float16 rounds off, and half the bytes are read (docs/benchmarks.md); so float16 is what `auto` means.
+    in_blocks: whether compiled kernels multiply rows of 8 bits by weights in blocks. What such products change of predictions
+    is ten thousand times what float16 does, and half the bytes are read (docs/benchmarks.md); so float16 is what `auto` means.
     """
     name = parse_cache_dtype(config.cache.dtype)
     if name != "auto":
