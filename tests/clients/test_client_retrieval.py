@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,18 +15,6 @@ from windlass.clients import BadRequestError, Client, DocumentText, ResponseErro
 from windlass.engine.api.model_heads import ClassifierInfo
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

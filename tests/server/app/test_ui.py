@@ -20,18 +20,6 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
-
-
 class Seen:
     """A page that must ask no other host and complain of nothing, and what it complained of."""
 

@@ -21,18 +21,6 @@ KEYS = ("first-key", "zweiter-schlüssel")
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
-
-
-@pytest.fixture(scope="module")
 def locked() -> Iterator[Live]:
     with live_server(api_keys=KEYS) as live:
         yield live

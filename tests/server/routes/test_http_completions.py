@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
 import openai
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live
 from helpers.scripted_engine import LIKELY, UNLIKELY, model_info
 
 from windlass.engine.api.request import EngineRequest
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
 
 
 def texts(answer: dict[str, Any]) -> list[str]:

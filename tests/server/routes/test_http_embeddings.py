@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import struct
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,18 +17,6 @@ from windlass.engine.errors import EngineDeadError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling
 
 PATH = "/v1/embeddings"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
 
 
 def embed(live: Live, given: Any, **fields: Any) -> dict[str, Any]:

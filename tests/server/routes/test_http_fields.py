@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.live_server import Live, live_server
+from helpers.live_server import Live
 
 from windlass.engine.api.request import RepeatPenalty, SamplingParams
 from windlass.engine.rotary.scaling import RopeScaling
@@ -16,18 +15,6 @@ from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.text.breakers import breaker_tokens
 
 PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
 
 
 def test_defaults_reach_the_engine(live: Live) -> None:

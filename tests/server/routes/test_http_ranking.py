@@ -22,18 +22,6 @@ def scorer(*labels: str, activation: Any = "softmax") -> ScriptedEngine:
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Live]:
-    with live_server() as live:
-        yield live
-
-
-@pytest.fixture
-def live(shared: Live) -> Live:
-    shared.engine.reset()
-    return shared
-
-
-@pytest.fixture(scope="module")
 def classifier() -> Iterator[Live]:
     with live_server(scorer("bad", "so-so", "good")) as live:
         yield live

@@ -1,0 +1,26 @@
+"""What tests of several folders share: an app over a scripted engine, on a real port, started once for a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from helpers.live_server import Live
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Live]:
+    from helpers.live_server import live_server  # the app takes a while to import, and most tests need none
+
+    with live_server() as live:
+        yield live
+
+
+@pytest.fixture
+def live(shared: Live) -> Live:
+    """That server, its engine as new."""
+    shared.engine.reset()
+    return shared
