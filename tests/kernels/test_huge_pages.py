@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -34,7 +35,8 @@ def test_advice_is_taken_and_touches_nothing() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[never]" in setting.read_text():
         pytest.skip("this system has no transparent huge pages")
-    tensor = torch.empty(64 << 20, dtype=torch.uint8)
+    # From the system itself: the allocator may hand out what an earlier test has touched and given back.
+    tensor = torch.frombuffer(mmap.mmap(-1, 64 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     assert advise_huge_pages(tensor)
     middle = tensor.data_ptr() + (32 << 20)
     before = huge_bytes_around(middle)  # the mapping may have merged with a neighbour of the same kind
