@@ -16,6 +16,7 @@ from windlass.clients.loadtest.cli.app import add_commands
 from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
+from windlass.server.cli.brief_help import BriefHelp, help_all_option
 from windlass.server.cli.rope.commands import app as rope
 from windlass.server.options.config_file import config_option
 from windlass.server.options.connections import ConnectionOptions
@@ -38,6 +39,7 @@ app.add_typer(rope, name="rope")
 
 
 Engine = Annotated[EngineOptions, Depends(EngineOptions)]
+HelpAll = Annotated[bool, help_all_option()]
 
 
 @app.callback()
@@ -45,7 +47,7 @@ def program(version: Annotated[bool, version_option(f"windlass {__version__}")] 
     """What stands before a command."""
 
 
-@app.command()
+@app.command(cls=BriefHelp)
 def serve(
     engine: Engine,
     server: Annotated[ServerOptions, Depends(ServerOptions)],
@@ -53,6 +55,7 @@ def serve(
     model: ModelArgument = None,
     log_level: LogLevel = "info",
     config: Annotated[Path | None, config_option()] = None,
+    help_all: HelpAll = False,
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API."""
     from windlass.server.startup.launch import serve as launch
@@ -60,7 +63,7 @@ def serve(
     return launch(model, engine, server, connections, log_level)
 
 
-@app.command()
+@app.command(cls=BriefHelp)
 def generate(
     engine: Engine,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
@@ -83,6 +86,7 @@ def generate(
     ] = None,
     api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,
     log_level: LogLevel = "warning",
+    help_all: HelpAll = False,
 ) -> None:
     """Continue one prompt on the terminal."""
     from windlass.server.cli.generate import GenerateOptions, generate_here, generate_remote
@@ -104,7 +108,7 @@ def generate(
         generate_remote(wanted, model, engine, url, api_key)
 
 
-@bench.command("engine")
+@bench.command("engine", cls=BriefHelp)
 def bench_engine(
     engine: Engine,
     model: ModelArgument = None,
@@ -112,6 +116,7 @@ def bench_engine(
     input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens per prompt.")] = 512,
     output_len: Annotated[int, typer.Option("--output-len", min=0, help="Tokens per answer.")] = 32,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
     from windlass.engine.core.threads import prepare_this_process
@@ -148,7 +153,7 @@ def bench_engine(
     Console().print(table)
 
 
-@app.command()
+@app.command(cls=BriefHelp)
 def chat(
     engine: Engine,
     model: ModelArgument = None,
@@ -162,6 +167,7 @@ def chat(
         ),
     ] = None,
     api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,
+    help_all: HelpAll = False,
 ) -> int:
     """Chat with a model on the terminal. /help lists what it understands."""
     from windlass.server.cli.chat.app import chat_here, chat_with

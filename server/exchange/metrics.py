@@ -186,21 +186,28 @@ class ServerMetrics:
         if self._vllm is not None:
             self._vllm.ended("abort" if code == "client_disconnected" else "error")
 
-    async def render(self) -> bytes:
-        """The exposition text, with fresh engine statistics where the engine gives them in time."""
+    async def refresh(self) -> EngineStats | None:
+        """Fresh engine statistics, which the next answer will show; None where the engine gives none in time.
+
+        Nobody else may ask the engine for them: each snapshot has the times of requests since the one before.
+        """
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 stats = await self._engine.stats()
         except (EngineError, TimeoutError):
-            pass
-        else:
-            self._collector.stats = stats
-            if self._vllm is not None:
-                self._vllm.stats = stats
-            for attribute, histograms in self._engine_samples.items():
-                for seconds in getattr(stats, attribute):
-                    for histogram in histograms:
-                        histogram.observe(seconds)
+            return None
+        self._collector.stats = stats
+        if self._vllm is not None:
+            self._vllm.stats = stats
+        for attribute, histograms in self._engine_samples.items():
+            for seconds in getattr(stats, attribute):
+                for histogram in histograms:
+                    histogram.observe(seconds)
+        return stats
+
+    async def render(self) -> bytes:
+        """The exposition text, with fresh engine statistics where the engine gives them in time."""
+        await self.refresh()
         ours = generate_latest(self.registry) if self._names != "vllm" else b""
         return ours + (generate_latest(self._vllm.registry) if self._vllm is not None else b"")
 

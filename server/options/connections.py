@@ -8,9 +8,8 @@ from typing import Annotated
 
 from windlass.engine.errors import LoadError
 from windlass.server.options.connection_settings import EVERYBODY, ConnectionSettings, Network
+from windlass.server.options.panels import CONNECTIONS
 from windlass.server.options.spelling import option, split
-
-_connections = "Connection options"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,31 +18,31 @@ class ConnectionOptions:
 
     max_connections: Annotated[
         int,
-        option("--max-connections", panel=_connections, help="Connections held at once; further ones get 503 unless one "
+        option("--max-connections", panel=CONNECTIONS, help="Connections held at once; further ones get 503 unless one "
                "that has sent no request can be closed instead. Never more than the limit of open files leaves room for."),
     ] = 8192  # fmt: skip
     max_connections_per_address: Annotated[
         int,
-        option("--max-connections-per-address", panel=_connections, help="Connections held at once by one address; "
+        option("--max-connections-per-address", panel=CONNECTIONS, help="Connections held at once by one address; "
                "further ones get 429."),
     ] = 512  # fmt: skip
     forwarded_allow_ips: Annotated[
         list[str] | None,
-        option("--forwarded-allow-ips", panel=_connections, help="Proxies to trust, as addresses or networks, * for all; "
+        option("--forwarded-allow-ips", panel=CONNECTIONS, help="Proxies to trust, as addresses or networks, * for all; "
                "repeatable or comma separated: their X-Forwarded-For is believed, and they may hold any number of "
                "connections. Default: 127.0.0.1."),
     ] = None  # fmt: skip
     header_timeout: Annotated[
         float,
-        option("--header-timeout", panel=_connections, help="Seconds a client has for the line and headers of a request."),
+        option("--header-timeout", panel=CONNECTIONS, help="Seconds a client has for the line and headers of a request."),
     ] = 10.0  # fmt: skip
     keep_alive_timeout: Annotated[
         float,
-        option("--keep-alive-timeout", panel=_connections, help="Seconds a connection may rest between two requests."),
+        option("--keep-alive-timeout", panel=CONNECTIONS, help="Seconds a connection may rest between two requests."),
     ] = 75.0
     write_timeout: Annotated[
         float,
-        option("--write-timeout", panel=_connections, help="A client that takes no byte of its answer for so many seconds "
+        option("--write-timeout", panel=CONNECTIONS, help="A client that takes no byte of its answer for so many seconds "
                "is dropped, and its request aborted."),
     ] = 60.0  # fmt: skip
 

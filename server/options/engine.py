@@ -20,6 +20,7 @@ from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.adapters import parse_adapters
 from windlass.server.options.engine_names import flat_names, from_flat
 from windlass.server.options.ladder import parse_ladder
+from windlass.server.options.panels import ADAPTERS, BATCHING, CONTEXT, MODEL, ROTARY, SPECULATION
 from windlass.server.options.profiles import is_profile_name, parse_profiles
 from windlass.server.options.spelling import choose, option, read_dtype, read_size
 
@@ -28,152 +29,155 @@ _QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 _ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 _ROPE_EXAMPLE = '\'{"rope_type": "yarn", "factor": 4}\''
 
-_engine = "Engine options"
-
 
 @dataclass(slots=True, kw_only=True)
 class EngineOptions:
     """What a command that starts an engine takes."""
 
-    device: Annotated[str, option("--device", panel=_engine, help="cpu, cuda, cuda:1 or auto.")] = "auto"
-    dtype: Annotated[str, option("--dtype", panel=_engine, help="auto, float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str, option("--device", panel=MODEL, help="cpu, cuda, cuda:1 or auto.")] = "auto"
+    dtype: Annotated[str, option("--dtype", panel=MODEL, help="auto, float32, bfloat16 or float16.")] = "auto"
     kv_cache_dtype: Annotated[
-        str, option("--kv-cache-dtype", panel=_engine, help="The same for cached keys and values, or int8.")
+        str,
+        option(
+            "--kv-cache-dtype",
+            panel=CONTEXT,
+            help="auto, float32, bfloat16, float16 or int8, of cached keys and values.",
+        ),
     ] = "auto"
     quantization: Annotated[
         str,
-        option("--quantization", panel=_engine, help="Weights of fewer bits, quantized while they load: none, int8 or "
+        option("--quantization", panel=MODEL, help="Weights of fewer bits, quantized while they load: none, int8 or "
                "int4. Less memory and more speed on a CPU for a small loss of quality."),
     ] = "none"  # fmt: skip
     activations: Annotated[
         str,
-        option("--activations", panel=_engine, help="What meets quantized weights: int8, rounded to 8 bits in groups of "
+        option("--activations", panel=MODEL, help="What meets quantized weights: int8, rounded to 8 bits in groups of "
                "32 with a scale each, or float32, not rounded; much slower, to compare with."),
     ] = "int8"  # fmt: skip
     weight_cache: Annotated[
         str | None,
-        option("--weight-cache", panel=_engine, metavar="DIR", help="Keep quantized weights in this folder for the next "
+        option("--weight-cache", panel=MODEL, metavar="DIR", help="Keep quantized weights in this folder for the next "
                "start, which then need not quantize them again; beside: in the model's own directory. Default: nowhere."),
     ] = None  # fmt: skip
     load_format: Annotated[
-        str, option("--load-format", panel=_engine, help="safetensors, or dummy: random weights, for benchmarks.")
+        str, option("--load-format", panel=MODEL, help="safetensors, or dummy: random weights, for benchmarks.")
     ] = "safetensors"
     max_model_len: Annotated[
         int | None,
-        option("--max-model-len", panel=_engine, help="Longest prompt and output together, in tokens. May exceed the "
+        option("--max-model-len", panel=CONTEXT, help="Longest prompt and output together, in tokens. May exceed the "
                "model's own length (see --rope-scaling). Default: the model's own, if it fits."),
     ] = None  # fmt: skip
     shift_context: Annotated[
         int | None,
-        option("--shift-context", panel=_engine, help="Tokens that a sequence holds which drops its oldest ones "
+        option("--shift-context", panel=CONTEXT, help="Tokens that a sequence holds which drops its oldest ones "
                "(context_overflow shift). Default: --max-model-len."),
     ] = None  # fmt: skip
     max_total_tokens: Annotated[
         int | None,
-        option("--max-total-tokens", panel=_engine, help="Where such a sequence ends, prompt and answer together. Default: "
+        option("--max-total-tokens", panel=CONTEXT, help="Where such a sequence ends, prompt and answer together. Default: "
                "nowhere."),
     ] = None  # fmt: skip
     max_num_batched_tokens: Annotated[
-        int, option("--max-num-batched-tokens", panel=_engine, help="Token budget of one step.")
+        int, option("--max-num-batched-tokens", panel=BATCHING, help="Token budget of one step.")
     ] = 2048
-    max_num_seqs: Annotated[int, option("--max-num-seqs", panel=_engine, help="Sequences that run at once.")] = 64
+    max_num_seqs: Annotated[int, option("--max-num-seqs", panel=BATCHING, help="Sequences that run at once.")] = 64
     max_waiting: Annotated[
-        int, option("--max-waiting", panel=_engine, help="Requests that may wait; more are refused with 429.")
+        int, option("--max-waiting", panel=BATCHING, help="Requests that may wait; more are refused with 429.")
     ] = 1024
     kv_cache_memory: Annotated[
         str | None,
-        option("--kv-cache-memory", panel=_engine, metavar="SIZE", help="Memory for cached keys and values: 4GiB."),
+        option("--kv-cache-memory", panel=CONTEXT, metavar="SIZE", help="Memory for cached keys and values: 4GiB."),
     ] = None
-    block_size: Annotated[int, option("--block-size", panel=_engine, help="Tokens per cache block.")] = 16
+    block_size: Annotated[int, option("--block-size", panel=CONTEXT, help="Tokens per cache block.")] = 16
     prefix_caching: Annotated[
         bool,
-        option("--prefix-caching/--no-prefix-caching", panel=_engine, help="Reuse the cache of equal prompt starts."),
+        option("--prefix-caching/--no-prefix-caching", panel=CONTEXT, help="Reuse the cache of equal prompt starts."),
     ] = True
     rope_scaling: Annotated[
         str | None,
-        option("--rope-scaling", panel=_engine, metavar="JSON",
+        option("--rope-scaling", panel=ROTARY, metavar="JSON",
                help='Rotary scaling in Hugging Face\'s names: \'{"rope_type": "yarn", "factor": 4}\'; or the name of '
                "a profile; or auto: the least that each request's length needs."),
     ] = None  # fmt: skip
     rope_profile: Annotated[
         list[str] | None,
-        option("--rope-profile", panel=_engine, metavar="NAME=JSON",
+        option("--rope-profile", panel=ROTARY, metavar="NAME=JSON",
                help="A scaling that requests may use by its name; repeatable. The variable may hold an object of "
                'several: \'{"long": {"rope_type": "yarn", "factor": 4}}\'.'),
     ] = None  # fmt: skip
     rope_ladder: Annotated[
         list[str] | None,
-        option("--rope-ladder", panel=_engine, metavar="TOKENS=PROFILE", help="What rope_scaling auto chooses from: up to "
+        option("--rope-ladder", panel=ROTARY, metavar="TOKENS=PROFILE", help="What rope_scaling auto chooses from: up to "
                "so many tokens of prompt and output that profile, or none; repeatable or comma separated: "
                "8192=none,32768=long. Default: the model's own kind at doubling factors."),
     ] = None  # fmt: skip
     rope_update: Annotated[
         str | None,
-        option("--rope-update", panel=_engine, help="When frequencies that depend on length change, for requests that "
+        option("--rope-update", panel=ROTARY, help="When frequencies that depend on length change, for requests that "
                "do not say: frozen (never), recompute (with the cache), rotate (cached keys are turned). Default: "
                "recompute for longrope, else frozen."),
     ] = None  # fmt: skip
     lora: Annotated[
         list[str] | None,
-        option("--lora", panel=_engine, metavar="NAME=DIR", help="A LoRA adapter in PEFT's files, which requests name as "
+        option("--lora", panel=ADAPTERS, metavar="NAME=DIR", help="A LoRA adapter in PEFT's files, which requests name as "
                "their model; repeatable or comma separated."),
     ] = None  # fmt: skip
-    max_loras: Annotated[int, option("--max-loras", panel=_engine, help="Adapters that may be loaded at once.")] = 8
-    max_lora_rank: Annotated[int, option("--max-lora-rank", panel=_engine, help="Largest rank of an adapter.")] = 64
+    max_loras: Annotated[int, option("--max-loras", panel=ADAPTERS, help="Adapters that may be loaded at once.")] = 8
+    max_lora_rank: Annotated[int, option("--max-lora-rank", panel=ADAPTERS, help="Largest rank of an adapter.")] = 64
     lora_dtype: Annotated[
         str,
-        option("--lora-dtype", panel=_engine, help="What adapters are kept as: bfloat16 or float16 halves what a float32 one "
+        option("--lora-dtype", panel=ADAPTERS, help="What adapters are kept as: bfloat16 or float16 halves what a float32 one "
                "takes, rounded; auto rounds nothing that the model would not."),
     ] = "auto"  # fmt: skip
     deterministic: Annotated[
         bool,
-        option("--deterministic/--no-deterministic", panel=_engine, help="The same greedy tokens whatever else runs "
+        option("--deterministic/--no-deterministic", panel=BATCHING, help="The same greedy tokens whatever else runs "
                "and however prompts are cut. Costs speed, mostly with long prompts and many requests at once."),
     ] = False  # fmt: skip
     speculative_ngram: Annotated[
         int,
-        option("--speculative-ngram", panel=_engine, metavar="K", help="Speculative decoding by prompt lookup: a stream "
+        option("--speculative-ngram", panel=SPECULATION, metavar="K", help="Speculative decoding by prompt lookup: a stream "
                "proposes up to K tokens per step that followed its last tokens before; those the model would have "
                "drawn itself are kept. Answers stay the same. 0: off; 4 is a good value."),
     ] = 0  # fmt: skip
     speculative_ngram_min: Annotated[
         int,
-        option("--speculative-ngram-min", panel=_engine, help="So many of a stream's last tokens must have stood before."),
+        option("--speculative-ngram-min", panel=SPECULATION, help="So many of a stream's last tokens must have stood before."),
     ] = 2  # fmt: skip
     speculative_ngram_max: Annotated[
         int,
-        option("--speculative-ngram-max", panel=_engine, help="Of several such places the one where most tokens agree "
+        option("--speculative-ngram-max", panel=SPECULATION, help="Of several such places the one where most tokens agree "
                "counts, up to this many."),
     ] = 4  # fmt: skip
     speculative_model: Annotated[
         str | None,
-        option("--speculative-model", panel=_engine, metavar="MODEL", help="Speculative decoding by a draft model: a smaller "
+        option("--speculative-model", panel=SPECULATION, metavar="MODEL", help="Speculative decoding by a draft model: a smaller "
                "one with the same tokenizer proposes tokens; those the model would have drawn itself are kept. Answers stay "
                "the same. Named as the model is."),
     ] = None  # fmt: skip
     speculative_model_quantization: Annotated[
         str,
-        option("--speculative-model-quantization", panel=_engine, help="Of the draft model's weights: none, int8 or int4."),
+        option("--speculative-model-quantization", panel=SPECULATION, help="Of the draft model's weights: none, int8 or int4."),
     ] = "none"  # fmt: skip
     speculative_tokens: Annotated[
         int,
-        option("--speculative-tokens", panel=_engine, metavar="K", help="Tokens the draft model proposes for a stream per "
+        option("--speculative-tokens", panel=SPECULATION, metavar="K", help="Tokens the draft model proposes for a stream per "
                "step, at most."),
     ] = 4  # fmt: skip
     speculative_adaptive: Annotated[
         bool,
-        option("--speculative-adaptive/--no-speculative-adaptive", panel=_engine, help="Let the draft model propose less "
+        option("--speculative-adaptive/--no-speculative-adaptive", panel=SPECULATION, help="Let the draft model propose less "
                "where less is kept, and nothing where that saves no time."),
     ] = True  # fmt: skip
-    threads: Annotated[int | None, option("--threads", panel=_engine, help="CPU threads for the model.")] = None
+    threads: Annotated[int | None, option("--threads", panel=BATCHING, help="CPU threads for the model.")] = None
     pin_cores: Annotated[
         bool,
-        option("--pin-cores/--no-pin-cores", panel=_engine, help="Keep the engine and the HTTP server off each other's "
+        option("--pin-cores/--no-pin-cores", panel=BATCHING, help="Keep the engine and the HTTP server off each other's "
                "cores: the server gets one, the engine the rest."),
     ] = False  # fmt: skip
     target_step_ms: Annotated[
         float,
-        option("--target-step-ms", panel=_engine, help="Prompts are cut so that a step beside running streams stays "
+        option("--target-step-ms", panel=BATCHING, help="Prompts are cut so that a step beside running streams stays "
                "under this many milliseconds; 0: no bound."),
     ] = 250.0  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, cast
 
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
+from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
 from windlass.server.options.settings import ContextOverflow, MetricsNames, RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
 
@@ -33,156 +35,168 @@ TOOL_CALL_PARSERS = (
 
 MAX_TEMPLATE_BYTES = 1024 * 1024
 
-_server = "Server options"
-
 
 @dataclass(slots=True, kw_only=True)
 class ServerOptions:
     """What `windlass serve` takes beside the engine's options."""
 
-    host: Annotated[str, option("--host", panel=_server, help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
-    port: Annotated[int, option("--port", panel=_server, help="Port to listen on; 0 takes a free one.")] = 8000
+    host: Annotated[str, option("--host", panel=NETWORK, help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, option("--port", panel=NETWORK, help="Port to listen on; 0 takes a free one.")] = 8000
     uds: Annotated[
         Path | None,
-        option("--uds", panel=_server, metavar="PATH", help="Listen on a Unix socket at this path instead, for the owner and "
+        option("--uds", panel=NETWORK, metavar="PATH", help="Listen on a Unix socket at this path instead, for the owner and "
                "group of this process."),
     ] = None  # fmt: skip
     ssl_certfile: Annotated[
         Path | None,
-        option("--ssl-certfile", panel=_server, metavar="FILE", help="Speak HTTPS with this certificate (PEM, its chain "
+        option("--ssl-certfile", panel=NETWORK, metavar="FILE", help="Speak HTTPS with this certificate (PEM, its chain "
                "behind it)."),
     ] = None  # fmt: skip
     ssl_keyfile: Annotated[
         Path | None,
         option(
-            "--ssl-keyfile", panel=_server, metavar="FILE", help="The certificate's key. Default: in --ssl-certfile."
+            "--ssl-keyfile",
+            panel=NETWORK,
+            metavar="FILE",
+            help="The certificate's key. Default: in --ssl-certfile.",
         ),
     ] = None
     ssl_keyfile_password: Annotated[
         str | None,
-        option("--ssl-keyfile-password", panel=_server, help="The key's password. Command lines are visible to other users: "
+        option("--ssl-keyfile-password", panel=NETWORK, help="The key's password. Command lines are visible to other users: "
                "prefer the variable."),
     ] = None  # fmt: skip
     ssl_ca_certs: Annotated[
         Path | None,
-        option("--ssl-ca-certs", panel=_server, metavar="FILE", help="Ask clients for a certificate that one of these has "
+        option("--ssl-ca-certs", panel=NETWORK, metavar="FILE", help="Ask clients for a certificate that one of these has "
                "signed."),
     ] = None  # fmt: skip
     served_model_name: Annotated[
         list[str] | None,
-        option("--served-model-name", panel=_server, help="The model's id in the API; repeatable or comma separated: answers "
+        option("--served-model-name", panel=MODEL, help="The model's id in the API; repeatable or comma separated: answers "
                "have the first, requests may use any. Default: its directory's name."),
     ] = None  # fmt: skip
     chat_template: Annotated[
         Path | None,
         option(
             "--chat-template",
-            panel=_server,
+            panel=ANSWERS,
             metavar="FILE",
             help="A chat template (Jinja) in place of the model's own.",
         ),
     ] = None
     generation_config: Annotated[
         str,
-        option("--generation-config", panel=_server, help="Whether the sampling in the model's generation_config.json holds "
+        option("--generation-config", panel=ANSWERS, help="Whether the sampling in the model's generation_config.json holds "
                "for requests that leave it out: auto (it does) or none."),
     ] = "auto"  # fmt: skip
     root_path: Annotated[
         str,
-        option("--root-path", panel=_server, metavar="PATH", help="Where a proxy has put this server, such as /llm; the "
+        option("--root-path", panel=NETWORK, metavar="PATH", help="Where a proxy has put this server, such as /llm; the "
                "proxy may take it off the path or leave it on."),
     ] = ""  # fmt: skip
     api_key: Annotated[
         list[str] | None,
-        option("--api-key", panel=_server, help="A key that clients must send; repeat it, or separate several by "
+        option("--api-key", panel=ACCESS, help="A key that clients must send; repeat it, or separate several by "
                "commas. Command lines are visible to other users: prefer the variable or --api-key-file."),
     ] = None  # fmt: skip
     api_key_file: Annotated[
-        Path | None, option("--api-key-file", panel=_server, help="A file with one key a line; # starts a comment.")
+        Path | None,
+        option("--api-key-file", panel=ACCESS, help="A file with one key a line; # starts a comment."),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
-        option("--cors-origin", panel=_server, help="Origin whose pages may call the API, such as "
+        option("--cors-origin", panel=ACCESS, help="Origin whose pages may call the API, such as "
                "https://example.org; repeatable or comma separated. Default: none."),
     ] = None  # fmt: skip
     default_max_tokens: Annotated[
-        int, option("--default-max-tokens", panel=_server, help="Longest answer of a chat that sets no max_tokens.")
+        int,
+        option("--default-max-tokens", panel=ANSWERS, help="Longest answer of a chat that sets no max_tokens."),
     ] = 1024
     max_response_bytes: Annotated[
         str,
-        option("--max-response-bytes", panel=_server, metavar="SIZE", help="Largest answer that is not streamed; what could "
+        option("--max-response-bytes", panel=ANSWERS, metavar="SIZE", help="Largest answer that is not streamed; what could "
                "become larger is refused before it is generated."),
     ] = "64MiB"  # fmt: skip
     response_store: Annotated[
         str,
-        option("--response-store", panel=_server, metavar="SIZE", help="What is kept in memory of answers of /v1/responses, for "
+        option("--response-store", panel=ANSWERS, metavar="SIZE", help="What is kept in memory of answers of /v1/responses, for "
                "requests that go on from them; 0: nothing. The oldest are forgotten."),
     ] = "64MiB"  # fmt: skip
     reasoning_parser: Annotated[
         str,
-        option("--reasoning-parser", panel=_server, help="How the model marks its thinking, which chats answer apart from "
+        option("--reasoning-parser", panel=ANSWERS, help="How the model marks its thinking, which chats answer apart from "
                "the content: deepseek_r1, qwen3, granite, gpt_oss, none, or auto (as its chat template does)."),
     ] = "auto"  # fmt: skip
     request_timeout: Annotated[
         float | None,
-        option("--request-timeout", panel=_server, help="Deadline in seconds of requests that set none."),
+        option("--request-timeout", panel=ANSWERS, help="Deadline in seconds of requests that set none."),
     ] = None
     grace_period: Annotated[
         float,
-        option("--grace-period", panel=_server, help="Seconds running streams may go on after SIGTERM or ctrl-C."),
+        option("--grace-period", panel=OPERATION, help="Seconds running streams may go on after SIGTERM or ctrl-C."),
     ] = 30.0
     tool_call_parser: Annotated[
         str,
-        option("--tool-call-parser", panel=_server, help="The format in which the model writes calls: auto (the one its chat "
+        option("--tool-call-parser", panel=ANSWERS, help="The format in which the model writes calls: auto (the one its chat "
                f"template teaches), none (calls are left in the text), {', '.join(TOOL_CALL_PARSERS)}."),
     ] = "auto"  # fmt: skip
     context_overflow: Annotated[
         str,
-        option("--context-overflow", panel=_server, help="What becomes of requests that are longer than the context: stop (the "
+        option("--context-overflow", panel=CONTEXT, help="What becomes of requests that are longer than the context: stop (the "
                "answer ends there), error (they are refused), shift (the oldest tokens are dropped and it goes on) or drop_turns "
                "(chats lose their oldest turns)."),
     ] = "stop"  # fmt: skip
     keep_tokens: Annotated[
         int | None,
-        option("--keep-tokens", panel=_server, help="Leading tokens that shift never drops, in whole blocks. Default: a chat's "
+        option("--keep-tokens", panel=CONTEXT, help="Leading tokens that shift never drops, in whole blocks. Default: a chat's "
                "system prompt, else 16."),
     ] = None  # fmt: skip
     attention_window: Annotated[
         int | None,
-        option("--attention-window", panel=_server, help="Tokens that each token sees, itself included. Default: all."),
+        option(
+            "--attention-window",
+            panel=CONTEXT,
+            help="Tokens that each token sees, itself included. Default: all.",
+        ),
     ] = None
     cache_reuse: Annotated[
         int,
-        option("--cache-reuse", panel=_server, metavar="N", help="Cached passages of at least N tokens are used wherever they "
+        option("--cache-reuse", panel=CONTEXT, metavar="N", help="Cached passages of at least N tokens are used wherever they "
                "stood, in requests that do not say. 0: only equal beginnings are."),
     ] = 0  # fmt: skip
     attention_sinks: Annotated[
         int,
-        option("--attention-sinks", panel=_server, help="Leading tokens that are seen beside the attention window."),
+        option("--attention-sinks", panel=CONTEXT, help="Leading tokens that are seen beside the attention window."),
     ] = 0
     rope_policy: Annotated[
         str,
-        option("--rope-policy", panel=_server, help="What requests may set of rotary scaling: allow (anything), profiles "
+        option("--rope-policy", panel=ROTARY, help="What requests may set of rotary scaling: allow (anything), profiles "
                "(names of --rope-profile only) or off (nothing)."),
     ] = "allow"  # fmt: skip
     rope_exact: Annotated[
         bool,
-        option("--rope-exact/--no-rope-exact", panel=_server, help="Let requests ask for exact recomputing: their whole "
+        option("--rope-exact/--no-rope-exact", panel=ROTARY, help="Let requests ask for exact recomputing: their whole "
                "context is computed again for every token past the model's length, which takes much work."),
     ] = False  # fmt: skip
     metrics_names: Annotated[
         str,
-        option("--metrics-names", panel=_server, help="Whose names /metrics has: windlass, vllm (those that dashboards made for "
-               "vLLM ask for) or both."),
+        option("--metrics-names", panel=OPERATION, help="Whose names /metrics has: windlass, vllm (those that dashboards made "
+               "for vLLM ask for) or both."),
     ] = "windlass"  # fmt: skip
     lora_folder: Annotated[
         Path | None,
-        option("--lora-folder", panel=_server, metavar="DIR", help="Let clients load adapters that lie in this folder, and "
+        option("--lora-folder", panel=ADAPTERS, metavar="DIR", help="Let clients load adapters that lie in this folder, and "
                "unload them, while the server runs. Default: they cannot."),
     ] = None  # fmt: skip
-    ui: Annotated[bool, option("--ui/--no-ui", panel=_server, help="Serve a page to try the model at /.")] = True
+    ui: Annotated[bool, option("--ui/--no-ui", panel=OPERATION, help="Serve a page to try the model at /.")] = True
+    stats_interval: Annotated[
+        float,
+        option("--stats-interval", panel=OPERATION, metavar="SECONDS", help="While requests run, a line this often on "
+               "how many do and how fast; 0: never. None with --log-level warning."),
+    ] = 10.0  # fmt: skip
     access_log: Annotated[
-        bool, option("--access-log/--no-access-log", panel=_server, help="Log a line per HTTP request.")
+        bool, option("--access-log/--no-access-log", panel=OPERATION, help="Log a line per HTTP request.")
     ] = False
 
     def to_settings(self, model_name: str, engine: EngineOptions | None = None) -> ServerSettings:
@@ -207,6 +221,8 @@ class ServerOptions:
             raise LoadError(f"--default-max-tokens must be at least 1, got {self.default_max_tokens}")
         if self.grace_period < 0:
             raise LoadError(f"--grace-period must not be negative, got {self.grace_period:g}")
+        if not 0 <= self.stats_interval < math.inf:
+            raise LoadError(f"--stats-interval must be 0 or more seconds, got {self.stats_interval:g}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise LoadError(f"--request-timeout must be more than 0 seconds, got {self.request_timeout:g}")
         names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)

@@ -83,12 +83,12 @@ def summary(
     lines = [
         f"windlass {__version__} serves {name} at {url}",
         f"  model     {info.architecture}, {count(info.num_parameters)} parameters in {info.num_layers} layers, "
-        f"{weights}, {size(info.weight_bytes)}",
+        f"{weights}",
         f"  device    {info.device}, loaded in {info.load_seconds:.1f} s",
+        f"  memory    {size(info.weight_bytes)} of weights, {size(info.kv_cache_bytes)} of cache ({info.kv_cache_dtype})",
+        f"  cache     {_room(info)}",
         f"  context   {info.max_model_len:,} tokens (trained for {info.trained_len:,}), "
         f"up to {info.max_num_seqs} sequences at once",
-        f"  kv cache  {' + '.join(f'{blocks:,}' for blocks in info.num_kv_blocks)} blocks of {info.block_size} tokens, "
-        f"{size(info.kv_cache_bytes)} {info.kv_cache_dtype}",
     ]
     if info.draft_model is not None:
         draft = info.draft_model
@@ -112,6 +112,19 @@ def summary(
         lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {in_options(notice)}" for notice in info.notices]
     return lines
+
+
+def _room(info: ModelInfo) -> str:
+    """What the cache holds: tokens, and streams of the longest kind and of as many as run at once."""
+    blocks = " + ".join(f"{blocks:,}" for blocks in info.num_kv_blocks)
+    if len(info.num_kv_blocks) > 1:  # windowed layers need fewer blocks the longer a stream is
+        return f"{blocks} blocks of {info.block_size} tokens, one number for each kind of layer"
+    tokens = info.num_kv_blocks[0] * info.block_size
+    whole = tokens // info.max_model_len
+    longest = f"{whole:,} {'stream' if whole == 1 else 'streams'} of {info.max_model_len:,}"
+    each = min(tokens // info.max_num_seqs, info.max_model_len)
+    shared = f", or {info.max_num_seqs:,} of {each:,}" if whole < info.max_num_seqs else ""
+    return f"{tokens:,} tokens ({blocks} blocks of {info.block_size}): room for {longest}{shared}"
 
 
 def count(number: int) -> str:

@@ -37,6 +37,7 @@ from windlass.server.options.engine_names import in_options
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
+from windlass.server.startup.activity import report_activity
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
@@ -102,7 +103,8 @@ def _serve_with(
                 state.text.wait_loaded()
                 return_large_pieces()
                 keep_startup_objects()
-                return asyncio.run(_run(app, client, http, url, settings, shown))
+                interval = server.stats_interval if level in ("debug", "info") else 0.0
+                return asyncio.run(_run(app, client, http, url, settings, shown, interval))
         finally:
             client.kill()
 
@@ -296,6 +298,7 @@ async def _run(
     url: str,
     settings: ServerSettings,
     shown_options: list[str],
+    stats_interval: float,
 ) -> int:
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
@@ -305,6 +308,7 @@ async def _run(
     http = asyncio.create_task(server.serve(), name="http")
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
+    activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()
@@ -319,6 +323,7 @@ async def _run(
         loading.stop()
         stop.cancel()
         engine.cancel()
+        activity.cancel()
         if not ending.begun:
             ending.begin()
         await ending.close(server, http)

@@ -38,7 +38,14 @@ class OwnServer:
         self._display = LoadingDisplay()
         self._ready = False
         command = [sys.executable, "-m", "windlass.server.cli.chat_child", "serve", model, "--port", "0"]
-        command += ["--grace-period", "0", *(["--served-model-name", name] if name else []), *options]
+        command += [
+            "--grace-period",
+            "0",
+            "--stats-interval",
+            "0",
+            *(["--served-model-name", name] if name else []),
+            *options,
+        ]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("WINDLASS_") or k in _KEPT}
         self._process = subprocess.Popen(
             command,

@@ -49,7 +49,6 @@ ANSWER_OPTIONS = (
     "reasoning_parser",
     "default_max_tokens",
     "max_response_bytes",
-    "max_tokenize_chars",
     "rope_exact",
     "context_overflow",
     "keep_tokens",

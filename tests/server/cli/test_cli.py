@@ -15,6 +15,7 @@ import pytest
 from helpers.configs import engine_config
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
+from typer.main import get_command
 
 from windlass import __version__
 from windlass.engine.api.adapters import AdapterSource
@@ -32,6 +33,7 @@ from windlass.engine.api.config import (
 from windlass.engine.rotary.ladder import LadderStep
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli import main as cli
+from windlass.server.cli.brief_help import MAIN
 from windlass.server.options.connection_settings import ConnectionSettings
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
@@ -363,8 +365,33 @@ def test_a_key_file_without_keys_does_not_open_the_server(capsys, tmp_path):
     assert "holds no key" in error_of(capsys, "serve", "--api-key-file", str(tmp_path / "keys"))
 
 
+@pytest.mark.parametrize("command", [["serve"], ["generate"], ["chat"], ["bench", "engine"]])
+def test_help_is_short_and_says_where_the_rest_is(command, capsys):
+    assert cli.run([*command, "--help-all"]) == 0
+    whole = capsys.readouterr().out
+    assert cli.run([*command, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 0.55 * len(whole.splitlines())
+    assert "--rope-scaling" in short and "--quantization" in short and "--help-all" in short
+    assert "--block-size" in whole and "--block-size" not in short
+    assert "WINDLASS_BLOCK_SIZE" in whole and "env var" not in short
+    # The page leaves nothing hidden behind it: the options work, and completion knows them.
+    assert cli.run([*command, "--help-all"]) == 0
+    assert capsys.readouterr().out == whole
+
+
+def test_the_options_of_the_short_help_are_there():
+    names = {parameter.name for parameter in get_command(cli.app).commands["serve"].params}
+    assert not set(MAIN) - names and 15 < len(MAIN) < len(names) / 2
+
+
+@pytest.mark.parametrize("given", ["-1", "inf", "nan"])
+def test_the_interval_of_the_lines_is_checked(given, capsys):
+    assert "--stats-interval" in error_of(capsys, "serve", "--stats-interval", given)
+
+
 def test_help_names_every_option_and_variable(capsys):
-    assert cli.run(["serve", "--help"]) == 0
+    assert cli.run(["serve", "--help-all"]) == 0
     text = capsys.readouterr().out
     for field in [
         field for options in (EngineOptions, ServerOptions, ConnectionOptions) for field in dataclasses.fields(options)

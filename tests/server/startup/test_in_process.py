@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ import windlass
 from windlass import LLM
 from windlass.clients import BadRequestError, Client
 from windlass.engine.errors import EngineDeadError, LoadError
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.options.server import ServerOptions
+from windlass.server.startup.in_process.llm import ANSWER_OPTIONS, _read_options
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")
@@ -138,6 +142,15 @@ def test_options_at_fault_are_named_as_in_python() -> None:
         LLM("no_such_model")
     with pytest.raises(AttributeError, match="LLN"):
         _ = windlass.LLN
+
+
+def test_options_of_both_sides_are_options_of_the_server() -> None:
+    assert not set(ANSWER_OPTIONS) - {field.name for field in fields(ServerOptions)}
+    engine, server = _read_options(
+        {"rope_scaling": YARN, "max_num_seqs": 3, "context_overflow": "error", "chat_template": "t"}
+    )
+    assert (engine.parse_rope_scaling(), engine.max_num_seqs) == (RopeScaling.from_dict(YARN), 3)
+    assert (server.context_overflow, server.chat_template) == ("error", Path("t"))
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
         for expected in (
             "5.4 M parameters",
             "300 tokens",
-            "64 blocks of 16",
+            "(64 blocks of 16)",
             "full_attention",
             "  options   --deterministic\n",
         ):

@@ -1,0 +1,13 @@
+"""The groups in which a help page shows options. What stands in none is the command's own."""
+
+MODEL = "Model and weights"
+CONTEXT = "Context and cache"
+BATCHING = "Batching and processors"
+ROTARY = "Rotary scaling"
+ADAPTERS = "LoRA adapters"
+SPECULATION = "Speculative decoding"
+NETWORK = "Network"
+ACCESS = "Access"
+ANSWERS = "Requests and answers"
+OPERATION = "Operation"
+CONNECTIONS = "Connections"

@@ -1,0 +1,118 @@
+"""The line on what a server does, and the lines it starts with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+from helpers.scripted_engine import model_info
+from helpers.served import Served
+from helpers.toy_tokenizers import byte_level
+
+from windlass.engine.api.request import EngineStats
+from windlass.server.exchange.metrics import ServerMetrics
+from windlass.server.startup import activity
+from windlass.server.startup.activity import activity_line
+from windlass.server.startup.display import summary
+
+BEFORE = EngineStats(
+    num_steps=10, prompt_tokens=1_000, generation_tokens=50, prefix_cache_queries=900, prefix_cache_hits=9
+)
+
+
+def test_the_line_has_what_happened_between_two_snapshots():
+    after = replace(
+        BEFORE,
+        num_running=3,
+        num_waiting=1,
+        prompt_tokens=21_000,
+        generation_tokens=473,
+        kv_cache_usage=0.126,
+        prefix_cache_queries=1_900,
+        prefix_cache_hits=259,
+    )
+    assert activity_line(BEFORE, after, 10.0) == (
+        "running 3, waiting 1; prompts 2,000 tokens/s, answers 42.3 tokens/s; cache 13% in use, 25% of prompts found in it"
+    )
+    more = replace(after, spec_decode_num_draft_tokens=40, spec_decode_num_accepted_tokens=30, num_preemptions=2)
+    line = activity_line(BEFORE, more, 10.0)
+    assert line is not None and line.endswith("; 75% of proposals kept; 2 preempted")
+
+
+def test_nothing_is_said_while_nothing_runs():
+    assert activity_line(BEFORE, BEFORE, 10.0) is None
+    assert activity_line(BEFORE, replace(BEFORE, num_waiting=1), 10.0) is not None
+    assert activity_line(BEFORE, replace(BEFORE, generation_tokens=51), 10.0) is not None
+
+
+def test_an_engine_that_was_started_again_counts_from_nothing(monkeypatch):
+    lines: list[str] = []
+    given = [BEFORE, None, EngineStats(num_steps=2, num_running=1, generation_tokens=4)]
+
+    class Metrics:
+        async def refresh(self) -> EngineStats | None:
+            return given.pop(0) if given else None
+
+    monkeypatch.setattr(activity, "say", lines.append)
+
+    async def main() -> None:
+        task = asyncio.create_task(activity.report_activity(Metrics(), 0.01))  # type: ignore[arg-type]
+        while given:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)
+        task.cancel()
+
+    asyncio.run(main())
+    assert len(lines) == 2 and "answers -" not in lines[1] and "running 1" in lines[1]
+
+
+def test_the_times_of_requests_reach_the_metrics_all_the_same():
+    class Engine:
+        restarts, state = 0, "ready"
+
+        async def stats(self) -> EngineStats:
+            return EngineStats(queue_seconds=(0.02, 0.03))
+
+    metrics = ServerMetrics(Engine())  # type: ignore[arg-type]
+
+    async def main() -> str:
+        assert (await metrics.refresh()) is not None
+        return (await metrics.render()).decode()
+
+    assert "windlass_request_queue_time_seconds_count 4.0" in asyncio.run(main())
+
+
+@pytest.mark.parametrize(("options", "said"), [(["--stats-interval", "0.2"], True), (["--stats-interval", "0"], False)])
+def test_a_busy_server_says_how_fast_it_is(options, said, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    with Served(tmp_path, *options) as served:
+        url = served.wait_ready()
+        body = {"model": tmp_path.name, "prompt": "hi", "max_tokens": 30}
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=20.0).status_code == 200
+        assert bool([line for line in served.lines if "answers" in line and "tokens/s" in line]) is said
+
+
+@pytest.mark.parametrize(
+    ("blocks", "longest", "at_once", "room"),
+    [
+        ((1024,), 512, 64, "16,384 tokens (1,024 blocks of 16): room for 32 streams of 512, or 64 of 256"),
+        ((64,), 1000, 4, "1,024 tokens (64 blocks of 16): room for 1 stream of 1,000, or 4 of 256"),
+        ((64,), 100, 4, "1,024 tokens (64 blocks of 16): room for 10 streams of 100"),
+        ((64, 8), 100, 4, "64 + 8 blocks of 16 tokens, one number for each kind of layer"),
+    ],
+)
+def test_the_first_lines_say_what_the_memory_is_good_for(blocks, longest, at_once, room):
+    info = model_info(
+        num_kv_blocks=blocks,
+        max_model_len=longest,
+        max_num_seqs=at_once,
+        block_size=16,
+        weight_bytes=3 << 20,
+        kv_cache_bytes=5 << 20,
+    )
+    text = "\n".join(summary(info, "toy", "http://x/v1"))
+    assert f"  cache     {room}\n" in text
+    assert "  memory    3.0 MiB of weights, 5.0 MiB of cache (" in text
