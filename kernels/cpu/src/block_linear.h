@@ -22,7 +22,7 @@ namespace blocks {
 
 constexpr int TILE_ROWS = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;
 // Rows of a tile that meets two panels at once, where there are registers for that: of many tiles each byte of x is spread over a
-// vector for both (measured on Zen 5: a sixth quicker than one panel and eight rows, which loads nearly twice as much).
+// vector for both (measured on Zen 5: up to a sixth less time than one panel and eight rows, which load nearly twice as much).
 constexpr bool PAIRED_PANELS = WINDLASS_QUADS && V == 1;
 constexpr int PAIRED_ROWS = 6;
 constexpr long PAIRED_FROM = 2 * TILE_ROWS + 1;  // rows of x
