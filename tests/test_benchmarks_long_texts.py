@@ -137,6 +137,45 @@ def test_narrower_caches_by_position(
     assert "| 32–64 |" in capsys.readouterr().out
 
 
+def test_every_kind_by_position(
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = load("kinds_by_position")
+    keep = tmp_path / "passes.jsonl"
+    arguments = [model, "--text", texts, "--max-len", LENGTH, "--stretch", 16, "--sinks", 2, "--keep", keep]
+    found = run(module, monkeypatch, tmp_path / "r.json", *arguments, "--plot", tmp_path / "plot.png")
+    names = set(found["loss"])
+    assert {"no scaling", "text cut to the trained length", "window 30 and 2 sinks", "yarn 3", "rerope"} <= names
+    assert {"dynamic 2, frozen", "dynamic 2, recompute", "dynamic 2, rotate", "longrope, untrained ramp to 3, frozen"} <= names
+    assert found["edges"] == [0, 16, 32, 48, 64, 80, 96] and (tmp_path / "plot.png").stat().st_size > 1000
+    tokenizer, scorer = Tokenizer.from_directory(model), Scorer.load(model, device="cpu")
+    ids = tokenizer.encode((texts / "a.txt").read_text())[: LENGTH + 1]
+    for name in ("no scaling", "yarn 3", "self_extend 4", "dynamic 2, recompute", "longrope, untrained ramp to 3, frozen"):
+        scaling = RopeScaling.from_dict(found["scalings"][name])
+        policy = name.split(", ")[-1] if "dynamic" in name else "frozen"
+        nll = -scorer.logprobs(ids, scorer.plan(LENGTH, scaling, policy)).double().numpy()
+        assert found["loss"][name]["a.txt"] == pytest.approx(nll.reshape(6, 16).mean(1).tolist(), abs=1e-5)
+    shown = capsys.readouterr().out
+    assert shown.count("| a, b | 0–32 | 32–48 |") == 1 and shown.count("\n") == 2 + len(names)
+    late = {n: np.array([np.array(found["loss"][n][t])[4:].mean() for t in ("a.txt", "b.txt")]) for n in names}
+    apart = late["yarn 3"] - late["text cut to the trained length"]
+    row = next(line for line in shown.splitlines() if line.startswith("| yarn 3 |"))
+    assert row.split("|")[-2].split()[0] == module._percent(float(apart.mean()))
+    # A run that was cut short: what one text alone was read under stands in a table of its own.
+    lines = keep.read_text().splitlines(keepends=True)
+    keep.write_text("".join(line for line in lines if not ("rerope" in line and "b.txt" in line)))
+    monkeypatch.setattr(Scorer, "logprobs", None)  # nothing is read
+    part = run(module, monkeypatch, tmp_path / "r.json", *arguments, "--report-only")
+    assert part["loss"]["rerope"] == {"a.txt": found["loss"]["rerope"]["a.txt"]}
+    assert part["loss"]["yarn 3"] == found["loss"]["yarn 3"]
+    shown = capsys.readouterr().out
+    assert "| a | 0–32" in shown and shown.index("| yarn 3 |") < shown.index("| a | 0–32") < shown.index("| rerope |")
+
+
 def test_hidden_numbers_stand_where_the_questions_say(model: Path, texts: Path) -> None:
     module = load("passkeys")
     tokenizer = Tokenizer.from_directory(model)
