@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -42,11 +41,23 @@ from windlass.server.startup.hub import resolve_model
 CONFIDENCE = 0.95
 NONE, CUT = "no scaling", "text cut to the trained length"
 # What is read first where there is not time for all of it.
-ORDER = ("none", "yarn", "dual_chunk", "self_extend", "window", "rerope", "ntk", "longrope", "llama3", "linear", "log_n")
+ORDER = (
+    "none",
+    "yarn",
+    "dual_chunk",
+    "self_extend",
+    "window",
+    "rerope",
+    "ntk",
+    "longrope",
+    "llama3",
+    "linear",
+    "log_n",
+)
 
 
 def candidates_of(model: Path, max_len: int, sinks: int) -> tuple[list[Candidate], int]:
-    """Every kind once, each with the factor that `max_len` needs, and the trained length. The text that is cut is none of them."""
+    """Every kind once, each with the factor that `max_len` needs, and the trained length. The cut text is none of them."""
     group = main_group(read_groups(model))
     trained = original_len(group.scaling, group.base)
     window = window_sweep_candidate(trained - sinks, sinks)
@@ -138,7 +149,9 @@ def table(report: dict[str, Any]) -> str:
     loss, order = report["loss"], [text["name"] for text in report["texts"]]
     sets = {name: tuple(text for text in order if text in found) for name, found in loss.items()}
     tables = []
-    for texts in sorted({texts for name, texts in sets.items()}, key=lambda texts: (-len(texts), order.index(texts[0]))):
+    for texts in sorted(
+        {texts for name, texts in sets.items()}, key=lambda texts: (-len(texts), order.index(texts[0]))
+    ):
         full = len(texts) == max(map(len, sets.values()))
         names = [name for name, own in sets.items() if own == texts or (not full and name in (NONE, CUT))]
         names = [name for name in names if set(texts) <= set(sets[name])]
@@ -196,7 +209,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = make_parser(__doc__, max_len=16384, stretch=2048)
-    parser.add_argument("--sinks", type=int, default=4, help="of the window, which leaves room for them in the trained length")
+    parser.add_argument(
+        "--sinks", type=int, default=4, help="of the window, which leaves room for them in the trained length"
+    )
     parser.add_argument("--kinds", nargs="+", choices=[*ORDER, "dynamic"], help="read only these, and no scaling")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")

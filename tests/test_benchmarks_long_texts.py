@@ -150,11 +150,22 @@ def test_every_kind_by_position(
     found = run(module, monkeypatch, tmp_path / "r.json", *arguments, "--plot", tmp_path / "plot.png")
     names = set(found["loss"])
     assert {"no scaling", "text cut to the trained length", "window 30 and 2 sinks", "yarn 3", "rerope"} <= names
-    assert {"dynamic 2, frozen", "dynamic 2, recompute", "dynamic 2, rotate", "longrope, untrained ramp to 3, frozen"} <= names
+    assert {
+        "dynamic 2, frozen",
+        "dynamic 2, recompute",
+        "dynamic 2, rotate",
+        "longrope, untrained ramp to 3, frozen",
+    } <= names
     assert found["edges"] == [0, 16, 32, 48, 64, 80, 96] and (tmp_path / "plot.png").stat().st_size > 1000
     tokenizer, scorer = Tokenizer.from_directory(model), Scorer.load(model, device="cpu")
     ids = tokenizer.encode((texts / "a.txt").read_text())[: LENGTH + 1]
-    for name in ("no scaling", "yarn 3", "self_extend 4", "dynamic 2, recompute", "longrope, untrained ramp to 3, frozen"):
+    for name in (
+        "no scaling",
+        "yarn 3",
+        "self_extend 4",
+        "dynamic 2, recompute",
+        "longrope, untrained ramp to 3, frozen",
+    ):
         scaling = RopeScaling.from_dict(found["scalings"][name])
         policy = name.split(", ")[-1] if "dynamic" in name else "frozen"
         nll = -scorer.logprobs(ids, scorer.plan(LENGTH, scaling, policy)).double().numpy()

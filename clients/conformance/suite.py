@@ -145,8 +145,8 @@ class Suite:
         raise NotAskableError(f"no text of {tokens} tokens was found: the tokenizer does not go by words")
 
     def begin(self, make: Callable[[], str], length: int) -> tuple[str, Answer]:
-        """A prompt of `make` and its answer of `length` tokens, to be read back: where four tries find one, an answer that does not
-        go on with the prompt's last word. That word could be read back as other tokens, even as many."""
+        """A prompt of `make` and its answer of `length` tokens, to be read back: where four tries find one, an answer that does
+        not go on with the prompt's last word. That word could be read back as other tokens, even as many."""
         for _ in range(4):
             prompt = make()
             answer = self.asker.ask(prompt, length, fresh=True)

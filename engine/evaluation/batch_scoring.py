@@ -9,7 +9,6 @@ It knows no text, no task and no files other than through the loader.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from os.path import commonprefix
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -125,7 +124,7 @@ class BatchScorer:
         """Of texts under one rule and scaling: what they begin with alike passes through the model once."""
         text = group[0][1]
         plan = self._core.plan_rotation(_request("plan", text))
-        shared = len(commonprefix([text.token_ids for _, text in group]))
+        shared = _shared([text.token_ids for _, text in group])
         behind = [(index, text) for index, text in group if shared <= text.first]
         for part in ([(index, text)] for index, text in group if shared > text.first):
             yield from self._behind(part, part[0][1].first, plan, computed)
@@ -152,6 +151,14 @@ class BatchScorer:
         found = self._alone.endings(first.token_ids[:start], endings, plan, context=first.context, computed=computed)
         for (index, text), entries in zip(group, found, strict=True):
             yield index, entries[text.first - start :]
+
+
+def _shared(texts: Sequence[tuple[int, ...]]) -> int:
+    """Leading tokens that all of them have."""
+    low, high = min(texts), max(texts)  # in the order of tuples; what these two share, those between them share
+    return next(
+        (place for place, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high))
+    )
 
 
 def _request(request_id: str, text: TextToScore) -> EngineRequest:

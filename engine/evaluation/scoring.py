@@ -128,7 +128,9 @@ class Scorer:
             raise RequestError("a text and its endings have at least one token each", "token_ids")
         stages = {plan.stage(len(token_ids) + len(ending)).specs for ending in endings}
         if len(stages) > 1:
-            raise RequestError("endings that share a text run under the same frequencies: give shorter ones", "token_ids")
+            raise RequestError(
+                "endings that share a text run under the same frequencies: give shorter ones", "token_ids"
+            )
         for ending in endings:
             self._check(ending, context)
         longest = len(token_ids) + max(map(len, endings), default=0)
@@ -212,9 +214,9 @@ class Scorer:
     def _check(self, token_ids: Sequence[int], context: ContextRule | None) -> None:
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
             raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
-        if context is not None and context.attention_window is not None:
-            if context.attention_window < 1 or context.attention_sinks < 0:
-                raise RequestError("attention_window must be at least 1, attention_sinks at least 0", "attention_window")
+        window = None if context is None else context.attention_window
+        if context is not None and window is not None and (window < 1 or context.attention_sinks < 0):
+            raise RequestError("attention_window must be at least 1, attention_sinks at least 0", "attention_window")
 
 
 def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:

@@ -43,7 +43,9 @@ class Recommendation:
 def recommend(result: ScalingSweep) -> Recommendation:
     """The scaling to serve contexts of `result.target_len` with."""
     target = result.target_len
-    usable = [c for c in result.curves if c.kind not in ("cut", "window") and (c.policy != "frozen" or c.longest == target)]
+    usable = [
+        c for c in result.curves if c.kind not in ("cut", "window") and (c.policy != "frozen" or c.longest == target)
+    ]
     ranked = sorted(usable, key=lambda curve: result.loss(curve, 0, target))
     best = result.loss(ranked[0], 0, target)
     close = [curve for curve in ranked if result.loss(curve, 0, target) <= best + _CLOSE]

@@ -14,7 +14,6 @@ from markupsafe import Markup
 from windlass.server.cli.rope.recommendation import Recommendation
 from windlass.server.cli.rope.sweep_results import CONFIDENCE, TOLERANCE, ScalingSweep
 
-
 _REFERENCES = ("cut", "window")  # kinds to compare with, never recommended
 
 

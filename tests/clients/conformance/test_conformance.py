@@ -354,7 +354,7 @@ def test_an_error_of_another_kind_costs_no_fresh_request() -> None:
 
 
 def test_an_answer_that_is_read_back_does_not_go_on_with_the_last_word_of_its_prompt() -> None:
-    """" iron" and "s" may be the two tokens " ir" and "ons" when they are read as one text: the count would not tell."""
+    """ " iron" and "s" may be the two tokens " ir" and "ons" when they are read as one text: the count would not tell."""
 
     class Says:
         def __init__(self, *texts: str) -> None:

@@ -134,7 +134,9 @@ def test_a_window_with_sinks_is_a_row_and_no_recommendation(model: Path, texts: 
         entries = [e for _ in iter(core.has_work, False) for out in core.step() for e in out.prompt_logprobs or () if e]
         losses.append([-entry.logprob for entry in entries])
     assert row["perplexity"]["all positions"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
-    assert row["perplexity"]["at the end (128)"] == pytest.approx(math.exp(np.mean(np.array(losses)[:, -16:])), rel=1e-3)
+    assert row["perplexity"]["at the end (128)"] == pytest.approx(
+        math.exp(np.mean(np.array(losses)[:, -16:])), rel=1e-3
+    )
     assert sweep_several(model, texts, tmp_path, *given) == found
     other = sweep_several(model, texts, tmp_path, *given[:2], "--attention-sinks", "0", *given[4:])
     assert other["curves"][3]["perplexity"] != row["perplexity"] and other["curves"][:3] == found["curves"][:3]
