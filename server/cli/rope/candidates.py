@@ -1,4 +1,4 @@
-"""Which scalings and windows a sweep measures, and from where in a text. Knows no model beyond its lengths and its own scaling."""
+"""Which scalings and windows a sweep measures, and from where in a text. Of a model it knows its lengths and its own scaling."""
 
 from __future__ import annotations
 

@@ -116,9 +116,9 @@ def notes(result: ScalingSweep) -> list[str]:
         )
     if "window" in kinds:
         found.append(
-            "Under a window each token sees the last so many tokens and the sinks, the first few, which then stand at the window's "
-            "edge. Nothing is scaled, and what lies between is not seen: perplexity hardly asks for it, so a window is not "
-            "recommended by it."
+            "Under a window each token sees the last so many tokens and the sinks, the first few, which then stand at its edge. "
+            "Nothing is scaled, and what lies between is not seen: perplexity hardly asks for it, so a window is not recommended "
+            "by it."
         )
     if any(curve.policy for curve in result.curves):
         found.append(

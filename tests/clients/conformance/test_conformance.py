@@ -368,6 +368,5 @@ def test_an_answer_that_is_read_back_does_not_go_on_with_the_last_word_of_its_pr
     for texts, taken in ((("s and", " then", "x"), 2), ((". And",), 1), (("s", "s", "s", "s", " no"), 4)):
         suite, says = Suite.__new__(Suite), Says(*texts)
         suite.asker = says  # type: ignore[assignment]
-        prompts = iter(["old iron", "old rope", "old wool", "old lamp"])
-        prompt, answer = suite.begin(lambda: next(prompts), 3)
+        prompt, answer = suite.begin(iter(["old iron", "old rope", "old wool", "old lamp"]).__next__, 3)
         assert len(says.asked) == taken and prompt == says.asked[-1] and answer.text == texts[taken - 1]
