@@ -18,6 +18,7 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.tables import RotaryTables
 from windlass.server.text.tokenizer import Tokenizer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -185,6 +186,33 @@ def test_every_kind_by_position(
     assert part["loss"]["yarn 3"] == found["loss"]["yarn 3"]
     shown = capsys.readouterr().out
     assert "| a | 0–32" in shown and shown.index("| yarn 3 |") < shown.index("| a | 0–32") < shown.index("| rerope |")
+
+
+def test_angles_of_less_precision_show_at_far_positions(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load("far_angles")
+    arguments = [model, "--text", texts / "a.txt", "--tokens", 64, "--positions", 5000, 10**6]
+    found = run(module, monkeypatch, tmp_path / "r.json", *arguments)
+    nats = {(row["angles"], row["first_position"]): row["nats"] for row in found["rows"]}
+    for first in (5000, 10**6):
+        assert nats["as served", first]["largest"] < 1e-4
+        assert nats["cosines and sines in bfloat16", first]["mean"] > 10 * nats["as served", first]["mean"]
+    assert nats["angles in bfloat16", 5000]["mean"] > 100 * nats["as served", 5000]["largest"]
+    assert nats["angles in float32", 10**6]["mean"] > 10 * nats["angles in float32", 5000]["mean"]
+    assert "| as served |" in capsys.readouterr().out
+    # What is replaced is put back, and a text from position `first` on is one that stands behind as many tokens unseen.
+    scorer, ids = Scorer.load(model, device="cpu"), Tokenizer.from_directory(model).encode("one two three")[:40]
+    before = scorer.logprobs(ids, scorer.plan(40))
+    positions = torch.arange(7, 12)
+    tables = RotaryTables(1, [scorer.decoder.spec.rotary_groups[0].base], scorer.decoder.backend)
+    tables.write(0, scorer.plan(40).stage(40).specs)
+    expected = tables.cos_sin(torch.zeros(5, dtype=torch.int64), positions)
+    for kind, bound in ((None, 1e-9), (module._in_float32, 1e-4)):
+        with module.rotated_by(kind, 7):
+            moved = tables.cos_sin(torch.zeros(5, dtype=torch.int64), positions - 7)
+        assert (moved.cos - expected.cos).abs().max() < bound and (moved.sin - expected.sin).abs().max() < bound
+    assert torch.equal(scorer.logprobs(ids, scorer.plan(40)), before)
 
 
 def test_hidden_numbers_stand_where_the_questions_say(model: Path, texts: Path) -> None:
