@@ -31,7 +31,9 @@ _OURS = {"none": "f16", "int8": "int8", "int4": "int4"}
 def ours(places: Places, ids: list[int], window: int) -> dict[str, dict[str, float]]:
     """By contestant. change: of perplexity against the weights as stored; divergence in nats; same_first a share."""
     label = _OURS if places.shape in REAL else {**_OURS, "none": "bf16"}
-    scorers = {label[width]: quantization_quality.scorer_of(places.model, width) for width in quantization_quality.WIDTHS}
+    scorers = {
+        label[width]: quantization_quality.scorer_of(places.model, width) for width in quantization_quality.WIDTHS
+    }
     scorers[f"{label['none']}, computed in bfloat16"] = quantization_quality.scorer_of(places.model, dtype="bfloat16")
     found = quantization_quality.measure(scorers, ids, window, window // 2)
     return {

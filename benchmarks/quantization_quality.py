@@ -3,10 +3,10 @@
     python benchmarks/quantization_quality.py TEXT [MODEL.gguf ...] [--model DIRECTORY] [--window 768] [--skip 384]
 
 Each window of the text is read once with float32 arithmetic on the weights as stored, then with each quantization, with an
-int8 cache of keys and values, in bfloat16 arithmetic, and with each file that is named. Printed: perplexity and its change, mean KL divergence of
-the next-token distribution from the unquantized one (nats), how often both put the same token first, and the bytes of all
-weights. Nothing here is timed. `--skip` leaves the first predictions of every window out: with half a window the figures
-are those of llama.cpp's `llama-perplexity -c 768 --kl-divergence` on the same text.
+int8 cache of keys and values, in bfloat16 arithmetic, and with each file that is named. Printed: perplexity and its change,
+mean KL divergence of the next-token distribution from the unquantized one (nats), how often both put the same token first,
+and the bytes of all weights. Nothing here is timed. `--skip` leaves the first predictions of every window out: with half a
+window the figures are those of llama.cpp's `llama-perplexity -c 768 --kl-divergence` on the same text.
 """
 
 from __future__ import annotations
