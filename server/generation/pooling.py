@@ -43,6 +43,7 @@ class PoolingJob:
     rule: ContextRule
     longest: int
     truncate: int | None
+    priority: int
     adapter: ServedAdapter | None
 
     @property
@@ -82,6 +83,7 @@ def check_prompt_request(
         rule=rule,
         longest=longest,
         truncate=longest if truncate == -1 else truncate,
+        priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
     )
 
@@ -131,7 +133,8 @@ async def pool(job: PoolingJob, prompts: Sequence[Sequence[int]], rule: PoolingR
             found[index] = await _pool_one(job, list(ids), rule)
             await asyncio.sleep(0)
 
-    with state.adapters.using(job.adapter):
+    state.callers.take_prompts(job.caller, sum(map(len, prompts)))
+    with state.adapters.using(job.adapter), state.callers.running(job.caller):
         if job.adapter is not None:
             state.metrics.adapted(job.adapter.source.name)
         try:
@@ -160,7 +163,9 @@ async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> Poole
         rope_exact=rotation.exact,
         cache_salt=body.cache_salt,
         context=job.rule,
-        priority=body.priority or 0,
+        priority=job.priority,
+        caller=job.caller,
+        share=state.callers.of(job.caller).share,
         deadline=job.deadline,
         adapter=None if job.adapter is None else job.adapter.source.adapter_id,
         pooling=rule,

@@ -17,6 +17,7 @@ import ssl
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,6 +35,7 @@ from windlass.server.options.connection_settings import ConnectionSettings
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options
+from windlass.server.options.key_file import ApiKey, read_key_file
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
@@ -49,7 +51,10 @@ from windlass.server.startup.unix_socket import listen_unix
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from windlass.server.exchange.state import ServerState
     from windlass.server.http.server import HttpServer
+
+_logger = logging.getLogger("windlass.server")
 
 # Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
@@ -104,7 +109,7 @@ def _serve_with(
                 return_large_pieces()
                 keep_startup_objects()
                 interval = server.stats_interval if level in ("debug", "info") else 0.0
-                return asyncio.run(_run(app, client, http, url, settings, shown, interval))
+                return asyncio.run(_run(app, client, http, url, settings, shown, interval, server.api_keys))
         finally:
             client.kill()
 
@@ -299,9 +304,13 @@ async def _run(
     settings: ServerSettings,
     shown_options: list[str],
     stats_interval: float,
+    key_file: Path | None,
 ) -> int:
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
+    if key_file is not None:
+        reread = partial(_reread_keys, key_file, settings, app.state.windlass)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread)
     loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()
@@ -342,6 +351,17 @@ async def _follow(
     await client.wait_state("failed")
     say(f"error: {in_options(client.failure)}")
     return 1
+
+
+def _reread_keys(key_file: Path, settings: ServerSettings, state: ServerState) -> None:
+    """Let those in the file call from now on, and nobody else of it; a file that cannot be used changes nothing."""
+    try:
+        named = read_key_file(key_file)
+    except LoadError as error:
+        _logger.error("%s; the callers stay as they were", error)
+        return
+    state.callers.replace((*map(ApiKey.plain, settings.api_keys), *named))
+    _logger.warning("--api-keys %s was read again: %d callers", key_file, len(named))
 
 
 def _catch_signals(client: ProcessClient, ending: Ending) -> asyncio.Event:
