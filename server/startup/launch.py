@@ -17,7 +17,6 @@ import ssl
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -30,12 +29,12 @@ from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.rotary.scaling import OF_DISTANCES
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
+from windlass.server.http.loop_watch import LoopWatch
 from windlass.server.http.tls import make_context
 from windlass.server.options.connection_settings import ConnectionSettings
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options
-from windlass.server.options.key_file import ApiKey, read_key_file
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
@@ -43,6 +42,7 @@ from windlass.server.startup.activity import report_activity
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
+from windlass.server.startup.key_reload import reread_on_signal
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.startup.tokenizer_directory import with_tokenizer
@@ -51,10 +51,7 @@ from windlass.server.startup.unix_socket import listen_unix
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from windlass.server.exchange.state import ServerState
     from windlass.server.http.server import HttpServer
-
-_logger = logging.getLogger("windlass.server")
 
 # Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
@@ -309,8 +306,7 @@ async def _run(
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
     if key_file is not None:
-        reread = partial(_reread_keys, key_file, settings, app.state.windlass)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reread)
+        reread_on_signal(key_file, settings.api_keys, app.state.windlass.callers)
     loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()
@@ -318,6 +314,8 @@ async def _run(
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
+    watch = LoopWatch(app.state.windlass.metrics.event_loop_lag.observe)
+    watch.start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()
@@ -333,6 +331,7 @@ async def _run(
         stop.cancel()
         engine.cancel()
         activity.cancel()
+        watch.stop()
         if not ending.begun:
             ending.begin()
         await ending.close(server, http)
@@ -351,17 +350,6 @@ async def _follow(
     await client.wait_state("failed")
     say(f"error: {in_options(client.failure)}")
     return 1
-
-
-def _reread_keys(key_file: Path, settings: ServerSettings, state: ServerState) -> None:
-    """Let those in the file call from now on, and nobody else of it; a file that cannot be used changes nothing."""
-    try:
-        named = read_key_file(key_file)
-    except LoadError as error:
-        _logger.error("%s; the callers stay as they were", error)
-        return
-    state.callers.replace((*map(ApiKey.plain, settings.api_keys), *named))
-    _logger.warning("--api-keys %s was read again: %d callers", key_file, len(named))
 
 
 def _catch_signals(client: ProcessClient, ending: Ending) -> asyncio.Event:
