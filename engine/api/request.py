@@ -220,6 +220,8 @@ class ModelInfo:
     hidden_size: int = 0  # of the vectors that its states are
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     classifier: ClassifierInfo | None = None  # of a model that classifies and generates nothing
+    generates: bool = True
+    sees_whole_texts: bool = False  # its tokens see those behind them: a text is computed in one step
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 

@@ -56,6 +56,8 @@ def _check_pooling(rule: PoolingRule, sampling: SamplingParams) -> None:
         raise RequestError(f"pooling must be one of {', '.join(POOLING_KINDS)}", "pooling")
     if rule.dimensions is not None and rule.dimensions < 1:
         raise RequestError(f"dimensions must be at least 1, got {rule.dimensions}", "dimensions")
+    if rule.second_from is not None and rule.second_from < 0:
+        raise RequestError(f"second_from must be a token's index, got {rule.second_from}", "pooling")
     if sampling.max_tokens or sampling.n != 1 or sampling.prompt_logprobs is not None:
         raise RequestError("a prompt that is pooled generates nothing and has no log-probabilities", "pooling")
 

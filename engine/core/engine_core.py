@@ -83,12 +83,15 @@ class EngineCore:
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
             for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
         ]
-        self.blocks = BlockManager(layouts, config.cache.block_size, config.cache.prefix_caching)
+        # A token that sees those behind it is another in every text: nothing of one text stands in another.
+        shares = config.cache.prefix_caching and not spec.sees_whole_texts
+        self.blocks = BlockManager(layouts, config.cache.block_size, shares)
         self._limits = ContextLimits(
             max_model_len=plan.max_model_len,
             block_size=config.cache.block_size,
             shift_context=_shift_context(config, plan.max_model_len),
             max_total_tokens=config.context.max_total_tokens,
+            shift_refusal=_shift_refusal(spec),
         )
         self.scheduler = Scheduler(
             config=config.scheduling,
@@ -97,6 +100,7 @@ class EngineCore:
             rotary=tables,
             namespace=_namespace(model),
             eos_token_ids=spec.eos_token_ids,
+            whole_prompts=spec.sees_whole_texts,
         )
         self.info = replace(
             _describe(config, model, draft, plan, time.perf_counter() - started),
@@ -144,14 +148,30 @@ class EngineCore:
 
     def _check_task(self, request: EngineRequest) -> None:
         """Raise RequestError for what this model has no head for."""
-        if request.pooling is None and self.info.classifier is not None:
+        classifier, kind = self.info.classifier, None if request.pooling is None else request.pooling.kind
+        if kind is None and not self.info.generates:
             raise RequestError(
-                f"this model is a {self.info.architecture}, which generates nothing: use /classify, /v1/score or /v1/rerank",
+                f"this model is a {self.info.architecture}, which generates nothing: use {self._instead_of_generating()}",
                 "model",
                 "no_generation",
             )
-        if request.pooling is not None and request.pooling.kind == "classify" and self.info.classifier is None:
-            raise RequestError("this model has no classification head", "pooling", "no_classifier")
+        if kind in ("classify", "classify tokens"):
+            if classifier is None:
+                raise RequestError("this model has no classification head", "pooling", "no_classifier")
+            if classifier.per_token != (kind == "classify tokens"):
+                raise RequestError(
+                    f"this model tells the class of {'each token, not of a text' if classifier.per_token else 'a text'}: "
+                    f"{'ask /pooling for token_classify' if classifier.per_token else 'use /classify'}",
+                    "pooling",
+                    "no_classifier",
+                )
+
+    def _instead_of_generating(self) -> str:
+        """The endpoints that such a model is for."""
+        classifier = self.info.classifier
+        if classifier is None:
+            return "/v1/embeddings, /v1/score or /v1/rerank"
+        return "/pooling" if classifier.per_token else "/classify, /v1/score or /v1/rerank"
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
@@ -243,6 +263,13 @@ def _shift_context(config: EngineConfig, max_model_len: int) -> int:
     return wanted or max_model_len
 
 
+def _shift_refusal(spec: ModelSpec) -> str | None:
+    """Why no sequence of this model may drop tokens, or take them up at other places; None where it may."""
+    if spec.sees_whole_texts:
+        return "every token of this model sees the whole text, of which none can be left out"
+    return None
+
+
 def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
     """The rotary groups that layers of a KV group belong to; layers without rotation belong to none."""
     used = {spec.layers[layer].mixer.rotary_group for layer in group.layers}
@@ -291,7 +318,15 @@ def _plan(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -
     device, spec = model.decoder.device, model.decoder.spec
     budget = config.cache.memory or default_kv_budget(free_memory(device), device.type)
     beside = _draft_bytes_per_token(draft)
-    return plan_cache(config, spec.kv_groups, spec.trained_len, _name(model.cache_dtype), budget, beside=beside)
+    return plan_cache(
+        config,
+        spec.kv_groups,
+        spec.trained_len,
+        _name(model.cache_dtype),
+        budget,
+        beside=beside,
+        whole_prompts=spec.sees_whole_texts,
+    )
 
 
 def _allocate(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVStorage:
@@ -348,6 +383,8 @@ def _describe(
         hidden_size=spec.hidden_size,
         pooling=model.pooling,
         classifier=spec.classifier,
+        generates=spec.generates,
+        sees_whole_texts=spec.sees_whole_texts,
         notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
         draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
     )

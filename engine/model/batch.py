@@ -39,7 +39,8 @@ class ForwardBatch:
     """T tokens of B sequences, G rotary groups, K KV groups. An argument, never a global.
 
     versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
-    rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one.
+    rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
+    of a pair each token belongs to; None: all to the first.
     """
 
     input_ids: Tensor  # [T] int64
@@ -57,3 +58,4 @@ class ForwardBatch:
     versions: QueryVersions | None = None
     lasting: bool = False
     adapters: AdapterRows | None = None
+    token_types: Tensor | None = None  # [T] int64

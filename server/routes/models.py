@@ -116,8 +116,10 @@ def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, A
         return {"tasks": None, "embedding": None, "classes": None}
     pooling, classifier = info.pooling, info.classifier
     generating = ["generate", "infill"] if fills_in else ["generate"]
-    tasks = [*generating, "embed", "score"] if classifier is None else ["embed", "classify"]
-    if classifier is not None and len(classifier.labels) == 1:
+    tasks = [*(generating if info.generates else []), "embed"]
+    if classifier is not None:
+        tasks.append("token_classify" if classifier.per_token else "classify")
+    if classifier is None or (len(classifier.labels) == 1 and not classifier.per_token):
         tasks.append("score")
     embedding = {
         "dimensions": info.hidden_size,
@@ -126,7 +128,9 @@ def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, A
         "declared": pooling.declared,
         "refusal": pooling.refusal,
     }
-    classes = None if classifier is None else {"labels": classifier.labels, "activation": classifier.activation}
+    classes = None
+    if classifier is not None:
+        classes = {"labels": classifier.labels, "activation": classifier.activation, "per_token": classifier.per_token}
     return {"tasks": tasks, "embedding": embedding, "classes": classes}
 
 

@@ -154,6 +154,46 @@ class TextService:
                 prompts.append(Prompt(token_ids, None if cut else text))
         return prompts
 
+    async def encode_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        add_special_tokens: bool,
+        max_model_len: int,
+        truncate: int | None,
+        params: tuple[str, Sequence[str]],
+        caller: str,
+    ) -> list[tuple[list[int], int]]:
+        """Tokenize pairs of texts as the tokenizer joins them, each with where the second begins.
+
+        truncate: the second is cut at its end so that both have so many tokens. params: what the first text is called, and the
+        second of each pair. Raises ApiError for a pair that cannot fit, before tokenizing it where its length tells.
+        """
+        whose, names = params
+        for (first, second), name in zip(pairs, names, strict=True):
+            await self.refuse_long(len(first), max_model_len, truncated=False, param=whose)
+            await self.refuse_long(len(second), max_model_len, truncated=truncate is not None, param=name)
+        found: list[tuple[list[int], int]] = []
+        start = 0
+        for batch in _batches([first + second for first, second in pairs]):
+            part = pairs[start : start + len(batch)]
+            with _told(whose, "tokenizing this text", self._text_limits):
+                packed = await self._pool.run(
+                    "encode_pairs",
+                    part,
+                    add_special_tokens,
+                    truncate,
+                    size=sum(map(len, batch)),
+                    limits=self._text_limits,
+                    caller=caller,
+                )
+            for (ids, begin), name in zip(packed, names[start:], strict=False):
+                if count_ids(ids) > max_model_len:
+                    raise context_length_exceeded(max_model_len, count_ids(ids), param=name)
+                found.append((unpack_ids(ids), begin))
+            start += len(batch)
+        return found
+
     async def encode_words(self, words: Sequence[str], *, param: str, caller: str) -> tuple[tuple[int, ...], ...]:
         """Id sequences of words as they begin a text and as they stand after a space."""
         with _told(param, "tokenizing this text", self._text_limits):

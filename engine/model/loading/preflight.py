@@ -329,7 +329,8 @@ def check_memory(
     if config.cache.memory is None and left is None:
         return
     budget = config.cache.memory or default_kv_budget(left, device)
-    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left, beside)
+    whole = spec.sees_whole_texts
+    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left, beside, whole_prompts=whole)
     if left is not None and cache.num_bytes > left:
         raise LoadError(
             no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", cache.num_bytes, cached)

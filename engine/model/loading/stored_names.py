@@ -23,7 +23,7 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
         return spec
     found = replace(spec, names=_stored(spec.names, tensors))
     embedding, head = f"{found.names.embedding}.weight", f"{found.names.head}.weight"
-    needs_head = not spec.tied_embeddings and spec.classifier is None
+    needs_head = not spec.tied_embeddings and spec.generates
     if needs_head and embedding in tensors and not any(name.startswith(f"{found.names.head}.") for name in tensors):
         raise LoadError(
             f"the files hold no {head}: these are the weights of a model without its language-model head (an embedding model, "
@@ -48,4 +48,11 @@ def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
 
     heads = (names.head, moved(names.head), other.removesuffix(prefix) + names.head)
     head = next((name for name in heads if f"{name}.weight" in tensors), names.head)
-    return OuterNames(moved(names.embedding), moved(names.layers), moved(names.final_norm), head)
+    return OuterNames(
+        moved(names.embedding),
+        moved(names.layers),
+        None if names.final_norm is None else moved(names.final_norm),
+        head,
+        moved(names.embedding_norm),
+        moved(names.token_types),
+    )

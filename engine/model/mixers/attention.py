@@ -73,6 +73,10 @@ class AttentionInputs:
         backend.rotate_and_append(no_query, k, v, cos, sin, q_scale, pages, self.far_slots[spec.kv_group])
 
 
+def _is_causal(spec: AttentionSpec | LatentSpec) -> bool:
+    return spec.causal if isinstance(spec, AttentionSpec) else True
+
+
 class SharedAttention:
     """Makes the views that layers take of a batch once per step instead of once per layer.
 
@@ -82,7 +86,8 @@ class SharedAttention:
     def __init__(self, specs: Sequence[AttentionSpec | LatentSpec], rotary_dims: Sequence[int]) -> None:
         """rotary_dims: of every rotary group."""
         kinds = [
-            (spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None) for spec in specs
+            (spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None, _is_causal(spec))
+            for spec in specs
         ]
         self._kinds = list(dict.fromkeys(kinds))
         self.kind_of_layer = [self._kinds.index(kind) for kind in kinds]
@@ -97,10 +102,10 @@ class SharedAttention:
         ]
         tables, versions = batch.block_tables.unbind(0), batch.versions
         calls = []
-        for group, scale, window, cap, rotates in self._kinds:
+        for group, scale, window, cap, rotates, causal in self._kinds:
             operands = tables[group], batch.query_start, batch.seq_lens, batch.score_scale, scale
             if versions is None:
-                calls.append(AttentionCall(*operands, window=window, soft_cap=cap))
+                calls.append(AttentionCall(*operands, window=window, soft_cap=cap, causal=causal))
                 continue
             rows = versions.rows if rotates else versions.plain_rows
             reaches = versions.reaches[self._windows.index(window)]

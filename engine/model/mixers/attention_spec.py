@@ -46,7 +46,7 @@ class AttentionSpec:
     it does. clip: queries, keys and values are limited to ±clip when they are projected.
     interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
     0: its pairs are (j, j + d/2) already. swapped_dims: how many it holds as pairs (j + d/2, j). sinks: it has
-    learned sink logits.
+    learned sink logits. causal: keys behind a query are hidden from it; else it sees `window` keys from itself on as well.
     """
 
     num_heads: int
@@ -66,6 +66,7 @@ class AttentionSpec:
     clip: float | None = None
     swapped_dims: int = 0
     sinks: bool = False
+    causal: bool = True
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `AttentionWeights`: projections fused, so that each input is read once."""
