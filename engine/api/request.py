@@ -214,6 +214,8 @@ class ModelInfo:
     shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
     max_total_tokens: int | None = None  # prompt and output of such a sequence together
     shift_refusal: str | None = None  # why no sequence of this model may drop tokens
+    window_refusal: str | None = None  # why none may have an attention window
+    sinks_refusal: str | None = None  # why none may have sinks in front of it
     draft_model: DraftInfo | None = None
     fingerprint: str = ""  # of the weights and of all that changes what is computed from them
     adapters: tuple[AdapterInfo, ...] = ()  # those loaded at the start

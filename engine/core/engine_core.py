@@ -53,6 +53,11 @@ from windlass.engine.scheduling.shifting import ContextLimits
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
+# Why a context cannot be as a request asks.
+_WHOLE = "every token of this model sees the whole text, of which none can be left out"
+_SINKS = (
+    "scores of this model lose by the distance of their keys, so that it would see nothing of tokens kept from far away"
+)
 
 
 class EngineCore:
@@ -92,6 +97,8 @@ class EngineCore:
             shift_context=_shift_context(config, plan.max_model_len),
             max_total_tokens=config.context.max_total_tokens,
             shift_refusal=_shift_refusal(spec),
+            window_refusal=_WHOLE if spec.sees_whole_texts else None,
+            sinks_refusal=_SINKS if spec.loses_by_distance else None,
         )
         self.scheduler = Scheduler(
             config=config.scheduling,
@@ -107,6 +114,8 @@ class EngineCore:
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
             shift_refusal=self._limits.shift_refusal,
+            window_refusal=self._limits.window_refusal,
+            sinks_refusal=self._limits.sinks_refusal,
             rotary_ladder=planner.ladder,
             rotary_auto=planner.auto,
             adapters=self.adapters.loaded.infos,
@@ -266,7 +275,9 @@ def _shift_context(config: EngineConfig, max_model_len: int) -> int:
 def _shift_refusal(spec: ModelSpec) -> str | None:
     """Why no sequence of this model may drop tokens, or take them up at other places; None where it may."""
     if spec.sees_whole_texts:
-        return "every token of this model sees the whole text, of which none can be left out"
+        return _WHOLE
+    if spec.positions:
+        return "the positions of this model are learned and part of every key and value, none of which can move"
     return None
 
 

@@ -21,6 +21,7 @@ class QueryVersions:
     rows: Tensor  # [B, R] int64
     plain_rows: Tensor  # [B, R] int64, for layers that do not rotate
     reaches: Tensor  # [W, B, R] int64
+    gaps: Tensor  # [B, R] int64, what distances are more than the slots between query and key
     sources: Tensor  # [V] int64, the query that each version is of
     cos: Tensor  # [G, V, rotary_dim / 2] float32, of the turns
     sin: Tensor  # [G, V, rotary_dim / 2] float32

@@ -77,6 +77,7 @@ class Decoder:
             form, hidden = spec.embedding_norm, spec.hidden_size
             self._embedding_norm = Norm.of(form, weights, "embedding_norm", hidden, spec.norm_eps, backend)
         self._token_types: Tensor | None = weights.get("token_types")  # [kinds, hidden]
+        self._positions: Tensor | None = weights.get("positions")  # [most, hidden]
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
         self.layers = [
@@ -126,6 +127,8 @@ class Decoder:
         if self._token_types is not None:
             types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
             self.backend.add(x, self.backend.embed(self._token_types, types))
+        if self._positions is not None:
+            self.backend.add(x, self.backend.embed(self._positions, batch.positions))
         x = self._embedding_norm(x)
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature

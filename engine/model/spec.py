@@ -82,7 +82,7 @@ class OuterNames:
     """Of the tensors around the layers. layers: of those in a layer, "<layers>.<index>.<name>".
 
     final_norm None: there is none. embedding_norm: of the norm of the embedding, where it has weights. token_types: of the
-    table that says which of two texts a token belongs to.
+    table that says which of two texts a token belongs to. positions: of that of learned positions.
     """
 
     embedding: str = "model.embed_tokens"
@@ -91,6 +91,7 @@ class OuterNames:
     head: str = "lm_head"
     embedding_norm: str = ""
     token_types: str = ""
+    positions: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class ModelSpec:
     head: of classes, in place of one for a vocabulary. generates: there is one for a vocabulary.
     logit_scale: multiplies the logits. norm: what the norms of the stream are. head_bias: the head adds one.
     embedding_norm: the stream begins normed by such a norm. unit_head: rows of the head have the length 1.
-    token_types: kinds of tokens that have a row added to their embedding; 0: there are none.
+    token_types, positions: kinds of tokens, and positions, that have a row added to their embedding; 0: there are none.
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
     unused: beginnings of names of tensors that predict further tokens, which the model does without.
     """
@@ -127,6 +128,7 @@ class ModelSpec:
     head_bias: bool = False
     embedding_norm: NormForm | None = None
     token_types: int = 0
+    positions: int = 0
     unit_head: bool = False
     names: OuterNames = field(default_factory=OuterNames)
     unused: tuple[str, ...] = ()
@@ -140,6 +142,11 @@ class ModelSpec:
     def sees_whole_texts(self) -> bool:
         """Whether tokens see those behind them too, so that a text has to be computed as one."""
         return any(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.causal for layer in self.layers)
+
+    @property
+    def loses_by_distance(self) -> bool:
+        """Whether scores lose by the distance of their keys, which need no rotation for that (ALiBi)."""
+        return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.alibi for layer in self.layers)
 
     @property
     def head_tensors(self) -> tuple[str, ...]:
@@ -189,9 +196,14 @@ class ModelSpec:
     def _beside_the_embedding(self) -> tuple[WeightSpec, ...]:
         """What is added to it, and its norm."""
         found: tuple[WeightSpec, ...] = ()
-        if self.token_types:
-            table = (StoredTensor(f"{self.names.token_types}.weight", self.token_types),)
-            found += (WeightSpec("token_types", "heads", (self.token_types, self.hidden_size), table),)
+        tables = {
+            "token_types": (self.token_types, self.names.token_types),
+            "positions": (self.positions, self.names.positions),
+        }
+        for name, (rows, stored) in tables.items():
+            if rows:
+                table = (StoredTensor(f"{stored}.weight", rows),)
+                found += (WeightSpec(name, "heads", (rows, self.hidden_size), table),)
         if self.embedding_norm is not None:
             found += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
         return found

@@ -124,7 +124,7 @@ class Family:
     latent: its attention is latent. other_model_types: what config.json may have as well.
     causal: tokens see none behind them; the others are encoders, which generate nothing. first_norms: of the first layer, where
     they are others. text_head, token_head: of its models that tell the classes of texts, and of tokens. token_types: kinds of
-    tokens have embeddings of their own. unused_heads: as unused, of heads that tell no classes.
+    tokens have embeddings of their own. positions: what tells them apart. unused_heads: as unused, of heads that tell no classes.
     title: what people call its models, where that is another name.
     """
 
@@ -175,6 +175,7 @@ class Family:
         default_factory=lambda: FamilyHead(out_bias=Flag("token_classification_bias", default=True))
     )
     token_types: bool = False
+    positions: Literal["rotary", "learned", "alibi"] = "rotary"
 
     @property
     def own_keys(self) -> frozenset[str]:

@@ -41,6 +41,13 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+# What tells positions apart in models that do not rotate.
+_UNROTATED = {
+    "learned": "its positions are rows of a table that was learned",
+    "alibi": "its scores lose by the distance of their keys (ALiBi)",
+}
+
+
 def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
     """The spec of the model that config.json describes; raises LoadError with one line that says what is not supported."""
     family, architecture = _family_of_architecture(config)
@@ -60,6 +67,8 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
     if not family.causal:
         layout = layout.with_own_distances("whose tokens see those behind them too")
+    if (unrotated := _UNROTATED.get(family.positions)) is not None:
+        layout = layout.without_rotation(unrotated)
     if family.qk_norm == "after" and family.qk_norm_form.weight:
         layout = layout.with_own_distances("whose queries and keys are normed where they stand")
     layers, kv_groups = _layers(config, family, layout)
@@ -94,6 +103,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         norm=family.norms.form,
         head_bias=is_set(config, family.head_bias),
         embedding_norm=family.embedding_norm,
+        positions=layout.groups[0].base.trained_len if family.positions == "learned" else 0,
         token_types=read_size(config, "type_vocab_size", 2) if family.token_types else 0,
         unit_head=family.unit_head,
         names=family.outer_names,
@@ -239,6 +249,7 @@ def _layers(
                 names=family.attention_names,
                 sinks=family.sinks,
                 causal=family.causal,
+                alibi=family.positions == "alibi",
             ),
             feed_forward=feed_forward,
             norms=norms if index or family.first_norms is None else family.first_norms,

@@ -47,6 +47,7 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
+from windlass.engine.model.families.unrotated import BLOOM, GPT2
 
 FAMILIES = (
     LLAMA,
@@ -111,6 +112,8 @@ FAMILIES = (
     YOUTU,
     GLM4_MOE_LITE,
     MINICPM3,
+    GPT2,
+    BLOOM,
     MODERNBERT,
     EUROBERT,
     ROFORMER,

@@ -142,6 +142,11 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     headers = {} if dummy else read_headers(directory)
     gguf = None if dummy else read_index(directory)
     own_spec = spec
+    if spec.positions and (config.max_model_len or 0) > spec.positions:
+        raise LoadError(
+            f"`max_model_len` is {config.max_model_len}, and the positions of this model are a table of {spec.positions}, beyond "
+            "which there are none: lower it"
+        )
     if gguf is not None:
         spec = gguf.adapt(spec)
     fault = describe_quantized(hf_config, headers) or describe_tensors(headers)

@@ -55,4 +55,5 @@ def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
         head,
         moved(names.embedding_norm),
         moved(names.token_types),
+        moved(names.positions),
     )

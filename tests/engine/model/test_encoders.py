@@ -124,16 +124,12 @@ def test_distances_of_an_encoder_are_its_own(encoder: Path) -> None:
 # -- that mistakes show ------------------------------------------------------------------------------------------------
 
 
-def with_families(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    monkeypatch.setattr(reading, "FAMILIES", tuple(replace(one, **changes) for one in reading.FAMILIES))
-
-
-def test_a_causal_mask_shows(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_causal_mask_shows(encoder: Path) -> None:
     core = make_core(encoder)
     for layer in core.runner.decoder.layers:
         layer.mixer.spec = replace(layer.mixer.spec, causal=True)
     shared = core.runner.decoder._attention
-    shared._kinds = [(*kind[:-1], True) for kind in shared._kinds]
+    shared._kinds = [kind._replace(causal=True) for kind in shared._kinds]
     assert error(core, encoder) > 100 * TOLERANCE
 
 
