@@ -37,16 +37,19 @@ rotates where config.json does not say. *Theta*: where config.json does not say.
 |---|---|---|---|---|---|
 """
 ENCODERS = """
-With the same body and `…ForSequenceClassification` in `architectures`, a checkpoint tells [the classes of texts](embeddings.md); with
-`…ForTokenClassification` [those of each token](embeddings.md#classes-of-tokens).
+With the same body and `…ForSequenceClassification` in `architectures`, a checkpoint tells
+[the classes of texts](embeddings.md#models-that-classify); with `…ForTokenClassification`
+[those of each token](embeddings.md#classes-of-tokens); as `…Model`, saved without a head that is not the embedding, it makes
+vectors and generates nothing.
 
 ## Encoders
 
-Tokens see those behind them too. Such a model generates nothing: it makes [vectors, scores, rankings and classes](embeddings.md#encoders),
-and a text is computed in one step. `…Model` and `…ForMaskedLM` load as they are (the head for masked words is left out),
-`…ForSequenceClassification` and `…ForTokenClassification` with their heads. Compared with transformers as above: hidden states and
-the logits of every head to 1e-5, alone, batched with texts of other lengths, under a request's scaling, with compiled kernels and without.
-The tests also show that a causal mask, another window, other pairs, another theta, and any vector left out would be seen.
+Tokens see those behind them too. Such a model generates nothing: it makes
+[vectors, scores, rankings and classes](embeddings.md#encoders), and a text is computed in one step. `…Model` and `…ForMaskedLM`
+load as they are (the head for masked words is left out), `…ForSequenceClassification` and `…ForTokenClassification` with their
+heads. Compared with transformers as above: hidden states and the logits of every head to 1e-5, alone, batched with texts of other
+lengths, under a request's scaling, with compiled kernels and without. The tests also show that a causal mask, another window,
+other pairs, another theta, and any vector left out would be seen.
 
 | Models | `architectures` | Pairs | Theta | Norms | Compared as |
 |---|---|---|---|---|---|
@@ -54,11 +57,11 @@ The tests also show that a causal mask, another window, other pairs, another the
 UNROTATED = """
 ## Without rotation
 
-Served to be compared with. Nothing scales here: a `rope_scaling` is refused with the reason. ALiBi depends on distances alone, so its
-contexts shift and its passages are [used anywhere](endless-context.md), to the logits of transformers on the text that is left (held by
-tests with one layer, whose keys know nothing of what was dropped); sinks in front of a window are refused, as scores that lose by
-distance would see nothing of them. Learned positions are part of every key and value: no shift, no passages from elsewhere, no context
-beyond the table. ALiBi's attention runs in plain torch.
+Served to be compared with. Nothing scales here: a `rope_scaling` is refused with the reason. ALiBi depends on distances alone, so
+its contexts shift and its passages are [used anywhere](endless-context.md), to the logits of transformers on the text that is left
+(held by tests with one layer, whose keys know nothing of what was dropped); sinks in front of a window are refused, as scores that
+lose by distance would see nothing of them. Learned positions are part of every key and value: no shift, no passages from
+elsewhere, no context beyond the table. ALiBi's attention runs in plain torch.
 
 | Models | `architectures` | Positions | Compared as |
 |---|---|---|---|

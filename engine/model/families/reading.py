@@ -41,6 +41,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+_WITHOUT_HEAD = (
+    "this model was saved without its language-model head: it makes vectors and generates nothing; set "
+    '"tie_word_embeddings": true in config.json if its head is the embedding'
+)
 # What tells positions apart in models that do not rotate.
 _UNROTATED = {
     "learned": "its positions are rows of a table that was learned",
@@ -76,6 +80,8 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     # Parts that add r times what they make: the same as a stream that is 1 / r as large, of which norms take the scale out.
     residual = _residual(config, multipliers, len(layers))
     caps, head = family.soft_caps, _head(config, family, architecture)
+    generates = family.causal and architecture in family.names
+    without_head = (_WITHOUT_HEAD,) if family.causal and head is None and not generates else ()
     return ModelSpec(
         architecture=architecture,
         vocab_size=read_size(config, "vocab_size"),
@@ -110,9 +116,9 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
         head=head,
-        generates=family.causal and head is None,
+        generates=generates,
         unused=_unused(config, family, len(layers)) + (family.unused_heads if head is None else ()),
-        notices=unread_keys(config, family.own_keys),
+        notices=without_head + unread_keys(config, family.own_keys),
     )
 
 
@@ -140,13 +146,8 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
     family = next((family for family in FAMILIES if architecture in _names_of(family)), None)
     headless = next((family for family in FAMILIES if architecture == family.headless), None)
     if family is None and headless is not None:
-        if read_flag(config, "tie_word_embeddings", headless.rules.tie_word_embeddings):
-            return headless, headless.architecture  # its head is the embedding
-        raise LoadError(
-            f"architecture {architecture!r} in config.json is an embedding model or one without its language-model head, which "
-            "writes no text and is not supported: give the model for text generation that it was made from, or set "
-            '"tie_word_embeddings": true if its head is the embedding'
-        )
+        tied = read_flag(config, "tie_word_embeddings", headless.rules.tie_word_embeddings)
+        return headless, headless.architecture if tied else headless.headless  # a head that is the embedding is there
     if family is None:
         kind = describe_architecture(architecture, config)
         what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
