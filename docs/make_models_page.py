@@ -59,9 +59,9 @@ UNROTATED = """
 
 Served to be compared with. Nothing scales here: a `rope_scaling` is refused with the reason. ALiBi depends on distances alone:
 its contexts shift and its passages are [used anywhere](endless-context.md), to the logits of transformers on the text that is
-left (held by tests with one layer, whose keys know nothing of what was dropped); sinks in front of a window are refused, as scores
-that lose by distance would see nothing of them. Learned positions are part of every key and value: no shift, no passages from
-elsewhere, no context beyond the table. ALiBi's attention runs in plain torch.
+left (held by tests with one layer, whose keys know nothing of what was dropped); sinks in front of a window are refused, as
+scores that lose by distance would see nothing of them. Learned positions are part of every key and value: no shift, no passages
+from elsewhere, no context beyond the table. ALiBi's attention runs in plain torch.
 
 | Models | `architectures` | Positions | Compared as |
 |---|---|---|---|
