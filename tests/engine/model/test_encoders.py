@@ -18,10 +18,11 @@ from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_encoders import FAMILIES, HEADS, EncoderReference, make_encoder
 from safetensors.torch import load_file, save_file
 
+from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.errors import RequestError
+from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.families import reading
 from windlass.engine.model.families.family import is_set
 from windlass.engine.rotary.scaling import RopeScaling
@@ -182,3 +183,114 @@ def test_the_window_is_that_of_both_sides(encoder: Path, tmp_path: Path) -> None
     config = json.loads((encoder / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "local_attention": 10}))
     assert error(make_core(other), encoder) > 100 * TOLERANCE
+
+
+# -- how texts are computed --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder("modernbert", tmp_path_factory.mktemp("small"))
+
+
+@pytest.mark.parametrize("target_step_seconds", [0.0, 1e-6])
+def test_a_text_is_computed_in_one_step(small: Path, target_step_seconds: float) -> None:
+    """However little time a step may take, and whoever waits beside it; nothing of it stays."""
+    core = make_core(small, max_num_batched_tokens=64, max_num_seqs=4, target_step_seconds=target_step_seconds)
+    plans, execute = [], core.runner.execute
+
+    def recorded(plan: Any) -> Any:
+        plans.append(plan)
+        return execute(plan)
+
+    core.runner.execute = recorded  # type: ignore[method-assign]
+    lengths = [64, 1, 17, 30, 40, 2, 64, 33, 1, 16, 48, 5]
+    texts = [torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in lengths]
+    found = answers(core, [asked(str(i), text) for i, text in enumerate(texts)])
+    assert [len(rows) for rows in found] == lengths
+    chunks = [item for plan in plans for item in plan.sequences]
+    assert len(chunks) == len(lengths)
+    assert all(item.start == 0 and item.num_tokens == item.num_known_tokens for item in chunks)
+    assert all(sum(item.num_tokens for item in plan.sequences) <= 64 + 4 for plan in plans)
+    if not target_step_seconds:
+        assert len(plans) < len(lengths)  # several at once
+    assert core.stats().kv_blocks_used == 0 and core.stats().num_preemptions == 0
+
+
+def test_equal_texts_share_nothing(small: Path) -> None:
+    core = make_core(small)
+    first, second = (answers(core, [asked("a", TEXT)])[0] for _ in range(2))
+    assert torch.equal(first, second)
+    (output,) = run(core, [asked("b", TEXT, "last")])["b", 0].outputs
+    assert not output.cached_tokens
+
+
+def test_the_step_bounds_text_and_cache(small: Path) -> None:
+    core = make_core(small, max_num_batched_tokens=64, max_num_seqs=4)
+    assert core.info.max_model_len == 64 and core.info.num_kv_blocks == (64 // 16 + 4,)
+    assert any("scheduling.max_num_batched_tokens" in notice for notice in core.info.notices)
+    with pytest.raises(RequestError, match="shorten the prompt"):
+        core.add(asked("a", [5] * 65))
+    with pytest.raises(LoadError, match="one step of at most 64 tokens"):
+        make_core(small, max_num_batched_tokens=64, max_model_len=65)
+    longer = make_core(small, max_num_batched_tokens=512, max_model_len=512)  # than it was trained for
+    assert longer.info.max_model_len == 512
+
+
+def test_what_an_encoder_refuses(small: Path) -> None:
+    core = make_core(small)
+    assert not core.info.generates and core.info.pooling.kind == "mean"
+    for request, code in (
+        (greedy("a", TEXT), "no_generation"),
+        (asked("a", TEXT, "classify"), "no_classifier"),
+        (asked("a", TEXT, context=ContextRule(attention_window=8)), "unsupported_value"),
+        (asked("a", TEXT, context=ContextRule(overflow="shift")), "unsupported_value"),
+        (asked("a", TEXT, reuse=PassageReuse(at_least=32, scope="s")), "unsupported_value"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            core.add(request)
+        assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "says"),
+    [
+        ("roformer", {"rotary_value": True}, "rotary_value"),
+        ("roformer", {"is_decoder": True}, "is_decoder"),
+        ("roformer", {"embedding_size": 32}, "embedding_size 32"),
+        ("nomic_bert", {"prenorm": True}, "prenorm"),
+        ("eurobert", {"classifier_pooling": "max"}, "classifier_pooling 'max'"),
+        ("modernbert", {"classifier_activation": "relu2"}, "'relu2' of the classification head"),
+    ],
+)
+def test_what_is_not_understood_is_not_loaded(family: str, change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    directory = make_encoder(family, tmp_path, "ForSequenceClassification")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(LoadError, match=says):
+        make_core(directory)
+
+
+def test_the_names_of_nomics_own_files(tmp_path: Path) -> None:
+    """Its config.json as it came with a program gives the same model."""
+    directory = make_encoder("nomic_bert", tmp_path / "new")
+    (expected,) = answers(make_core(directory), [asked("a", TEXT)])
+    config = json.loads((directory / "config.json").read_text())
+    older = {
+        "n_positions": config.pop("max_position_embeddings"),
+        "n_embd": config.pop("hidden_size"),
+        "n_layer": config.pop("num_hidden_layers"),
+        "n_head": config.pop("num_attention_heads"),
+        "n_inner": config.pop("intermediate_size"),
+        "layer_norm_epsilon": config.pop("layer_norm_eps"),
+        "rotary_emb_base": config.pop("rope_parameters")["rope_theta"],
+        "rotary_emb_fraction": 1.0,
+        "activation_function": "swiglu",
+        "qkv_proj_bias": False,
+        "prenorm": False,
+    }
+    config = {key: value for key, value in config.items() if key not in ("hidden_act", "head_dim")}
+    (directory / "config.json").write_text(json.dumps({**config, **older}))
+    core = make_core(directory)
+    assert torch.equal(answers(core, [asked("a", TEXT)])[0], expected)
+    assert not core.info.notices
