@@ -18,7 +18,7 @@ from windlass._version import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
 from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput
-from windlass.engine.api.validation import check_distances, validate_request
+from windlass.engine.api.validation import check_distances, check_task, validate_request
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
@@ -31,6 +31,7 @@ from windlass.engine.execution.drafter import DraftModel
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
 from windlass.engine.model.adapters.adapter import Adapter
+from windlass.engine.model.context_refusals import context_refusals
 from windlass.engine.model.loading.loader import (
     LoadedModel,
     free_memory,
@@ -53,11 +54,6 @@ from windlass.engine.scheduling.shifting import ContextLimits
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
-# Why a context cannot be as a request asks.
-_WHOLE = "every token of this model sees the whole text, of which none can be left out"
-_SINKS = (
-    "scores of this model lose by the distance of their keys, so that it would see nothing of tokens kept from far away"
-)
 
 
 class EngineCore:
@@ -96,9 +92,7 @@ class EngineCore:
             block_size=config.cache.block_size,
             shift_context=_shift_context(config, plan.max_model_len),
             max_total_tokens=config.context.max_total_tokens,
-            shift_refusal=_shift_refusal(spec),
-            window_refusal=_WHOLE if spec.sees_whole_texts else None,
-            sinks_refusal=_SINKS if spec.loses_by_distance else None,
+            **context_refusals(spec),
         )
         self.scheduler = Scheduler(
             config=config.scheduling,
@@ -113,9 +107,7 @@ class EngineCore:
             _describe(config, model, draft, plan, time.perf_counter() - started),
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
-            shift_refusal=self._limits.shift_refusal,
-            window_refusal=self._limits.window_refusal,
-            sinks_refusal=self._limits.sinks_refusal,
+            **context_refusals(spec),
             rotary_ladder=planner.ladder,
             rotary_auto=planner.auto,
             adapters=self.adapters.loaded.infos,
@@ -141,7 +133,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
-        self._check_task(request)
+        check_task(request, self.info)
         self.adapters.check(request.adapter)
         if self._deterministic and request.reuse is not None and request.reuse.takes_any:
             raise RequestError(
@@ -154,33 +146,6 @@ class EngineCore:
         check_distances(request, rotation)
         if not self._compiling.takes(request):
             self.scheduler.add(request, rotation)
-
-    def _check_task(self, request: EngineRequest) -> None:
-        """Raise RequestError for what this model has no head for."""
-        classifier, kind = self.info.classifier, None if request.pooling is None else request.pooling.kind
-        if kind is None and not self.info.generates:
-            raise RequestError(
-                f"this model is a {self.info.architecture}, which generates nothing: use {self._instead_of_generating()}",
-                "model",
-                "no_generation",
-            )
-        if kind in ("classify", "classify tokens"):
-            if classifier is None:
-                raise RequestError("this model has no classification head", "pooling", "no_classifier")
-            if classifier.per_token != (kind == "classify tokens"):
-                raise RequestError(
-                    f"this model tells the class of {'each token, not of a text' if classifier.per_token else 'a text'}: "
-                    f"{'ask /pooling for token_classify' if classifier.per_token else 'use /classify'}",
-                    "pooling",
-                    "no_classifier",
-                )
-
-    def _instead_of_generating(self) -> str:
-        """The endpoints that such a model is for."""
-        classifier = self.info.classifier
-        if classifier is None:
-            return "/v1/embeddings, /v1/score or /v1/rerank"
-        return "/pooling" if classifier.per_token else "/classify, /v1/score or /v1/rerank"
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
@@ -270,15 +235,6 @@ def _shift_context(config: EngineConfig, max_model_len: int) -> int:
     if wanted is not None and wanted > max_model_len:
         raise LoadError(f"`context.shift_context` is {wanted}, the context is {max_model_len} tokens: lower it")
     return wanted or max_model_len
-
-
-def _shift_refusal(spec: ModelSpec) -> str | None:
-    """Why no sequence of this model may drop tokens, or take them up at other places; None where it may."""
-    if spec.sees_whole_texts:
-        return _WHOLE
-    if spec.positions:
-        return "the positions of this model are learned and part of every key and value, none of which can move"
-    return None
 
 
 def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
