@@ -129,7 +129,10 @@ def read_rotary_groups(config: Config) -> tuple[RotaryGroup, ...]:
 
 def read_layout(config: Config) -> RotaryLayout:
     """The same with the pattern of layers. Raises LoadError."""
-    rules = _family_of_model_type(config).rules
+    family = _family_of_model_type(config)
+    rules = family.rules
+    if (unrotated := _UNROTATED.get(family.positions)) is not None:
+        raise LoadError(f"config.json: a model of model_type {family.model_type!r} does not rotate: {unrotated}")
     return read_rotary_layout(rules.rewrite(config), rules)
 
 
