@@ -176,10 +176,8 @@ class ModelSpec:
         """Those around the layers. A head that is the embedding is not listed beside it."""
         hidden, vocab = self.hidden_size, self.vocab_size
         table = (StoredTensor(f"{self.names.embedding}.weight", vocab),)
-        names, own = (
-            self.names,
-            (WeightSpec("embedding", "table", (vocab, hidden), table), *self._beside_the_embedding()),
-        )
+        names = self.names
+        own = (WeightSpec("embedding", "table", (vocab, hidden), table), *self._beside_the_embedding())
         final_norm = () if names.final_norm is None else self.norm.weights("final_norm", names.final_norm, hidden)
         if not self.generates:
             return *own, *(() if self.head is None else self.head.weights(hidden)), *final_norm
