@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
-from windlass.engine.model.config_json.rules import ConfigRules, renamed
+from windlass.engine.model.config_json.rules import GPT_NAMES, ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_flag, read_size
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, FamilyHead, Flag
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
@@ -193,11 +193,7 @@ ROFORMER = Family(
 
 _nomic_names = renamed(
     {
-        "n_positions": "max_position_embeddings",
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_inner": "intermediate_size",
+        **GPT_NAMES,
         "layer_norm_epsilon": "layer_norm_eps",
         "activation_function": "hidden_act",
     }

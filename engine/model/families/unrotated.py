@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import unrotated_layers
-from windlass.engine.model.config_json.rules import ConfigRules, renamed
+from windlass.engine.model.config_json.rules import GPT_NAMES, ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_flag
 from windlass.engine.model.families.family import Family, FamilyHead
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
@@ -42,15 +42,7 @@ GPT2 = Family(
         tie_word_embeddings=True,
         eos_token_id=(50_256,),
         intermediate_factor=4,
-        rewrite=renamed(
-            {
-                "n_positions": "max_position_embeddings",
-                "n_embd": "hidden_size",
-                "n_layer": "num_hidden_layers",
-                "n_head": "num_attention_heads",
-                "n_inner": "intermediate_size",
-            }
-        ),
+        rewrite=renamed(GPT_NAMES),
     ),
     qkv_bias=True,
     out_bias=True,
