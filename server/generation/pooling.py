@@ -43,6 +43,7 @@ class PoolingJob:
     rule: ContextRule
     longest: int
     truncate: int | None
+    priority: int
     adapter: ServedAdapter | None
 
     @property
@@ -82,6 +83,7 @@ def check_prompt_request(
         rule=rule,
         longest=longest,
         truncate=longest if truncate == -1 else truncate,
+        priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
     )
 
@@ -153,7 +155,8 @@ async def pool(
             found[index] = await _pool_one(job, list(ids), rule if isinstance(rule, PoolingRule) else rule[index])
             await asyncio.sleep(0)
 
-    with state.adapters.using(job.adapter):
+    state.callers.take_prompts(job.caller, sum(map(len, prompts)))
+    with state.adapters.using(job.adapter), state.callers.running(job.caller):
         if job.adapter is not None:
             state.metrics.adapted(job.adapter.source.name)
         try:
@@ -182,7 +185,9 @@ async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> Poole
         rope_exact=rotation.exact,
         cache_salt=body.cache_salt,
         context=job.rule,
-        priority=body.priority or 0,
+        priority=job.priority,
+        caller=job.caller,
+        share=state.callers.of(job.caller).share,
         deadline=job.deadline,
         adapter=None if job.adapter is None else job.adapter.source.adapter_id,
         pooling=rule,

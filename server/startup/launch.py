@@ -30,6 +30,7 @@ from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.rotary.scaling import OF_DISTANCES
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
+from windlass.server.http.loop_watch import LoopWatch
 from windlass.server.http.tls import make_context
 from windlass.server.options.connection_settings import ConnectionSettings
 from windlass.server.options.connections import ConnectionOptions
@@ -42,6 +43,7 @@ from windlass.server.startup.activity import report_activity
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
+from windlass.server.startup.key_reload import reread_on_signal
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.startup.tokenizer_directory import with_tokenizer
@@ -105,7 +107,7 @@ def _serve_with(
                 return_large_pieces()
                 keep_startup_objects()
                 interval = server.stats_interval if level in ("debug", "info") else 0.0
-                return asyncio.run(_run(app, client, http, url, settings, shown, interval))
+                return asyncio.run(_run(app, client, http, url, settings, shown, interval, server.api_keys))
         finally:
             client.kill()
 
@@ -314,9 +316,12 @@ async def _run(
     settings: ServerSettings,
     shown_options: list[str],
     stats_interval: float,
+    key_file: Path | None,
 ) -> int:
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
+    if key_file is not None:
+        reread_on_signal(key_file, settings.api_keys, app.state.windlass.callers)
     loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()
@@ -324,6 +329,8 @@ async def _run(
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
+    watch = LoopWatch(app.state.windlass.metrics.event_loop_lag.observe)
+    watch.start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()
@@ -339,6 +346,7 @@ async def _run(
         stop.cancel()
         engine.cancel()
         activity.cancel()
+        watch.stop()
         if not ending.begun:
             ending.begin()
         await ending.close(server, http)
