@@ -9,15 +9,15 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.engine.errors import EngineDeadError
-from windlass.server.errors import bad_request
+from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.context_rules import size_of
@@ -88,34 +88,51 @@ def check_prompt_request(
     )
 
 
+@contextmanager
+def telling_what_bounds(job: PoolingJob) -> Iterator[None]:
+    """Errors about a text's length say why it is bounded, where that is no property of the model."""
+    step = job.info.max_num_batched_tokens
+    try:
+        yield
+    except ApiError as error:
+        if error.code != "context_length_exceeded" or not job.info.sees_whole_texts or job.info.max_model_len < step:
+            raise
+        why = (
+            f"each token of this model sees the whole text, which one step computes: --max-num-batched-tokens is {step}"
+        )
+        raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
+
+
 async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]], param: str) -> list[list[int]]:
     """The token ids of texts or of lists of ids, cut as the request says. Errors name `param` and the place in it."""
     many, side = len(given) > 1, job.body.truncation_side
     prompts: list[list[int]]
     if isinstance(given[0], str):
-        encoded = await job.state.text.encode(
-            given,  # type: ignore[arg-type]
-            add_special_tokens=job.body.add_special_tokens is not False,
-            max_model_len=job.longest,
-            truncate=job.truncate,
-            keep_first=side != "left",
-            param=param,
-            caller=job.caller,
-            numbered=many,
-        )
-        prompts = [prompt.token_ids for prompt in encoded]
-    else:
-        prompts = await job.state.text.on_thread(
-            lambda: check_token_prompts(
+        with telling_what_bounds(job):
+            encoded = await job.state.text.encode(
                 given,  # type: ignore[arg-type]
-                job.info.vocab_size,
-                job.longest,
+                add_special_tokens=job.body.add_special_tokens is not False,
+                max_model_len=job.longest,
                 truncate=job.truncate,
                 keep_first=side != "left",
                 param=param,
+                caller=job.caller,
                 numbered=many,
             )
-        )
+        prompts = [prompt.token_ids for prompt in encoded]
+    else:
+        with telling_what_bounds(job):
+            prompts = await job.state.text.on_thread(
+                lambda: check_token_prompts(
+                    given,  # type: ignore[arg-type]
+                    job.info.vocab_size,
+                    job.longest,
+                    truncate=job.truncate,
+                    keep_first=side != "left",
+                    param=param,
+                    numbered=many,
+                )
+            )
     for index, ids in enumerate(prompts):
         if not ids:
             where = f"{param}[{index}]" if many else param
@@ -123,14 +140,19 @@ async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]
     return prompts
 
 
-async def pool(job: PoolingJob, prompts: Sequence[Sequence[int]], rule: PoolingRule) -> list[PooledRows]:
-    """The rows of each prompt, in order. Raises what the engine raises; being cancelled aborts all of them."""
+async def pool(
+    job: PoolingJob, prompts: Sequence[Sequence[int]], rule: PoolingRule | Sequence[PoolingRule]
+) -> list[PooledRows]:
+    """The rows of each prompt, in order. rule: of all of them, or of each.
+
+    Raises what the engine raises; being cancelled aborts all of them.
+    """
     state, found = job.state, {}
     todo = iter(enumerate(prompts))
 
     async def work() -> None:
         for index, ids in todo:
-            found[index] = await _pool_one(job, list(ids), rule)
+            found[index] = await _pool_one(job, list(ids), rule if isinstance(rule, PoolingRule) else rule[index])
             await asyncio.sleep(0)
 
     state.callers.take_prompts(job.caller, sum(map(len, prompts)))

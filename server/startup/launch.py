@@ -25,6 +25,7 @@ from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
+from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
 from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.rotary.scaling import OF_DISTANCES
 from windlass.server.generation.request_rotation import check_profiles
@@ -161,6 +162,7 @@ def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None 
         check_profiles(engine.profiles(), model.own_groups)
         if server is not None:
             _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
+            _check_context(server, context_refusals(model.spec))
 
 
 def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
@@ -173,6 +175,19 @@ def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
     for option, given in options.items():
         if given and (kind := next(iter(kinds & {*OF_DISTANCES}), None)) is not None:
             raise LoadError(f"{option} and rope_type {kind!r} both say where keys stand: leave one of them out")
+
+
+def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
+    """Refuse what the model itself does not allow of a context, and every request would be refused for."""
+    window = server.attention_window is not None
+    for option, given, refusal in (
+        ("--context-overflow shift", server.context_overflow == "shift", refusals["shift_refusal"]),
+        ("--cache-reuse", server.cache_reuse > 0, refusals["shift_refusal"]),
+        ("--attention-window", window, refusals["window_refusal"]),
+        ("--attention-sinks", window and server.attention_sinks > 0, refusals["sinks_refusal"]),
+    ):
+        if given and refusal is not None:
+            raise LoadError(f"{option}: {refusal}: leave it out")
 
 
 def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
