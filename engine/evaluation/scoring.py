@@ -23,7 +23,7 @@ from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
 from windlass.engine.cache.changes import KeyRerotation, TableChange, TableChanges
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.errors import RequestError
+from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.execution.runner import Runner
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
@@ -64,6 +64,10 @@ class Scorer:
         """Load a Hugging Face directory as the server would; raises LoadError with one line."""
         compute, cache = ComputeConfig(device=device, dtype=dtype), CacheConfig(dtype=kv_cache_dtype)
         model = load_model(EngineConfig(model=str(directory), compute=compute, cache=cache), progress)
+        if not model.decoder.spec.generates:
+            raise LoadError(
+                f"{directory} is a {model.decoder.spec.architecture}, which predicts no next token: give a model that generates"
+            )
         return cls(model.decoder, model.cache_dtype, weights=f"{model.digest.hex()} {model.decoder.dtype}")
 
     @property

@@ -10,6 +10,7 @@ from typing import Annotated, cast
 
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
+from windlass.server.options.key_file import read_key_file
 from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
 from windlass.server.options.settings import ContextOverflow, MetricsNames, RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
@@ -104,6 +105,11 @@ class ServerOptions:
         Path | None,
         option("--api-key-file", panel=ACCESS, help="A file with one key a line; # starts a comment."),
     ] = None
+    api_keys: Annotated[
+        Path | None,
+        option("--api-keys", panel=ACCESS, metavar="FILE", help="Named keys with limits (TOML): rates, concurrency, shares, "
+               "priorities, and who may administer. Read again on SIGHUP."),
+    ] = None  # fmt: skip
     cors_origin: Annotated[
         list[str] | None,
         option("--cors-origin", panel=ACCESS, help="Origin whose pages may call the API, such as "
@@ -232,7 +238,8 @@ class ServerOptions:
         return ServerSettings(
             served_model_name=names[0],
             other_model_names=names[1:],
-            api_keys=self._api_keys(),
+            api_keys=self._plain_keys(),
+            callers=() if self.api_keys is None else read_key_file(self.api_keys),
             cors_origins=tuple(split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
             context_overflow=cast(ContextOverflow, self.context_overflow),
@@ -282,7 +289,7 @@ class ServerOptions:
         except (OSError, UnicodeDecodeError) as error:
             raise LoadError(f"cannot read --chat-template {self.chat_template}: {error}") from None
 
-    def _api_keys(self) -> tuple[str, ...]:
+    def _plain_keys(self) -> tuple[str, ...]:
         keys = split(self.api_key)
         if self.api_key and not keys:
             raise LoadError("--api-key is empty: give a key, or leave the option out to ask for none")

@@ -10,6 +10,7 @@ from typing import Literal
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.options.key_file import ApiKey
 
 RopePolicy = Literal["allow", "profiles", "off"]
 MetricsNames = Literal["windlass", "vllm", "both"]
@@ -39,7 +40,7 @@ class ServerSettings:
     """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
 
     served_model_name: the model's id in the API. other_model_names: further ids that requests may use.
-    api_keys: empty means that no key is asked for.
+    api_keys, callers: keys without limits, and named ones with theirs; where both are empty no key is asked for.
     cors_origins: origins allowed by CORS; empty (the default) switches CORS off. Credentials are never allowed.
     default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
     keep_alive_seconds: silence on a stream after which a comment line is sent (0: never).
@@ -73,6 +74,7 @@ class ServerSettings:
     served_model_name: str
     other_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    callers: tuple[ApiKey, ...] = ()
     cors_origins: tuple[str, ...] = ()
     default_max_tokens: int = 1024
     completion_max_tokens: int = 16
@@ -115,6 +117,10 @@ class ServerSettings:
     max_loras: int = 8
     lora_folder: Path | None = None
     adapter_drain_seconds: float = 30.0
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self.api_keys or self.callers)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
 
-from windlass.server.errors import bad_request
+from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
 
@@ -27,7 +27,7 @@ def state_of(request: Request) -> ServerState:
 
 def caller_of(request: Request) -> str:
     """Whose request it is, for taking turns: the API key where keys are asked for, else the address."""
-    if state_of(request).settings.api_keys:
+    if state_of(request).settings.asks_for_keys:
         return owner_of(request)
     return request.client.host if request.client is not None else ""
 
@@ -35,6 +35,12 @@ def caller_of(request: Request) -> str:
 def owner_of(request: Request) -> str:
     """Whose request it is, for what is kept for its caller: a digest of the API key; empty where no keys are asked for."""
     return request.scope.get(CALLER) or ""
+
+
+def require_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the request's key may do what concerns all callers."""
+    if not state_of(request).callers.may_administer(owner_of(request)):
+        raise ApiError(403, "this key may not do that: it takes one with admin = true", code="not_an_administrator")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -17,7 +17,13 @@ from windlass.engine.rotary.scaling import RotarySpec
 from windlass.server.errors import unavailable
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.state import ServerState
-from windlass.server.generation.request_rotation import describe_groups, describe_ladder, planner_of, read_rotation
+from windlass.server.generation.request_rotation import (
+    check_rotates,
+    describe_groups,
+    describe_ladder,
+    planner_of,
+    read_rotation,
+)
 from windlass.server.protocol.rotary import RotaryInspection, RotaryInspectRequest, RotarySettings
 from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
 
@@ -29,6 +35,7 @@ async def rotary(request: Request) -> Response:
     """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
     info, settings = _loaded(state), state.settings
+    check_rotates(info)
     planner = planner_of(settings, info)
     default = planner.plan(1 if planner.auto else info.max_model_len)
     return _json(
@@ -56,6 +63,7 @@ async def inspect(request: Request) -> Response:
     body = await read_body(request, RotaryInspectRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
     info = _loaded(state)
+    check_rotates(info)
     rotation = read_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     length = min(info.max_model_len, rotation.longest or info.max_model_len) if body.length is None else body.length
     return _json(await state.text.on_thread(_inspect, rotation.plan(length), length))
