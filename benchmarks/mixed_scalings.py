@@ -34,7 +34,17 @@ def overlapping(run: dict[str, Any]) -> int:
     )
 
 
+def in_one_batch(run: dict[str, Any]) -> int:
+    """Pairs under different scalings of which one sent parts of its answer between the first and the last of the other's."""
+    streams = [(one["label"], one["chunks"]) for one in run["requests"] if one["outcome"] == "completed"]
+    return sum(
+        a != b and any(first[0] < x < first[-1] for x in second) for (a, first), (b, second) in combinations(streams, 2)
+    )
+
+
 if __name__ == "__main__":
     found = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     print(table(found))
-    print(f"\n{overlapping(found)} pairs under different scalings at the same time")
+    print(
+        f"\n{overlapping(found)} pairs under different scalings at the same time, {in_one_batch(found)} answered at the same time"
+    )
