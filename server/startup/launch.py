@@ -38,6 +38,7 @@ from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.activity import report_activity
+from windlass.server.startup.catalogue.known import KNOWN
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
@@ -120,6 +121,8 @@ def prepare(
     path = with_tokenizer(path)
     if server.generation_config == "auto":
         settings = replace(settings, sampling=read_defaults(path))
+    if name in KNOWN:
+        settings = replace(settings, recommended_sampling=KNOWN[name].sampling)
     return path, engine, settings
 
 

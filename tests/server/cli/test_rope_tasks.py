@@ -13,7 +13,7 @@ from helpers.rotary_oracles import Uncached, plain_frequencies
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.evaluation.batch_scoring import BatchScorer
+from windlass.engine.offline.batch_scoring import BatchScorer
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
 from windlass.server.startup import launch
