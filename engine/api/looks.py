@@ -1,4 +1,4 @@
-"""Questions of people who look on, about what an engine holds or computes, and their answers: plain data. They generate nothing."""
+"""Questions of people who look on, about what an engine holds or computes, and the answers: plain data. Nothing is generated."""
 
 from __future__ import annotations
 

@@ -56,10 +56,8 @@ export class Cache extends Component {
       ${error && html`<p class="error" role="alert">${error}</p>`}
       ${look && html`<div class="stack">
         ${figures(look, rates.at(-1))}
-        <${Lines} title="Tokens per second" xTitle="seconds ago" yTitle="tokens/s" series=${[
-          { name: "generated", x: rates.map((_, index) => index - rates.length + 1), y: rates.map((one) => one.generated) },
-          { name: "of prompts", x: rates.map((_, index) => index - rates.length + 1), y: rates.map((one) => one.read) },
-        ]} />
+        <${Lines} title="Tokens per second" xTitle="seconds from now" yTitle="tokens/s"
+          series=${["generated", "read"].map((field) => ({ name: field === "read" ? "of prompts" : field, x: rates.map(({ time }) => time - look.time), y: rates.map((one) => one[field]) }))} />
         ${look.groups.map((group, index) => html`<${Pages} key=${index} group=${group} index=${index} count=${look.groups.length} look=${look} />`)}
         ${look.sequences.length > 0 && sequences(look.sequences)}
       </div>`}
@@ -70,7 +68,7 @@ export class Cache extends Component {
 function rate(before, look) {
   const seconds = look.time - before.time;
   const grown = (name) => Math.max(0, look.counters[name] - before.counters[name]) / seconds;
-  return { generated: grown("generation_tokens"), read: grown("prompt_tokens") };
+  return { time: look.time, generated: grown("generation_tokens"), read: grown("prompt_tokens") };
 }
 
 function figures({ counters, groups, block_size: size, bytes_per_token: each }, now) {

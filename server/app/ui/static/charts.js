@@ -17,11 +17,14 @@ export const exact = (value) => (value === null || value === undefined ? "–" :
 // Round marks between two numbers, powers of ten on a logarithmic axis.
 function ticks(low, high, log) {
   if (log) {
-    const found = [];
-    for (let power = Math.ceil(Math.log10(low) - 1e-9); power <= Math.log10(high) + 1e-9; power += 1) found.push(10 ** power);
-    return found.length > 8 ? found.filter((_, index) => index % 2 === 0) : found;
+    const powers = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) powers.push(10 ** power);
+    const within = (values) => values.filter((value) => value >= low * 0.999 && value <= high * 1.001);
+    const found = within(powers);
+    if (found.length > 8) return found.filter((_, index) => index % 2 === 0);
+    return found.length >= 3 ? found : within(powers.flatMap((power) => [power, 2 * power, 5 * power]));
   }
-  const rough = (high - low) / 4 || 1;
+  const rough = (high - low) / 5 || 1;
   const unit = 10 ** Math.floor(Math.log10(rough));
   const step = unit * [1, 2, 5, 10].find((times) => times * unit >= rough);
   const found = [];
@@ -64,7 +67,7 @@ export class Lines extends Measured {
     const range = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
     const [x0, x1] = range(xs);
     let [y0, y1] = range(ys);
-    if (y0 === y1) [y0, y1] = logY ? [y0 / 2, y1 * 2] : [y0 - 1, y1 + 1];
+    if (y0 === y1) [y0, y1] = logY ? [y0 / 2, y1 * 2] : [y0, y1 + 1];
     const place = (value, low, high, from, to, log) => {
       const [v, a, b] = log ? [value, low, high].map(Math.log) : [value, low, high];
       return from + ((v - a) / (b - a || 1)) * (to - from);

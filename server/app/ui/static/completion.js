@@ -149,7 +149,7 @@ export class Completion extends Component {
         <tbody>${token.top.map(({ id, logprob }) => html`<tr key=${id} aria-current=${id === token.id ? "true" : undefined}>
           <td><code>${visible(this.texts.get(id) ?? "")}</code></td>
           <td><meter min="0" max="1" value=${Math.exp(logprob)} aria-label=${percent(logprob)}></meter> ${percent(logprob)}</td>
-          <td><button type="button" class="quiet" disabled=${busy} onClick=${() => this.continueFrom(index, id)}>${id === token.id ? "Continue from here" : "Take this and go on"}</button></td>
+          <td><button type="button" class="quiet" disabled=${busy} onClick=${() => this.continueFrom(index, id)}>${id === token.id ? "Continue from here" : "Take this"}</button></td>
         </tr>`)}</tbody></table>
     </section>`;
   }

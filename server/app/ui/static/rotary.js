@@ -6,7 +6,8 @@ import { copyText } from "./markdown.js";
 import { fieldOf, nameOf, ScalingPicker, SERVERS_OWN, startOf, valueOf, writtenOf } from "./scaling.js";
 import { Sweep } from "./sweep.js";
 
-const POSITIONS = 96; // rows of the map
+const POSITIONS = 80; // rows of the map
+const MOST_POSITION = 2 ** 31 - 1 - POSITIONS;
 const DISTANCES = 160;
 const PAUSE = 150; // milliseconds behind the last move of a slider
 
@@ -18,7 +19,7 @@ function spread(most, count) {
 }
 
 export class Rotary extends Component {
-  state = { settings: null, picked: startOf("yarn"), length: null, own: null, scaled: null, error: null, busy: false };
+  state = { settings: null, picked: startOf("yarn"), length: null, first: 0, own: null, scaled: null, error: null, busy: false };
 
   componentDidMount() {
     this.load();
@@ -54,10 +55,9 @@ export class Rotary extends Component {
   ask = async () => {
     this.running?.abort();
     const running = (this.running = new AbortController());
-    const { picked, length, settings } = this.state;
+    const { picked, length, first } = this.state;
     try {
-      const trained = settings.model.original_max_position_embeddings;
-      const places = { positions: [...Array(POSITIONS).keys()].map((row) => Math.round((row * (trained - 1)) / (POSITIONS - 1))), distances: spread(length, DISTANCES) };
+      const places = { positions: [...Array(POSITIONS).keys()].map((row) => first + row), distances: spread(length, DISTANCES) };
       const look = async (field) => {
         const body = { model: this.props.model, length, ...field };
         const [inspected, curves] = await Promise.all([
@@ -91,7 +91,7 @@ export class Rotary extends Component {
         ${this.facts(trained, own, scaled)}
         ${this.paste(picked, onCompare)}
         ${this.wavelengths(trained, own, scaled, picked)}
-        ${this.turning(scaled, trained)}
+        ${this.turning(scaled)}
         <${Lines} title="The most that a score can be, by distance (RoFormer's bound)" xTitle="distance in tokens" yTitle="over its value at 0" logX
           marks=${[{ at: trained, name: "trained length" }]}
           series=${[curve("the server's own", own, "decay_bound"), curve(nameOf(picked), scaled, "decay_bound")]} />
@@ -147,13 +147,19 @@ export class Rotary extends Component {
       series=${[line("the server's own", own), line(nameOf(picked), scaled), { name: "trained length", x: [0, own.wavelengths.length - 1], y: [trained, trained] }]} />`;
   }
 
-  turning(scaled, trained) {
+  turning(scaled) {
     const { positions, cos, sin } = scaled.curves;
     const describe = (row, pair) => `position ${positions[row]}, pair ${pair}: cos ${cos[row][pair]?.toFixed(6)}, sin ${sin[row][pair]?.toFixed(6)}`;
-    return html`<div class="pair">
-      <${HeatMap} title=${`Cosine by position, 0 to ${(trained - 1).toLocaleString("en")}`} xTitle="pair, quick ones left" yTitle="position" rows=${cos} signed describe=${describe} />
-      <${HeatMap} title=${`Sine by position, 0 to ${(trained - 1).toLocaleString("en")}`} xTitle="pair, quick ones left" yTitle="position" rows=${sin} signed describe=${describe} />
-    </div>`;
+    const range = `${positions[0].toLocaleString("en")} to ${positions.at(-1).toLocaleString("en")}`;
+    const map = (name, rows) => html`<${HeatMap} title=${`${name} at positions ${range}`} xTitle="pair, quick ones left" yTitle="position" rows=${rows} signed describe=${describe} />`;
+    return html`<section class="pair">
+      <label>First position of the maps
+        <input type="number" min="0" max=${MOST_POSITION} value=${this.state.first} onInput=${(event) => {
+          const wanted = Number(event.currentTarget.value);
+          if (Number.isInteger(wanted) && wanted >= 0) this.change({ first: Math.min(wanted, MOST_POSITION) });
+        }} /></label><span></span>
+      ${map("Cosine", cos)}${map("Sine", sin)}
+    </section>`;
   }
 
   table(own, scaled, length) {

@@ -70,7 +70,7 @@ export function ScalingPicker({ label, value, profiles = [], onChange }) {
       </select>
     </label>
     ${(KINDS[kind]?.[1] ?? []).map(
-      ([name, title, lowest, highest, step]) => html`<label class="slider">${title} <output>${fields[name]}</output>
+      ([name, title, lowest, highest, step]) => html`<label class="slider">${title} <span class="value">${fields[name]}</span>
         <input type="range" min=${lowest} max=${highest} step=${step} value=${fields[name]} onInput=${set(name)} />
       </label>`,
     )}
