@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import time
@@ -59,8 +60,9 @@ async def cache_pages(request: Request) -> Response:
 
 async def _cache(state: ServerState) -> bytes:
     info = loaded_model(state)
-    picture = await state.engine.look(CacheQuestion())
-    stats = await state.metrics.refresh() or state.metrics.last_stats
+    # Asked for together, both are answered between the same two steps.
+    picture, fresh = await asyncio.gather(state.engine.look(CacheQuestion()), state.metrics.refresh())
+    stats = fresh or state.metrics.last_stats
     counters = {name: getattr(stats, name) for name in _COUNTERS} if stats is not None else {}
     answer = {
         "time": time.monotonic(),

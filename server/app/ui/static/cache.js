@@ -56,9 +56,9 @@ export class Cache extends Component {
       ${error && html`<p class="error" role="alert">${error}</p>`}
       ${look && html`<div class="stack">
         ${figures(look, rates.at(-1))}
+        ${look.groups.map((group, index) => html`<${Pages} key=${index} group=${group} index=${index} count=${look.groups.length} look=${look} />`)}
         <${Lines} title="Tokens per second" xTitle="seconds from now" yTitle="tokens/s"
           series=${["generated", "read"].map((field) => ({ name: field === "read" ? "of prompts" : field, x: rates.map(({ time }) => time - look.time), y: rates.map((one) => one[field]) }))} />
-        ${look.groups.map((group, index) => html`<${Pages} key=${index} group=${group} index=${index} count=${look.groups.length} look=${look} />`)}
         ${look.sequences.length > 0 && sequences(look.sequences)}
       </div>`}
     </main>`;

@@ -12,6 +12,9 @@ export function short(value) {
   return Number(value.toPrecision(4)).toLocaleString("en", { maximumFractionDigits: 6 });
 }
 
+// On an axis there is little room.
+const brief = (value) => (Math.abs(value) >= 1e4 ? value.toLocaleString("en", { notation: "compact" }) : short(value));
+
 export const exact = (value) => (value === null || value === undefined ? "–" : String(Number(value.toPrecision(9))));
 
 // Round marks between two numbers, powers of ten on a logarithmic axis.
@@ -88,8 +91,8 @@ export class Lines extends Measured {
     const sparse = width < 420 ? xTicks.filter((_, index) => index % 2 === 0) : xTicks;
     return html`<svg width=${width} height=${HEIGHT} role="img" aria-label=${title}>
       ${ticks(y0, y1, logY).map((y) => html`<g class="tick"><line x1=${EDGE.left} x2=${width - EDGE.right} y1=${py(y)} y2=${py(y)} />
-        <text x=${EDGE.left - 6} y=${py(y) + 4} text-anchor="end">${short(y)}</text></g>`)}
-      ${sparse.map((x) => html`<text class="tick" x=${px(x)} y=${HEIGHT - EDGE.bottom + 16} text-anchor="middle">${short(x)}</text>`)}
+        <text x=${EDGE.left - 6} y=${py(y) + 4} text-anchor="end">${brief(y)}</text></g>`)}
+      ${sparse.map((x) => html`<text class="tick" x=${px(x)} y=${HEIGHT - EDGE.bottom + 16} text-anchor="middle">${brief(x)}</text>`)}
       ${marks.map((mark) => html`<g class="mark"><line x1=${px(mark.at)} x2=${px(mark.at)} y1=${EDGE.top} y2=${HEIGHT - EDGE.bottom} />
         <text x=${px(mark.at) + (px(mark.at) > width / 2 ? -5 : 5)} y=${EDGE.top + 11}
           text-anchor=${px(mark.at) > width / 2 ? "end" : "start"}>${mark.name}</text></g>`)}

@@ -79,7 +79,7 @@ export class Rotary extends Component {
     return html`<main class="room wide">
       <section class="panel controls" aria-label="What is looked at">
         <${ScalingPicker} label="Scaling to look at" value=${picked} profiles=${profiles} onChange=${(value) => this.change({ picked: value })} />
-        <label>Length of the request, in tokens
+        <label class="narrow">Length of the request, in tokens
           <input type="number" min="1" max=${2 ** 31 - 1} value=${length} onInput=${(event) => {
             const wanted = Number(event.currentTarget.value);
             if (Number.isInteger(wanted) && wanted >= 1) this.change({ length: Math.min(wanted, 2 ** 31 - 1) });
@@ -152,13 +152,13 @@ export class Rotary extends Component {
     const describe = (row, pair) => `position ${positions[row]}, pair ${pair}: cos ${cos[row][pair]?.toFixed(6)}, sin ${sin[row][pair]?.toFixed(6)}`;
     const range = `${positions[0].toLocaleString("en")} to ${positions.at(-1).toLocaleString("en")}`;
     const map = (name, rows) => html`<${HeatMap} title=${`${name} at positions ${range}`} xTitle="pair, quick ones left" yTitle="position" rows=${rows} signed describe=${describe} />`;
-    return html`<section class="pair">
-      <label>First position of the maps
+    return html`<section class="panel" aria-labelledby="maps"><h2 id="maps">Cosines and sines</h2>
+      <label class="narrow">First position of the maps
         <input type="number" min="0" max=${MOST_POSITION} value=${this.state.first} onInput=${(event) => {
           const wanted = Number(event.currentTarget.value);
           if (Number.isInteger(wanted) && wanted >= 0) this.change({ first: Math.min(wanted, MOST_POSITION) });
-        }} /></label><span></span>
-      ${map("Cosine", cos)}${map("Sine", sin)}
+        }} /></label>
+      <div class="pair">${map("Cosine", cos)}${map("Sine", sin)}</div>
     </section>`;
   }
 

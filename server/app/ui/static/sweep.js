@@ -81,7 +81,7 @@ export class Sweep extends Component {
       </div>
       ${note && html`<p class="note">${note}</p>`}
       ${error && html`<p class="error" role="alert">${error}</p>`}
-      ${seen.length > 0 && html`<${Lines} title="Perplexity by position" xTitle="position in tokens" yTitle="perplexity" logX points
+      ${seen.length > 0 && html`<${Lines} title="Perplexity by position" xTitle="position in tokens" yTitle="perplexity" logX logY points
         marks=${seen[0].points.at(-1).at > trained ? [{ at: trained, name: "trained length" }] : []}
         series=${seen.map((run) => ({ name: run.name, x: run.points.map(({ at }) => at), y: run.points.map(({ sum, count }) => Math.exp(sum / count)) }))} />
         <p class="totals">${seen.map((run) => html`<span key=${run.name}>${run.name}: perplexity ${overall(run.points).toFixed(3)}</span>`)}</p>`}
