@@ -64,7 +64,9 @@ def save(page: Page, name: str) -> None:
     """What is seen now, with few colours."""
     page.mouse.move(0, 0)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    image.quantize(COLOURS, dither=Image.Dither.NONE).save(FOLDER / f"{name}.png", optimize=True)
+    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        FOLDER / f"{name}.png", optimize=True
+    )
     print(name, f"{(FOLDER / f'{name}.png').stat().st_size / 1024:.0f} KiB")
 
 
@@ -122,9 +124,12 @@ def cache(page: Page) -> None:
       method: "POST", headers: {"content-type": "application/json"},
       body: JSON.stringify({prompt: text.repeat(12) + i, max_tokens: 500, ignore_eos: true})}); }"""
     page.evaluate(ask, [TALK, 1])
-    page.wait_for_timeout(2500)
+    running = page.locator(".figures > div").filter(has_text="Running")
+    expect(page.locator(".swatch[data-owner]").nth(1)).to_be_visible(timeout=60_000)  # its line in the table
+    page.wait_for_timeout(3000)
     page.evaluate(ask, [TALK, 3])
-    page.wait_for_timeout(4500)
+    expect(running).to_contain_text("4", timeout=60_000)
+    page.wait_for_timeout(4000)
 
 
 Scene = tuple[str, Callable[[Page], None], dict[str, int], str]  # the room it begins in, what is done, size, colours

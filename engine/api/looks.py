@@ -16,17 +16,17 @@ MAX_CACHE_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
-class Question(Generic[A]):
+class EngineQuestion(Generic[A]):
     """What is asked; A is the type of its answer."""
 
 
 @dataclass(frozen=True)
-class CacheQuestion(Question["CachePicture"]):
+class CacheQuestion(EngineQuestion["CachePicture"]):
     """Which pages of the cache are held, kept or free. Answered from the books, between two steps."""
 
 
 @dataclass(frozen=True)
-class AttentionQuestion(Question["AttentionPicture"]):
+class AttentionQuestion(EngineQuestion["AttentionPicture"]):
     """What one head of one layer attends to in a text of at most MAX_ATTENTION_TOKENS, under a scaling (None: the server's).
 
     One pass over the text outside the scheduler and its cache; the steps of others wait for it.

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.looks import A, Question
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 
@@ -53,7 +53,7 @@ class EngineClient(Protocol):
         """Take no further requests for an adapter; it goes when none runs. Returns at once; unknown ids are ignored."""
         ...
 
-    async def look(self, question: Question[A]) -> A:
+    async def look(self, question: EngineQuestion[A]) -> A:
         """What the engine answers somebody who looks on, between two steps; raises RequestError and EngineDeadError."""
         ...
 

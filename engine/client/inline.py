@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, Question
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.looks import LookCalls
@@ -111,7 +111,7 @@ class InlineClient:
         """See `EngineClient.drop_adapter`."""
         self._adapters.drop(adapter_id)
 
-    async def look(self, question: Question[A]) -> A:
+    async def look(self, question: EngineQuestion[A]) -> A:
         """See `EngineClient.look`."""
         return await self._looks.look(question)
 

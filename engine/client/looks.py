@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
-from windlass.engine.api.looks import A, Question
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.core.wire import Look, Message, Seen
 from windlass.engine.errors import EngineError
 
@@ -20,7 +20,7 @@ class LookCalls:
         self._ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
 
-    async def look(self, question: Question[A]) -> A:
+    async def look(self, question: EngineQuestion[A]) -> A:
         """See `EngineClient.look`."""
         self._require_engine()
         look_id = next(self._ids)

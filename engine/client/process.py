@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, Question
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
@@ -139,7 +139,7 @@ class ProcessClient:
         """See `EngineClient.drop_adapter`."""
         self._adapters.drop(adapter_id)
 
-    async def look(self, question: Question[A]) -> A:
+    async def look(self, question: EngineQuestion[A]) -> A:
         """See `EngineClient.look`."""
         return await self._looks.look(question)
 

@@ -17,7 +17,7 @@ import torch
 from windlass._version import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
-from windlass.engine.api.looks import A, Question
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.api.validation import check_distances, validate_request
 from windlass.engine.cache.blocks import BlockManager
@@ -215,7 +215,7 @@ class EngineCore:
             adapter_bytes=self.adapters.loaded.num_bytes,
         )
 
-    def look(self, question: Question[A]) -> A:
+    def look(self, question: EngineQuestion[A]) -> A:
         """See `windlass.engine.core.looking`."""
         return look(question, self.scheduler, self.blocks, self.runner, self._planner)
 

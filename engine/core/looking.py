@@ -12,7 +12,7 @@ from windlass.engine.api.looks import (
     CachePicture,
     CacheQuestion,
     CacheSequencePicture,
-    Question,
+    EngineQuestion,
 )
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.picture import draw_cache
@@ -25,7 +25,7 @@ from windlass.engine.scheduling.sequence import Sequence
 
 
 def look(
-    question: Question[A], scheduler: Scheduler, blocks: BlockManager, runner: Runner, planner: RotaryPlanner
+    question: EngineQuestion[A], scheduler: Scheduler, blocks: BlockManager, runner: Runner, planner: RotaryPlanner
 ) -> A:
     """The answer; raises RequestError for what cannot be shown."""
     match question:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, Question
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.core.threads import prepare_this_process
 from windlass.engine.core.wire import (
@@ -76,7 +76,7 @@ class Core(Protocol):
         """Let no further request use it; unknown ids are ignored."""
         ...
 
-    def look(self, question: Question[A]) -> A:
+    def look(self, question: EngineQuestion[A]) -> A:
         """Answer somebody who looks on; changes nothing that a request could notice. Raises RequestError."""
         ...
 
@@ -189,7 +189,7 @@ class EngineLoop:
             _logger.exception("an adapter could not be loaded")
             return portable_error(error)
 
-    def _look(self, question: Question[Any]) -> Any:
+    def _look(self, question: EngineQuestion[Any]) -> Any:
         try:
             return self._core.look(question)
         except EngineError as error:

@@ -15,7 +15,7 @@ from typing import Any
 from windlass.engine import errors
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import Question
+from windlass.engine.api.looks import EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 
 _LENGTH = struct.Struct("!I")
@@ -60,7 +60,7 @@ class Look:
     """A question of somebody who looks on, answered by `Seen` between two steps."""
 
     look_id: int
-    question: Question[Any]
+    question: EngineQuestion[Any]
 
 
 @dataclass(frozen=True, slots=True)

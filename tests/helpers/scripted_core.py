@@ -19,7 +19,7 @@ from pathlib import Path
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, Question
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
@@ -125,7 +125,7 @@ class ScriptedCore:
                 del self._running[request_id]
         return outputs
 
-    def look(self, question: Question[A]) -> A:
+    def look(self, question: EngineQuestion[A]) -> A:
         raise RequestError("there is nothing to see", "prompt", "refused")
 
     def stats(self) -> EngineStats:

@@ -23,7 +23,7 @@ from windlass.engine.api.looks import (
     CachePicture,
     CacheQuestion,
     CacheSequencePicture,
-    Question,
+    EngineQuestion,
 )
 from windlass.engine.api.pooling import PooledRows
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
@@ -205,7 +205,7 @@ class ScriptedEngine:
     def end_sample(self, request_id: str, index: int) -> None:
         self.ended.append((request_id, index))
 
-    async def look(self, question: Question[A]) -> A:
+    async def look(self, question: EngineQuestion[A]) -> A:
         """Of the cache one group of 4 cells; of attention weights that are equal and scores that are minus the distance."""
         if isinstance(question, CacheQuestion):
             group = CacheGroupPicture(64, 4, 1, None, (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, -1, -1))

@@ -58,7 +58,7 @@ export class Cache extends Component {
         ${figures(look, rates.at(-1))}
         ${look.groups.map((group, index) => html`<${Pages} key=${index} group=${group} index=${index} count=${look.groups.length} look=${look} />`)}
         <${Lines} title="Tokens per second" xTitle="seconds from now" yTitle="tokens/s"
-          series=${["generated", "read"].map((field) => ({ name: field === "read" ? "of prompts" : field, x: rates.map(({ time }) => time - look.time), y: rates.map((one) => one[field]) }))} />
+          series=${["generated", "read"].map((field) => ({ name: field === "read" ? "of prompts" : field, x: rates.length > 1 ? rates.map(({ time }) => time - look.time) : [], y: rates.map((one) => one[field]) }))} />
         ${look.sequences.length > 0 && sequences(look.sequences)}
       </div>`}
     </main>`;
