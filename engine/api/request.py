@@ -110,6 +110,8 @@ class EngineRequest:
     token rather than its grid.
     reuse: what it may take of other prompts beside an equal beginning, None for nothing. adapter: the id of a loaded one.
     pooling: set where the prompt is to be pooled; then nothing is generated, and `sampling.max_tokens` is 0.
+    caller: on whose account it runs: where more is asked for than there is, callers get equal parts, or as their `share` is to
+    that of others.
     """
 
     request_id: str
@@ -122,6 +124,8 @@ class EngineRequest:
     context: ContextRule = field(default_factory=ContextRule)
     reuse: PassageReuse | None = None
     priority: int = 0  # lower runs first, as in vLLM
+    caller: str = ""
+    share: float = 1.0
     deadline: float | None = None
     adapter: int | None = None
     pooling: PoolingRule | None = None

@@ -3,7 +3,7 @@
 Responsible for who computes how much in a step: admission, chunking, preemption. What its result means for a sequence is
 `results`' to say. It plans with plain data and knows neither tensors nor kernels nor text.
 
-Every sequence has a rank: (priority, arrival, sample index), lower is better. One step goes like this:
+Every sequence has a rank: (priority, its caller's turn, arrival, sample index), lower is better. One step goes like this:
 
 1. Sequences that need one token (running streams) get one each; what is left of the budget, bounded by the step timer,
    goes to prefills. If the budget is smaller than the running set, those scheduled least recently go first.
@@ -47,6 +47,7 @@ from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
 from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
+from windlass.engine.scheduling.turns import Turns
 
 
 class Scheduler:
@@ -80,7 +81,8 @@ class Scheduler:
         self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits)
         self._writer = PlanWriter()
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
-        self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle, limits.held)
+        self._turns = Turns()
+        self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle, limits.held, self._turns)
         self._places = Places(config.max_num_seqs, blocks, rotary, self._stages, self._writer, self.counters)
         self._speculation = Speculation(
             config.speculation,
@@ -110,6 +112,9 @@ class Scheduler:
         self._admission.validate(request, rotation)
         if self.num_waiting >= self.config.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests are waiting already: try again later")
+        tokens = sum(seq.num_tokens for seq in self._places.waiting)
+        if tokens and tokens + len(request.prompt_token_ids) > self.config.max_waiting_tokens:
+            raise QueueFullError(f"requests of {tokens:,} tokens are waiting already: try again later")
         self._places.queue(self._requests.add(request, rotation, self._clock()))
 
     def abort(self, request_id: str) -> None:
@@ -293,6 +298,7 @@ class Scheduler:
                 return
             seq, full = chosen
             self._places.start(seq)
+            self._turns.begin(seq.turn)
             if seq.cache.is_parked:
                 self._places.unpark(seq)
                 seq.full_hit_end = 0

@@ -95,6 +95,7 @@ ENGINE_ARGUMENTS = {
     "--max-num-batched-tokens": "512",
     "--max-num-seqs": "9",
     "--max-waiting": "33",
+    "--max-waiting-tokens": "4444",
     "--kv-cache-memory": "1.5GiB",
     "--quantization": "int4",
     "--activations": "float32",
@@ -137,6 +138,7 @@ ENGINE_CONFIG = EngineConfig(
         max_num_batched_tokens=512,
         max_num_seqs=9,
         max_waiting=33,
+        max_waiting_tokens=4444,
         target_step_seconds=0.1,
         speculation=SpeculationConfig(
             num_tokens=5,
