@@ -72,11 +72,12 @@ class CacheSequencePicture:
 
 @dataclass(frozen=True, slots=True)
 class CachePicture:
-    """sequences: at most MAX_CACHE_SEQUENCES of those that run, the best rank first."""
+    """sequences: at most MAX_CACHE_SEQUENCES of those that run, the best rank first. seconds: that the engine took for it."""
 
     block_size: int
     groups: tuple[CacheGroupPicture, ...]
     sequences: tuple[CacheSequencePicture, ...]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

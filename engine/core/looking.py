@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import cast
 
 from windlass.engine.api.looks import (
@@ -40,9 +41,11 @@ def look(
 
 
 def _cache(scheduler: Scheduler, blocks: BlockManager) -> CachePicture:
+    began = time.perf_counter()
     running = list(scheduler.running)[:MAX_CACHE_SEQUENCES]
     groups = draw_cache(blocks, [seq.cache for seq in running])
-    return CachePicture(blocks.block_size, groups, tuple(map(_sequence, running)))
+    sequences = tuple(map(_sequence, running))
+    return CachePicture(blocks.block_size, groups, sequences, time.perf_counter() - began)
 
 
 def _sequence(seq: Sequence) -> CacheSequencePicture:

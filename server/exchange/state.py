@@ -6,7 +6,6 @@ knows of routes or bodies.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import time
@@ -17,7 +16,7 @@ from windlass.engine.client import EngineClient
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.exchange.adapters import ServedAdapter, ServedAdapters
 from windlass.server.exchange.metrics import ServerMetrics
-from windlass.server.exchange.recent import Recent
+from windlass.server.exchange.recent import OneAtATime, Recent
 from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.settings import ServerSettings
 from windlass.server.text.parsing.reasoning.model import ThinkingModel
@@ -60,7 +59,7 @@ class ServerState:
         self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
         self.responses = ResponseStore(most=MOST_RESPONSES, max_bytes=settings.response_store_bytes)
         self.shown_cache: Recent[bytes] = Recent()
-        self.attention_turn = asyncio.Lock()
+        self.attention_turn = OneAtATime()
         self._fingerprint: tuple[ModelInfo, str] | None = None
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()

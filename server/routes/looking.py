@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.api.looks import AttentionPicture, AttentionQuestion, CacheQuestion
-from windlass.server.errors import ApiError
+from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.slices import LargeJson
 from windlass.server.exchange.state import ServerState
@@ -58,19 +58,17 @@ async def cache_pages(request: Request) -> Response:
     return LargeJson(await state.shown_cache.get(lambda: _cache(state)))
 
 
-async def _cache(state: ServerState) -> bytes:
+async def _cache(state: ServerState) -> tuple[bytes, float]:
+    """The answer, and the seconds that it cost the engine."""
     info = loaded_model(state)
     # Asked for together, both are answered between the same two steps.
     picture, fresh = await asyncio.gather(state.engine.look(CacheQuestion()), state.metrics.refresh())
     stats = fresh or state.metrics.last_stats
     counters = {name: getattr(stats, name) for name in _COUNTERS} if stats is not None else {}
-    answer = {
-        "time": time.monotonic(),
-        "bytes_per_token": info.kv_bytes_per_token,
-        **asdict(picture),
-        "counters": counters,
-    }
-    return to_json(answer)
+    shown = asdict(picture)
+    cost = shown.pop("seconds")
+    answer = {"time": time.monotonic(), "bytes_per_token": info.kv_bytes_per_token, **shown, "counters": counters}
+    return to_json(answer), cost
 
 
 @router.post(
@@ -84,6 +82,8 @@ async def attention(request: Request) -> Response:
     _check_admin(state, owner_of(request))
     body = await read_body(request, AttentionRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
+    if state.adapters.find(body.model) is not None:
+        raise bad_request("attention is shown of the model itself, without an adapter: leave model out", "model")
     info = state.admit()
     if body.tokens is not None:
         check_token_ids(body.tokens, info.vocab_size, "tokens")
@@ -101,7 +101,9 @@ async def attention(request: Request) -> Response:
         token_ids = prompt.token_ids
     scaling = read_rotation(body.rope_scaling, None, state.settings, info).scaling
     question = AttentionQuestion(tuple(token_ids), body.layer, body.head, scaling)
-    picture = await while_connected(request, _look(state, question))
+    # One at a time: each holds up the steps of everybody else.
+    look = state.attention_turn.run(lambda: state.engine.look(question))
+    picture = await while_connected(request, look)
     return LargeJson(await state.text.on_thread(_shown, state.settings.served_model_name, question, picture))
 
 
@@ -116,12 +118,6 @@ def _check_admin(state: ServerState, owner: str) -> None:
         )
     if settings.api_keys and owner not in {hashlib.sha256(key.encode()).hexdigest() for key in settings.admin_keys}:
         raise ApiError(403, "this needs one of the keys given as --admin-key", code="admin_key_needed")
-
-
-async def _look(state: ServerState, question: AttentionQuestion) -> AttentionPicture:
-    # One at a time: each holds up the steps of everybody else.
-    async with state.attention_turn:
-        return await state.engine.look(question)
 
 
 def _shown(model: str, question: AttentionQuestion, picture: AttentionPicture) -> bytes:

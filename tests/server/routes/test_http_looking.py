@@ -11,6 +11,7 @@ from helpers.live_server import Live, live_server
 from helpers.rotary_formulas import by_formula
 from helpers.scripted_engine import ROTARY, ScriptedEngine, model_info
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.request import EngineStats
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.groups import RotaryGroup
@@ -91,6 +92,12 @@ def test_what_is_wrong_is_named(body: dict[str, Any], param: str | None) -> None
     with live_server(attention_maps=True) as live:
         assert param is None or live.refuse(ATTENTION, body)["param"] == param
         assert live.engine.attention == []
+
+
+def test_it_is_that_of_the_model_without_an_adapter() -> None:
+    sources = (AdapterSource(1, "poet", "/poet"),)
+    with live_server(attention_maps=True, adapters=sources, max_loras=1) as live:
+        assert live.refuse(ATTENTION, {"prompt": "hello", "model": "poet"})["param"] == "model"
 
 
 def test_with_keys_it_wants_an_admins() -> None:
