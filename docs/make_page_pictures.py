@@ -75,9 +75,13 @@ def chat(page: Page) -> None:
     page.get_by_label("Kind").select_option("linear")
     expect(page.get_by_role("heading", name="linear")).to_be_visible()
     page.get_by_role("button", name="Compare in the chat").click()
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Longest answer").fill("48")
+    page.get_by_label("Seed").fill("1")
+    page.get_by_text("Settings", exact=True).click()
     page.get_by_label("Message", exact=True).fill("Name the capital of France.")
     page.keyboard.press("Enter")
-    expect(page.locator(".message.assistant .facts")).to_have_count(2, timeout=60_000)
+    expect(page.locator(".message.assistant .facts")).to_have_count(2, timeout=200_000)
 
 
 def completion(page: Page) -> None:
@@ -86,7 +90,7 @@ def completion(page: Page) -> None:
     page.get_by_label("Longest answer").fill("32")
     page.get_by_text("Settings and rotary scaling").click()
     page.get_by_role("button", name="Continue the text").click()
-    expect(page.get_by_role("button", name="Continue the text")).to_be_visible(timeout=60_000)
+    expect(page.get_by_role("button", name="Continue the text")).to_be_visible(timeout=200_000)
     page.locator(".token").nth(8).focus()
 
 
@@ -114,7 +118,7 @@ def attention(page: Page) -> None:
     page.get_by_label("Layer").fill("5")
     page.get_by_label("Head").fill("2")
     page.get_by_role("button", name="Show the attention").click()
-    expect(page.locator("canvas")).to_have_count(2, timeout=60_000)
+    expect(page.locator("canvas")).to_have_count(2, timeout=200_000)
     page.get_by_role("button", name="Show the attention").evaluate("button => button.scrollIntoView()")
 
 
@@ -125,10 +129,10 @@ def cache(page: Page) -> None:
       body: JSON.stringify({prompt: text.repeat(12) + i, max_tokens: 500, ignore_eos: true})}); }"""
     page.evaluate(ask, [TALK, 1])
     running = page.locator(".figures > div").filter(has_text="Running")
-    expect(page.locator(".swatch[data-owner]").nth(1)).to_be_visible(timeout=60_000)  # its line in the table
+    expect(page.locator(".swatch[data-owner]").nth(1)).to_be_visible(timeout=200_000)  # its line in the table
     page.wait_for_timeout(3000)
     page.evaluate(ask, [TALK, 3])
-    expect(running).to_contain_text("4", timeout=60_000)
+    expect(running).to_contain_text("4", timeout=200_000)
     page.wait_for_timeout(4000)
 
 
