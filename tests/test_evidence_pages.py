@@ -164,7 +164,7 @@ def test_the_page_on_conformance_has_the_errors_of_angles(monkeypatch):
     assert importlib.import_module("far_angles").table(report) in page and report["date"] in page
     nats = {(row["angles"], row["first_position"]): row["nats"]["largest"] for row in report["rows"]}
     assert nats["as served", 100_000] < 1e-4 < nats["angles in float32", 100_000] < 0.05
-    assert 0.05 < nats["angles in bfloat16", 10_000]
+    assert nats["angles in bfloat16", 10_000] > 0.05
     runs = json.loads((DOCS / "conformance.json").read_text(encoding="utf-8"))["runs"]
     ((far, words),) = [
         (check["effect"], run["server"]) for run in runs for check in run["checks"] if "of 9998" in check["detail"]

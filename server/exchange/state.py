@@ -18,8 +18,8 @@ from windlass.server.exchange.adapters import ServedAdapter, ServedAdapters
 from windlass.server.exchange.caller_metrics import CallerCollector
 from windlass.server.exchange.callers import Callers
 from windlass.server.exchange.metrics import ServerMetrics
+from windlass.server.exchange.recent import OneAtATime, Recent
 from windlass.server.exchange.response_store import ResponseStore
-from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
 from windlass.server.text.parsing.reasoning.model import ThinkingModel
 from windlass.server.text.service import TextService
@@ -47,7 +47,7 @@ class ServerState:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
-        self.callers = Callers((*map(ApiKey.plain, settings.api_keys), *settings.callers))
+        self.callers = Callers((*settings.plain_callers, *settings.callers))
         self.adapters = ServedAdapters(engine, settings)
         self.metrics = ServerMetrics(
             engine,
@@ -63,6 +63,8 @@ class ServerState:
         self.text = TextService(tokenizer, settings)
         self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
         self.responses = ResponseStore(most=MOST_RESPONSES, max_bytes=settings.response_store_bytes)
+        self.shown_cache: Recent[bytes] = Recent()
+        self.attention_turn = OneAtATime()
         self._fingerprint: tuple[ModelInfo, str] | None = None
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
 
-from windlass.server.errors import ApiError, bad_request
+from windlass.engine.api.request import ModelInfo
+from windlass.server.errors import ApiError, bad_request, unavailable
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
 
@@ -40,7 +41,20 @@ def owner_of(request: Request) -> str:
 def require_admin(request: Request) -> None:
     """Raise ApiError 403 unless the request's key may do what concerns all callers."""
     if not state_of(request).callers.may_administer(owner_of(request)):
-        raise ApiError(403, "this key may not do that: it takes one with admin = true", code="not_an_administrator")
+        needed = "one of --admin-key, or one with admin = true in --api-keys"
+        raise ApiError(403, f"this key may not administer: use {needed}", code="admin_key_needed")
+
+
+def loaded_model(state: ServerState) -> ModelInfo:
+    """What the engine has loaded; raises ApiError 503 before it has."""
+    info = state.engine.info
+    if info is None:
+        raise unavailable(
+            f"the engine is {state.engine.state}",
+            code="engine_unavailable",
+            retry_after=state.settings.retry_after_seconds,
+        )
+    return info
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
