@@ -172,6 +172,19 @@ def test_the_page_on_conformance_has_the_errors_of_angles(monkeypatch):
     assert far < 1e-4 and "a window of 256" in words and f"{far:.1g} nats" in page
 
 
+def test_the_page_on_longer_contexts_has_the_requests_of_its_load_test(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    mixed = importlib.import_module("mixed_scalings")
+    page = (DOCS / "longer-context.md").read_text(encoding="utf-8")
+    run = json.loads((DOCS / "mixed_scalings.json").read_text(encoding="utf-8"))
+    assert mixed.table(run) in page and f"{mixed.overlapping(run)} pairs" in page
+    assert run["completed"] == len(run["requests"]) and not run["interrupted"] and run["started_at"][:10] in page
+    lengths = sorted(request["input_tokens"] for request in run["requests"])
+    assert f"{len(lengths)} requests\nof {lengths[0]:,} to {lengths[-1]:,} tokens, four of them past" in page
+    assert sum(length > 8192 for length in lengths) == 4
+    assert f"{run['started_at'][:10]}" in page and (DOCS / "mixed_scalings.html").stat().st_size > 50_000
+
+
 def test_the_page_on_llama_2_has_the_numbers_of_its_request():
     page = (DOCS / "llama-2.md").read_text(encoding="utf-8")
     found = json.loads((DOCS / "llama2_100k.json").read_text(encoding="utf-8"))
