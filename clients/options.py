@@ -277,3 +277,10 @@ class EmbeddingOptions(PromptOptions, total=False):
     dimensions: int | None
     normalize: bool | None
     encoding_format: str | None
+
+
+class PoolingOptions(EmbeddingOptions, total=False):
+    """Those of `pooling`. task: "embed", "token_embed", "classify" or "token_classify"."""
+
+    task: str | None
+    use_activation: bool | None

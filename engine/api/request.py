@@ -218,12 +218,16 @@ class ModelInfo:
     shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
     max_total_tokens: int | None = None  # prompt and output of such a sequence together
     shift_refusal: str | None = None  # why no sequence of this model may drop tokens
+    window_refusal: str | None = None  # why none may have an attention window
+    sinks_refusal: str | None = None  # why none may have sinks in front of it
     draft_model: DraftInfo | None = None
     fingerprint: str = ""  # of the weights and of all that changes what is computed from them
     adapters: tuple[AdapterInfo, ...] = ()  # those loaded at the start
     hidden_size: int = 0  # of the vectors that its states are
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     classifier: ClassifierInfo | None = None  # of a model that classifies and generates nothing
+    generates: bool = True
+    sees_whole_texts: bool = False  # its tokens see those behind them: a text is computed in one step
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 

@@ -20,6 +20,7 @@ from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, R
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.looks import LookCalls
+from windlass.engine.client.pulse import Pulse
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.loop import ProgressCallback
 from windlass.engine.core.wire import (
@@ -44,6 +45,7 @@ DEFAULT_CORE = "windlass.engine.core.loop:default_core"
 STATS_TIMEOUT = 1.0  # seconds to wait for fresh statistics before the last known ones do
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
 SLOW_STEP_FACTOR = 20.0  # a step may take this many times the slowest one seen before it counts as hung
+LIFELESS_SECONDS = 2.5  # a child that owes an answer, and neither computes nor waits for a disk for so long, is stuck
 FAILED_RELOADS = 3  # restarts in a row that do not even load
 
 
@@ -51,8 +53,8 @@ class ProcessClient:
     """An `EngineClient` over a child process.
 
     progress: called in the event loop with (stage, done, total) while the model loads.
-    hang_seconds: the engine is killed and restarted when requests are in flight and it shows no sign of life for this
-    long (or for SLOW_STEP_FACTOR times its slowest step, if that is longer).
+    hang_seconds: the engine is killed and restarted when requests are in flight and no step ends for this long (or for
+    SLOW_STEP_FACTOR times its slowest step, if that is longer); after LIFELESS_SECONDS where its process does nothing at all.
     max_deaths, death_window: it is given up after this many deaths within so many seconds.
     backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
     core: private; see `windlass.engine.core.process`. child: one that waits for what to load; it is the client's from now on.
@@ -278,16 +280,24 @@ class ProcessClient:
         Silence is counted in ticks of this loop rather than read off a clock, so a parent that was itself stopped or
         busy does not blame the engine.
         """
-        tick = min(1.0, self._hang_seconds / 10)
+        tick = min(0.5, self._hang_seconds / 10)
+        pulse, lifeless = Pulse(child.process.pid), 0.0
         while True:
             await asyncio.sleep(tick)
             if child.ended:  # and yet the socket is open: a process of the child's own inherited it
                 writer.transport.abort()
                 return
             if self._router.in_flight == 0:
-                self._silent_seconds = 0.0
+                self._silent_seconds = lifeless = 0.0
                 continue
             self._silent_seconds += tick
+            lifeless = lifeless + tick if pulse.lifeless() and self._silent_seconds > tick else 0.0
+            if lifeless >= LIFELESS_SECONDS:
+                self._reported = (
+                    f"the engine did nothing for {lifeless:g} seconds with requests to answer; it was killed"
+                )
+                child.process.kill()
+                return
             limit = max(self._hang_seconds, SLOW_STEP_FACTOR * self._slowest_step)
             if self._silent_seconds >= limit:
                 self._reported = f"no step of the engine finished for {limit:g} seconds; it was killed"

@@ -46,7 +46,7 @@ from windlass.engine.scheduling.sequence import Sequence, rank_of
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
-from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
+from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens, deal_whole_prompts
 from windlass.engine.scheduling.turns import Turns
 
 
@@ -55,6 +55,7 @@ class Scheduler:
 
     limits: what a sequence may hold, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
+    whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too.
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
 
@@ -69,8 +70,10 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         clock: abc.Callable[[], float] = time.monotonic,
         fresh_seed: abc.Callable[[], int] | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         self.config = config
+        self._whole_prompts = whole_prompts
         self.limits = limits
         self.blocks = blocks
         self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens)
@@ -219,8 +222,9 @@ class Scheduler:
             if not self._goes_on(seq, step):
                 continue
             self._make_room(seq)
+            fewest = plan[seq] if self._whole_prompts else 1
             num_tokens = self._stages.capacity(seq, plan[seq])
-            while num_tokens == 0:
+            while num_tokens < fewest:
                 # Both lists are sorted by rank, so the worst of each is its last.
                 worst = max([seq, *pending[-1:], *idle[-1:]], key=rank_of)
                 self._places.preempt(worst)
@@ -228,7 +232,7 @@ class Scheduler:
                     break
                 (pending if pending and pending[-1] is worst else idle).pop()
                 num_tokens = self._stages.capacity(seq, plan[seq])
-            if num_tokens > 0:
+            if num_tokens >= fewest:
                 self._stages.rerotate_if_due(seq, step)
                 if not self._goes_on(seq, step):
                     continue
@@ -251,14 +255,15 @@ class Scheduler:
     def _plan(self) -> dict[Sequence, int]:
         """Tokens to try for each sequence this step, in no particular order; admits what can be admitted."""
         budget = self.config.max_num_batched_tokens
-        if len(self._places.running) >= budget:
+        if len(self._places.running) >= budget and not self._whole_prompts:
             chosen = sorted(self._places.running, key=lambda seq: (seq.last_step, seq.rank))[:budget]
             return dict.fromkeys(chosen, 1)
         plan = {seq: 1 for seq in self._places.running if seq.num_due_tokens == 1}
         budget = min(budget - len(plan), self.timer.limit(len(plan)))
         self._admit()
         prefills = [seq for seq in self._places.running if seq not in plan]
-        grants = deal_prefill_tokens([seq.num_due_tokens for seq in prefills], budget)
+        deal = deal_whole_prompts if self._whole_prompts else deal_prefill_tokens
+        grants = deal([seq.num_due_tokens for seq in prefills], budget)
         plan.update((seq, granted) for seq, granted in zip(prefills, grants, strict=True) if granted)
         return plan
 

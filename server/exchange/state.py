@@ -15,9 +15,12 @@ from windlass.engine.api.request import ModelInfo
 from windlass.engine.client import EngineClient
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.exchange.adapters import ServedAdapter, ServedAdapters
+from windlass.server.exchange.caller_metrics import CallerCollector
+from windlass.server.exchange.callers import Callers
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.exchange.recent import OneAtATime, Recent
 from windlass.server.exchange.response_store import ResponseStore
+from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
 from windlass.server.text.parsing.reasoning.model import ThinkingModel
 from windlass.server.text.service import TextService
@@ -45,6 +48,7 @@ class ServerState:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
+        self.callers = Callers((*map(ApiKey.plain, settings.api_keys), *settings.callers))
         self.adapters = ServedAdapters(engine, settings)
         self.metrics = ServerMetrics(
             engine,
@@ -53,6 +57,8 @@ class ServerState:
             max_adapters=settings.max_loras if settings.adapters or settings.lora_folder else 0,
             adapters=self.adapters.running,
         )
+        if settings.callers:
+            self.metrics.registry.register(CallerCollector(self.callers))
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
@@ -69,8 +75,8 @@ class ServerState:
         """Generation requests running or waiting, streams included."""
         return len(self._exchanges)
 
-    def admit(self) -> ModelInfo:
-        """The loaded model if new generation work may start now; raises ApiError 503 or 429 otherwise."""
+    def admit(self, caller: str = "") -> ModelInfo:
+        """The loaded model if new generation work of `caller` may start now; raises ApiError 503 or 429 otherwise."""
         retry_after = self.settings.retry_after_seconds
         if self.draining:
             raise unavailable("the server is shutting down", code="draining", retry_after=retry_after)
@@ -85,6 +91,7 @@ class ServerState:
                 code="too_many_requests",
                 retry_after=retry_after,
             )
+        self.callers.admit(caller)
         return info
 
     def check_model(self, name: str | None) -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.options.key_file import ApiKey
 
 RopePolicy = Literal["allow", "profiles", "off"]
 MetricsNames = Literal["windlass", "vllm", "both"]
@@ -39,7 +40,7 @@ class ServerSettings:
     """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
 
     served_model_name: the model's id in the API. other_model_names: further ids that requests may use.
-    api_keys: empty means that no key is asked for.
+    api_keys, callers: keys without limits, and named ones with theirs; where both are empty no key is asked for.
     cors_origins: origins allowed by CORS; empty (the default) switches CORS off. Credentials are never allowed.
     default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
     keep_alive_seconds: silence on a stream after which a comment line is sent (0: never).
@@ -68,13 +69,14 @@ class ServerSettings:
     metrics_names: whose names /metrics has: our own, those that dashboards made for vLLM ask for, or both.
     adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
     later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
-    attention_maps: whether /v1/attention answers. admin_keys: keys that may ask it where keys are asked for.
+    attention_maps: whether /v1/attention answers.
     recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
 
     served_model_name: str
     other_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    callers: tuple[ApiKey, ...] = ()
     cors_origins: tuple[str, ...] = ()
     default_max_tokens: int = 1024
     completion_max_tokens: int = 16
@@ -118,8 +120,11 @@ class ServerSettings:
     lora_folder: Path | None = None
     adapter_drain_seconds: float = 30.0
     attention_maps: bool = False
-    admin_keys: tuple[str, ...] = ()
     recommended_sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self.api_keys or self.callers)
 
     @property
     def model_names(self) -> tuple[str, ...]:

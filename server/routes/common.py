@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from windlass.engine.api.request import ModelInfo
-from windlass.server.errors import bad_request, unavailable
+from windlass.server.errors import ApiError, bad_request, unavailable
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
 
@@ -28,7 +28,7 @@ def state_of(request: Request) -> ServerState:
 
 def caller_of(request: Request) -> str:
     """Whose request it is, for taking turns: the API key where keys are asked for, else the address."""
-    if state_of(request).settings.api_keys:
+    if state_of(request).settings.asks_for_keys:
         return owner_of(request)
     return request.client.host if request.client is not None else ""
 
@@ -48,6 +48,12 @@ def loaded_model(state: ServerState) -> ModelInfo:
             retry_after=state.settings.retry_after_seconds,
         )
     return info
+
+
+def require_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the request's key may do what concerns all callers."""
+    if not state_of(request).callers.may_administer(owner_of(request)):
+        raise ApiError(403, "this key may not do that: it takes one with admin = true", code="not_an_administrator")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

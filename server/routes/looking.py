@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import time
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from windlass.server.routes.common import (
     body_of,
     caller_of,
     loaded_model,
-    owner_of,
+    require_admin,
     state_of,
     while_connected,
 )
@@ -51,9 +50,10 @@ _COUNTERS = (
 )
 
 
-@router.get("/v1/cache", responses=answers(CachePages))
+@router.get("/v1/cache", responses=answers(CachePages, errors=(403,)))
 async def cache_pages(request: Request) -> Response:
     """Which pages of the cache are held, kept or free, by whom, and the counters beside them."""
+    require_admin(request)
     state = state_of(request)
     return LargeJson(await state.shown_cache.get(lambda: _cache(state)))
 
@@ -79,7 +79,8 @@ async def _cache(state: ServerState) -> tuple[bytes, float]:
 async def attention(request: Request) -> Response:
     """What a head of a layer attends to in a short text, under a rotary scaling. Other requests wait for its one pass."""
     state = state_of(request)
-    _check_admin(state, owner_of(request))
+    require_admin(request)
+    _check_shown(state)
     body = await read_body(request, AttentionRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
     if state.adapters.find(body.model) is not None:
@@ -107,17 +108,14 @@ async def attention(request: Request) -> Response:
     return LargeJson(await state.text.on_thread(_shown, state.settings.served_model_name, question, picture))
 
 
-def _check_admin(state: ServerState, owner: str) -> None:
-    """Raise ApiError 403 unless this server shows attention, and to this caller."""
-    settings = state.settings
-    if not settings.attention_maps:
+def _check_shown(state: ServerState) -> None:
+    """Raise ApiError 403 unless this server shows attention."""
+    if not state.settings.attention_maps:
         raise ApiError(
             403,
             "this server shows no attention: start it with --attention-maps",
             code="attention_off",
         )
-    if settings.api_keys and owner not in {hashlib.sha256(key.encode()).hexdigest() for key in settings.admin_keys}:
-        raise ApiError(403, "this needs one of the keys given as --admin-key", code="admin_key_needed")
 
 
 def _shown(model: str, question: AttentionQuestion, picture: AttentionPicture) -> bytes:

@@ -16,7 +16,13 @@ from windlass.engine.rotary.scaling import RotarySpec
 from windlass.server.errors import bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.state import ServerState
-from windlass.server.generation.request_rotation import describe_groups, describe_ladder, planner_of, read_rotation
+from windlass.server.generation.request_rotation import (
+    check_rotates,
+    describe_groups,
+    describe_ladder,
+    planner_of,
+    read_rotation,
+)
 from windlass.server.protocol.rotary import (
     RotaryCurves,
     RotaryCurvesRequest,
@@ -34,6 +40,7 @@ async def rotary(request: Request) -> Response:
     """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
     info, settings = loaded_model(state), state.settings
+    check_rotates(info)
     planner = planner_of(settings, info)
     default = planner.plan(1 if planner.auto else info.max_model_len)
     return _json(
@@ -84,6 +91,7 @@ async def curves(request: Request) -> Response:
 def _planned(state: ServerState, body: RotaryInspectRequest) -> tuple[RotaryPlan, int]:
     """What a request would run under, and the length that is asked about."""
     info = loaded_model(state)
+    check_rotates(info)
     rotation = read_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     length = min(info.max_model_len, rotation.longest or info.max_model_len) if body.length is None else body.length
     return rotation.plan(length), length

@@ -180,6 +180,21 @@ async def test_a_hung_step_is_killed():
         assert await tokens(client, request("ok", max_tokens=1)) == [100]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_stopped_engine_is_noticed_within_seconds():
+    async with running() as client:  # with two minutes for a step
+        stream = client.generate(request("a", max_tokens=100_000))
+        await anext(stream)
+        os.kill(client.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            while True:
+                await anext(stream)
+        assert time.monotonic() - start < 20.0  # and not two minutes
+        await client.wait_ready()
+        assert await tokens(client, request("b", max_tokens=1)) == [100]
+
+
 async def test_it_is_given_up_after_too_many_deaths():
     async with running(max_deaths=3, backoff=0.01) as client:
         for _ in range(3):

@@ -39,7 +39,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def classifying() -> AbstractContextManager[Live]:
     classifier = ClassifierInfo(("bad", "good"), "softmax")
-    return live_server(ScriptedEngine(info=model_info(classifier=classifier)))
+    return live_server(ScriptedEngine(info=model_info(classifier=classifier, generates=False)))
 
 
 def filling() -> AbstractContextManager[Live]:

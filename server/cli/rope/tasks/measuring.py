@@ -76,8 +76,6 @@ class _Layout:
     def work(self) -> int:
         """Tokens that pass through the model, about: the document once, then what follows it and half a block each."""
         first = len(self.texts[0].token_ids)
-        if self.texts[0].context.attention_window is not None:  # whose texts share little
-            return sum(len(text.token_ids) for text in self.texts)
         return first + sum(len(text.token_ids) - text.first + 24 for text in self.texts[1:])
 
 
