@@ -20,6 +20,7 @@ from windlass.server.exchange.callers import Callers
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.exchange.recent import OneAtATime, Recent
 from windlass.server.exchange.response_store import ResponseStore
+from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
 from windlass.server.text.parsing.reasoning.model import ThinkingModel
 from windlass.server.text.service import TextService
@@ -47,7 +48,7 @@ class ServerState:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
-        self.callers = Callers((*settings.plain_callers, *settings.callers))
+        self.callers = Callers((*map(ApiKey.plain, settings.api_keys), *settings.callers))
         self.adapters = ServedAdapters(engine, settings)
         self.metrics = ServerMetrics(
             engine,

@@ -69,8 +69,7 @@ class ServerSettings:
     metrics_names: whose names /metrics has: our own, those that dashboards made for vLLM ask for, or both.
     adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
     later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
-    attention_maps: whether /v1/attention answers. admin_keys: further keys without limits; where there are any, those of
-    `api_keys` may not administer.
+    attention_maps: whether /v1/attention answers.
     recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
 
@@ -121,18 +120,11 @@ class ServerSettings:
     lora_folder: Path | None = None
     adapter_drain_seconds: float = 30.0
     attention_maps: bool = False
-    admin_keys: tuple[str, ...] = ()
     recommended_sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def asks_for_keys(self) -> bool:
-        return bool(self.api_keys or self.admin_keys or self.callers)
-
-    @property
-    def plain_callers(self) -> tuple[ApiKey, ...]:
-        """Those without a name."""
-        plain = (ApiKey.plain(key, admin=not self.admin_keys) for key in self.api_keys if key not in self.admin_keys)
-        return (*plain, *map(ApiKey.plain, self.admin_keys))
+        return bool(self.api_keys or self.callers)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -144,7 +136,7 @@ class ServerSettings:
             raise ValueError("served_model_name must not be empty")
         if any(not name for name in self.other_model_names):
             raise ValueError("a model's name must not be empty")
-        if any(not key for key in (*self.api_keys, *self.admin_keys)):
+        if any(not key for key in self.api_keys):
             raise ValueError("an API key must not be empty")
         for name in (
             "default_max_tokens",

@@ -38,13 +38,6 @@ def owner_of(request: Request) -> str:
     return request.scope.get(CALLER) or ""
 
 
-def require_admin(request: Request) -> None:
-    """Raise ApiError 403 unless the request's key may do what concerns all callers."""
-    if not state_of(request).callers.may_administer(owner_of(request)):
-        needed = "one of --admin-key, or one with admin = true in --api-keys"
-        raise ApiError(403, f"this key may not administer: use {needed}", code="admin_key_needed")
-
-
 def loaded_model(state: ServerState) -> ModelInfo:
     """What the engine has loaded; raises ApiError 503 before it has."""
     info = state.engine.info
@@ -55,6 +48,12 @@ def loaded_model(state: ServerState) -> ModelInfo:
             retry_after=state.settings.retry_after_seconds,
         )
     return info
+
+
+def require_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the request's key may do what concerns all callers."""
+    if not state_of(request).callers.may_administer(owner_of(request)):
+        raise ApiError(403, "this key may not do that: it takes one with admin = true", code="not_an_administrator")
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -20,7 +20,6 @@ from windlass.server.exchange.slices import LargeJson
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.prompts import check_token_ids
 from windlass.server.generation.request_rotation import read_rotation
-from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.looking import AttentionMap, AttentionRequest, CachePages
 from windlass.server.routes.common import (
     BODY_ERRORS,
@@ -51,9 +50,10 @@ _COUNTERS = (
 )
 
 
-@router.get("/v1/cache", responses=answers(CachePages))
+@router.get("/v1/cache", responses=answers(CachePages, errors=(403,)))
 async def cache_pages(request: Request) -> Response:
     """Which pages of the cache are held, kept or free, by whom, and the counters beside them."""
+    require_admin(request)
     state = state_of(request)
     return LargeJson(await state.shown_cache.get(lambda: _cache(state)))
 
@@ -79,13 +79,13 @@ async def _cache(state: ServerState) -> tuple[bytes, float]:
 async def attention(request: Request) -> Response:
     """What a head of a layer attends to in a short text, under a rotary scaling. Other requests wait for its one pass."""
     state = state_of(request)
-    _check_shown(state.settings)
     require_admin(request)
+    _check_shown(state)
     body = await read_body(request, AttentionRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
     if state.adapters.find(body.model) is not None:
         raise bad_request("attention is shown of the model itself, without an adapter: leave model out", "model")
-    info = state.admit(caller_of(request))
+    info = state.admit()
     if body.tokens is not None:
         check_token_ids(body.tokens, info.vocab_size, "tokens")
         token_ids = body.tokens
@@ -108,9 +108,9 @@ async def attention(request: Request) -> Response:
     return LargeJson(await state.text.on_thread(_shown, state.settings.served_model_name, question, picture))
 
 
-def _check_shown(settings: ServerSettings) -> None:
+def _check_shown(state: ServerState) -> None:
     """Raise ApiError 403 unless this server shows attention."""
-    if not settings.attention_maps:
+    if not state.settings.attention_maps:
         raise ApiError(
             403,
             "this server shows no attention: start it with --attention-maps",

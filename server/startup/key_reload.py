@@ -15,7 +15,7 @@ from windlass.server.options.key_file import ApiKey, read_key_file
 _logger = logging.getLogger("windlass.server")
 
 
-def reread_on_signal(path: Path | None, plain: tuple[ApiKey, ...], callers: Callers) -> None:
+def reread_on_signal(path: Path | None, plain: tuple[str, ...], callers: Callers) -> None:
     """From now on, in the running event loop. path: None for no file, and nothing done. plain: keys without names, which stay
     valid beside those of the file."""
     if path is None:
@@ -23,11 +23,11 @@ def reread_on_signal(path: Path | None, plain: tuple[ApiKey, ...], callers: Call
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(_reread, path, plain, callers))
 
 
-def _reread(path: Path, plain: tuple[ApiKey, ...], callers: Callers) -> None:
+def _reread(path: Path, plain: tuple[str, ...], callers: Callers) -> None:
     try:
         named = read_key_file(path)
     except LoadError as error:
         _logger.error("%s; the callers stay as they were", error)
         return
-    callers.replace((*plain, *named))
+    callers.replace((*map(ApiKey.plain, plain), *named))
     _logger.warning("--api-keys %s was read again: %d callers", path, len(named))

@@ -323,7 +323,7 @@ async def _run(
 ) -> int:
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
-    reread_on_signal(key_file, settings.plain_callers, app.state.windlass.callers)
+    reread_on_signal(key_file, settings.api_keys, app.state.windlass.callers)
     loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()

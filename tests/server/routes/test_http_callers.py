@@ -114,15 +114,17 @@ def test_a_priority_better_than_the_keys_is_refused(live: Live) -> None:
     ("method", "path", "body"),
     [
         ("GET", "/metrics", None),
+        ("GET", "/v1/cache", None),
+        ("POST", "/v1/attention", {"prompt": "hello"}),
         ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": "x"}),
     ],
 )
 def test_what_concerns_everybody_takes_an_administrator(live: Live, method: str, path: str, body: object) -> None:
     refused = live.http.request(method, path, json=body, headers=of("free"))
-    assert refused.status_code == 403 and refused.json()["error"]["code"] == "admin_key_needed"
+    assert refused.status_code == 403 and refused.json()["error"]["code"] == "not_an_administrator"
     allowed = live.http.request(method, path, json=body, headers=of("root"))
-    assert allowed.status_code != 401 and "admin_key_needed" not in allowed.text
+    assert allowed.status_code != 401 and "not_an_administrator" not in allowed.text
 
 
 def test_metrics_by_caller(live: Live) -> None:

@@ -13,10 +13,8 @@ from helpers.scripted_engine import ROTARY, ScriptedEngine, model_info
 
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.request import EngineStats
-from windlass.engine.errors import LoadError
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
-from windlass.server.options.server import ServerOptions
 
 ATTENTION, CURVES = "/v1/attention", "/v1/rotary/curves"
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -98,29 +96,6 @@ def test_it_is_that_of_the_model_without_an_adapter() -> None:
     sources = (AdapterSource(1, "poet", "/poet"),)
     with live_server(attention_maps=True, adapters=sources, max_loras=1) as live:
         assert live.refuse(ATTENTION, {"prompt": "hello", "model": "poet"})["param"] == "model"
-
-
-def test_with_keys_it_wants_an_admins() -> None:
-    with live_server(attention_maps=True, api_keys=("user", "boss"), admin_keys=("boss",)) as live:
-        body = {"prompt": "hello"}
-        assert live.refuse(ATTENTION, body, 401)["code"] == "invalid_api_key"
-        bearer = {"authorization": "Bearer user"}
-        refused = live.post(ATTENTION, body, headers=bearer)
-        assert refused.status_code == 403 and refused.json()["error"]["code"] == "admin_key_needed"
-        assert live.engine.attention == []
-        for headers in ({"authorization": "Bearer boss"}, {"x-api-key": "boss"}):
-            assert live.post(ATTENTION, body, headers=headers).status_code == 200
-        assert live.http.get("/v1/cache", headers=bearer).status_code == 200
-
-
-def test_options_that_would_open_it_to_everybody_are_refused() -> None:
-    settings = ServerOptions(api_key=["user"], admin_key=["boss,chief"], attention_maps=True).to_settings("m")
-    assert settings.api_keys == ("user",) and settings.admin_keys == ("boss", "chief")
-    assert [caller.admin for caller in settings.plain_callers] == [False, True, True]
-    with pytest.raises(LoadError, match="needs an --admin-key"):
-        ServerOptions(api_key=["user"], attention_maps=True).to_settings("m")
-    with pytest.raises(LoadError, match="goes with --api-key"):
-        ServerOptions(admin_key=["boss"]).to_settings("m")
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
