@@ -18,18 +18,20 @@ import math
 import platform
 import pydoc_data.topics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from harness.charts import save
 from harness.machine import describe
 from harness.small_transformer import BEGINNING, POSITIONS, WIDTH, Positions, SmallTransformer, save_checkpoint
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, new_figure, plain, write
 
 KINDS = ("language model", "classifier")
 TRAINED = {"language model": 128, "classifier": 32}  # bytes of a training text
@@ -152,10 +154,33 @@ def held_out(model: nn.Module, texts: Texts, scaling: RopeScaling | None) -> dic
     return found
 
 
-def draw(report: dict[str, Any]) -> Any:
-    """Loss by step at the left, past the trained length at the right; above the language model, below the classifier."""
-    from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, new_figure, plain
+def table(report: dict[str, Any]) -> str:
+    """Both tables as Markdown: means over seeds."""
+    trained = TRAINED["language model"]
+    spans = [(0, trained), (trained, 2 * trained), (3 * trained, STRETCH * trained)]
+    lines = ["| language model, nats a byte | " + " | ".join(f"bytes {a} to {b}" for a, b in spans) + " |", "|---|--:|--:|--:|"]
+    for label, found in _by_label(report, "language model"):
+        values = _past("language model", found)[1]
+        cells = [f"{mean_of(values[a // 32 : b // 32]):.2f}" for a, b in spans]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    lengths = lengths_of("classifier")
+    lines += ["", "| classifier, told right | " + " | ".join(f"{n} bytes" for n in lengths) + " |", "|---|--:|--:|--:|"]
+    for label, found in _by_label(report, "classifier"):
+        cells = [f"{100 * value:.0f} %" for value in _past("classifier", found)[1]]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
+
+def _by_label(report: dict[str, Any], kind: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    for positions in POSITIONS:
+        runs = [run for run in report["runs"] if (run["kind"], run["positions"]) == (kind, positions)]
+        yield positions, [run["held_out"] for run in runs]
+        if positions == "rotary":
+            yield "rotary, read under YaRN 4", [run["held_out_yarn"] for run in runs]
+
+
+def draw(report: dict[str, Any]) -> Figure:
+    """Loss by step at the left, past the trained length at the right; above the language model, below the classifier."""
     figure = new_figure("The same model with four kinds of positions", (10.5, 7))
     grid = figure.subplots(2, 2)
     looks = {name: (COLOURS[at + 1], DASHES[at]) for at, name in enumerate(POSITIONS)}
@@ -172,12 +197,13 @@ def draw(report: dict[str, Any]) -> Any:
                 right.plot(*_past(kind, [run["held_out_yarn"] for run in runs]), **under)
         lengths = lengths_of(kind)
         right.axvspan(lengths[0], lengths[-1], color=BEYOND, alpha=0.08, linewidth=0)
-        right.set_xlim(0, lengths[-1])
+        right.set_xlim(0 if kind == "language model" else lengths[0] / 2, lengths[-1])
         plain(left, x="training step", y=report["units"][kind][0], title=f"{kind}: training")
         plain(right, x="place in the text" if row == 0 else "bytes of the text", y=report["units"][kind][1])
         right.set_title(f"{kind}: held-out text (coloured: longer than trained)", fontsize=10)
-        right.set_xticks([0, *lengths])
-    grid[0, 1].legend(frameon=False, fontsize=9)
+        right.set_xticks(lengths)
+    lines, names = grid[0, 1].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     grid[1, 1].set_ylim(0.45, 1.0)
     return figure
 
@@ -237,7 +263,8 @@ def main() -> None:
         "runs": runs,
     }
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    save(lambda: draw(report), out.with_suffix(".png"))
+    write(draw(report), out.with_suffix(".png"))
+    print(table(report))
 
 
 if __name__ == "__main__":
