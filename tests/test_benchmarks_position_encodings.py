@@ -102,5 +102,5 @@ def test_its_checkpoint_is_the_same_model_in_transformers_and_here(network: Modu
     with LLM(str(tmp_path / "rotary"), kv_cache_memory="16MiB") as llm:
         assert llm.client.tokenize(text, add_special_tokens=False).tokens == tuple(text.encode())
         (answer,) = llm.generate([ids], max_tokens=1, prompt_logprobs=0)
-    found = [next(iter(place.values())).logprob for place in answer.choices[0].prompt_logprobs[1:]]
+    found = [next(iter(place.values()))["logprob"] for place in answer.choices[0].prompt_logprobs[1:]]
     torch.testing.assert_close(torch.tensor(found), mine, atol=2e-4, rtol=0)
