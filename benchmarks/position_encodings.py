@@ -122,7 +122,14 @@ def train(kind: str, positions: Positions, seed: int, steps: int, texts: Texts, 
             recent = []
     took = time.perf_counter() - begun
     found = held_out(model, texts, None)
-    result = {"kind": kind, "positions": positions, "seed": seed, "curve": curve, "seconds": round(took), "held_out": found}
+    result = {
+        "kind": kind,
+        "positions": positions,
+        "seed": seed,
+        "curve": curve,
+        "seconds": round(took),
+        "held_out": found,
+    }
     if positions == "rotary":
         result["held_out_yarn"] = held_out(model, texts, YARN)
         if isinstance(model, SmallTransformer) and seed == 0:
@@ -158,7 +165,10 @@ def table(report: dict[str, Any]) -> str:
     """Both tables as Markdown: means over seeds."""
     trained = TRAINED["language model"]
     spans = [(0, trained), (trained, 2 * trained), (3 * trained, STRETCH * trained)]
-    lines = ["| language model, nats a byte | " + " | ".join(f"bytes {a} to {b}" for a, b in spans) + " |", "|---|--:|--:|--:|"]
+    lines = [
+        "| language model, nats a byte | " + " | ".join(f"bytes {a} to {b}" for a, b in spans) + " |",
+        "|---|--:|--:|--:|",
+    ]
     for label, found in _by_label(report, "language model"):
         values = _past("language model", found)[1]
         cells = [f"{mean_of(values[a // 32 : b // 32]):.2f}" for a, b in spans]
@@ -226,7 +236,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("work/positions"))
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="train these alone; all are reported once all are there")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        help="train these alone; all are reported once all are there",
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="default: FOLDER/trained.json; the picture lies beside it")
     options = parser.parse_args()

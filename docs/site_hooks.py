@@ -1,5 +1,5 @@
-"""What `mkdocs build` does beside rendering docs/: pages that lie elsewhere in the repository join the site, and links to them and to
-other files outside docs/ lead there.
+"""What `mkdocs build` does beside rendering docs/: pages that lie elsewhere in the repository join the site, and links to
+them and to other files outside docs/ lead there.
 
 On a git host the same links work as they stand, so pages are written for that and changed here only.
 """

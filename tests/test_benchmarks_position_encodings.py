@@ -1,4 +1,4 @@
-"""benchmarks/position_encodings.py: what it trains is what it says, the server reads its checkpoint, the guide has its numbers."""
+"""benchmarks/position_encodings.py: it trains what it says, the server reads its checkpoint, the guide has its numbers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def test_its_checkpoint_is_the_same_model_in_transformers_and_here(network: Modu
     text = "The quick brown fox, naïve; über 100 €"
     ids = [network.BEGINNING, *text.encode()]
     mine = -model.losses(torch.tensor([ids]))[0]
-    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "rotary", attn_implementation="eager")(torch.tensor([ids])).logits
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "rotary", attn_implementation="eager")(
+        torch.tensor([ids])
+    ).logits
     expected = theirs[0, :-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(mine, expected, atol=2e-4, rtol=0)
     with LLM(str(tmp_path / "rotary"), kv_cache_memory="16MiB") as llm:

@@ -58,7 +58,7 @@ BAR = 0.3  # inches of a bar and its gap
 
 
 def draw_bars(report: dict[str, Any]) -> Figure:
-    """One panel per measure, as high as it has bars. Bars are medians, whiskers minimum and maximum, red marks the memory's bound."""
+    """One panel per measure, as high as it has bars: medians, whiskers to minimum and maximum, red at the memory's bound."""
     pairs = newest_results(report)
     if not pairs:
         raise ValueError("the report holds no results")

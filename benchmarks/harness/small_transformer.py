@@ -143,7 +143,11 @@ def save_checkpoint(model: SmallTransformer, folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "model_max_length": model.trained_len}
+    names = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|bos|>",
+        "model_max_length": model.trained_len,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
 
 

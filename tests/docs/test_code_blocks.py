@@ -63,7 +63,9 @@ def test_every_python_block_is_run_or_says_why_not() -> None:
             assert Path(page).name in text, f"{test} does not run {page}"
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in ("json", "yaml")], ids=lambda b: f"{b.page}:{b.line}")
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language in ("json", "yaml")], ids=lambda b: f"{b.page}:{b.line}"
+)
 def test_data_can_be_read(block: Block) -> None:
     """JSON may leave out what it says with … ."""
     if block.language == "yaml":
@@ -99,7 +101,11 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 COMMANDS = commands()
-OWN = [pytest.param(where, words, id=f"{where} {' '.join(words[:3])}") for where, words in COMMANDS if words[0].endswith(("windlass", "windlass-bench"))]
+OWN = [
+    pytest.param(where, words, id=f"{where} {' '.join(words[:3])}")
+    for where, words in COMMANDS
+    if words[0].endswith(("windlass", "windlass-bench"))
+]
 
 
 @functools.cache
@@ -125,7 +131,12 @@ def test_commands_of_windlass_and_their_options_are_there(where: str, words: lis
 
 def test_many_commands_are_checked() -> None:
     assert len(OWN) > 60
-    assert {words[1] for _, words in (p.values[:2] for p in OWN) if len(words) > 1} >= {"serve", "chat", "bench", "rope"}
+    assert {words[1] for _, words in (p.values[:2] for p in OWN) if len(words) > 1} >= {
+        "serve",
+        "chat",
+        "bench",
+        "rope",
+    }
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,9 @@ def test_every_option_that_is_called_ours_is_one() -> None:
 def test_every_row_says_what_there_is(name: str, theirs: str, ours: str) -> None:
     assert theirs and ours, name
     for part in code(ours):
-        if part.startswith(("--", "windlass ", "http", "POST /v1/", "org/name", "from windlass", "HF_HOME", "WINDLASS_")):
+        if part.startswith(
+            ("--", "windlass ", "http", "POST /v1/", "org/name", "from windlass", "HF_HOME", "WINDLASS_")
+        ):
             continue
         word = re.match(r"\w+", part)
         assert word is not None, part
@@ -81,7 +83,9 @@ def test_methods_and_keywords_in_python_are_there() -> None:
 
 def test_paths_are_served() -> None:
     http = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
-    paths = {path for _, theirs, ours in OURS for path in re.findall(r"(/\w[\w/-]+)", theirs + ours) if "POST" in theirs}
+    paths = {
+        path for _, theirs, ours in OURS for path in re.findall(r"(/\w[\w/-]+)", theirs + ours) if "POST" in theirs
+    }
     assert {"/infill", "/tokenize"} <= paths
     for path in paths - {"/completion"}:
         assert f"{path}`" in http or f"`POST {path}" in http, path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ def test_code_prints_what_the_page_shows(name: str, least: int) -> None:
 def test_the_chapters_lead_to_one_another() -> None:
     chapters = re.findall(r"\| \[\d\. [^\]]+\]\((\w[\w-]+\.md)\)", (GUIDE / "index.md").read_text(encoding="utf-8"))
     assert len(chapters) == 7 and {page.name for page in PAGES} == {"index.md", *chapters}
-    for before, after in zip(chapters, chapters[1:], strict=False):
+    for before, after in pairwise(chapters):
         assert f"]({after})" in (GUIDE / before).read_text(encoding="utf-8")
         assert f"]({before})" in (GUIDE / after).read_text(encoding="utf-8")
 
@@ -143,7 +144,9 @@ def test_the_walk_is_the_one_that_its_script_draws() -> None:
     spec.loader.exec_module(module)
     assert module.picture() == (GUIDE / "walk.svg").read_text(encoding="utf-8"), "run docs/make_walk.py"
     # What it shows is what the page's own code prints.
-    lengths = re.findall(r"^(\d) added ([\d.]+), turned ([\d.]+)$", (GUIDE / "order.md").read_text("utf-8"), re.MULTILINE)
+    lengths = re.findall(
+        r"^(\d) added ([\d.]+), turned ([\d.]+)$", (GUIDE / "order.md").read_text("utf-8"), re.MULTILINE
+    )
     for place, added, turned in lengths:
         assert added == f"{math.hypot(*module.added(int(place))):.3f}"
         assert turned == f"{math.hypot(*module.turned(int(place))):.3f}"

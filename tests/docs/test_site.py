@@ -32,7 +32,16 @@ def test_every_page_has_one_place_in_the_order_a_user_follows() -> None:
     assert len(set(pages)) == len(pages)
     here = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert set(pages) == here | {"readme.md", "changelog.md", "models-demo.md"}
-    wanted = ["index.md", "first-steps.md", "choose-quantization.md", "memory.md", "longer-context.md", "load-testing.md", "serving.md", "http.md"]
+    wanted = [
+        "index.md",
+        "first-steps.md",
+        "choose-quantization.md",
+        "memory.md",
+        "longer-context.md",
+        "load-testing.md",
+        "serving.md",
+        "http.md",
+    ]
     assert sorted(wanted, key=pages.index) == wanted
 
 
@@ -46,7 +55,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the site is made of."""
     root = tmp_path_factory.mktemp("clone")
     files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for name in files.stdout.splitlines():
         if name.startswith(("docs/", "deploy/", "models/demo/")) or "/" not in name:
@@ -74,7 +87,9 @@ def test_the_site_is_made_without_a_warning_and_asks_no_other_host(clone: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", ["[there](no-such-page.md)", "[there](serving.md#no-such-heading)", "![there](none.png)"])
+@pytest.mark.parametrize(
+    "wrong", ["[there](no-such-page.md)", "[there](serving.md#no-such-heading)", "![there](none.png)"]
+)
 def test_a_link_that_leads_nowhere_ends_the_build(clone: Path, wrong: str) -> None:
     page = clone / "docs" / "faq.md"
     whole = page.read_text(encoding="utf-8")

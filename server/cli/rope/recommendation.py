@@ -103,7 +103,9 @@ def _reasons(result: ScalingSweep, chosen: Curve, others: list[Curve]) -> list[s
     count = len(result.units)
     if count < _FEW:
         what = ("window" if len(result.texts) == 1 else "text") + ("" if count == 1 else "s")
-        reasons.append(f"This rests on {count} {what} of text alone: read more before you rely on it (--windows, --text).")
+        reasons.append(
+            f"This rests on {count} {what} of text alone: read more before you rely on it (--windows, --text)."
+        )
     cut = next((curve for curve in result.curves if curve.kind == "cut"), None)
     if cut is not None:
         reference = result.perplexity(cut, 0, target)
