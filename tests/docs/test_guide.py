@@ -133,8 +133,9 @@ def test_partial_rotation_and_p_rope_are_the_engine_s() -> None:
     _, names = run_page(GUIDE / "without.md")
     partial = RotaryBase(rope_theta=1e4, head_dim=128, rotary_dim=32, trained_len=4096)
     np.testing.assert_allclose(names["partial"], resolve(RopeScaling(), partial, 1).inv_freq)
-    whole = RotaryBase(rope_theta=1e4, head_dim=128, rotary_dim=128, trained_len=4096)
-    np.testing.assert_allclose(names["p_rope"], resolve(RopeScaling(), whole, 1).inv_freq[:16])
+    gemma = RotaryBase(rope_theta=1e4, head_dim=128, rotary_dim=128, trained_len=4096, rotating_pairs=16)
+    spec = resolve(RopeScaling.from_dict({"rope_type": "proportional"}), gemma, 1)
+    np.testing.assert_allclose(spec.inv_freq, [*names["p_rope"], *[0.0] * 48])  # type: ignore[misc]
 
 
 def test_the_walk_is_the_one_that_its_script_draws() -> None:
