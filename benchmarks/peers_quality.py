@@ -30,11 +30,14 @@ _OURS = {"none": "f16", "int8": "int8", "int4": "int4"}
 
 def ours(places: Places, ids: list[int], window: int) -> dict[str, dict[str, float]]:
     """By contestant. change: of perplexity against the weights as stored; divergence in nats; same_first a share."""
-    scorers = {width: quantization_quality.scorer_of(places.model, width) for width in quantization_quality.WIDTHS}
-    found = quantization_quality.measure(scorers, ids, window, window // 2)
     label = _OURS if places.shape in REAL else {**_OURS, "none": "bf16"}
+    scorers = {
+        label[width]: quantization_quality.scorer_of(places.model, width) for width in quantization_quality.WIDTHS
+    }
+    scorers[f"{label['none']}, computed in bfloat16"] = quantization_quality.scorer_of(places.model, dtype="bfloat16")
+    found = quantization_quality.measure(scorers, ids, window, window // 2)
     return {
-        f"Windlass {label[result.name]}": {
+        f"Windlass {result.name}": {
             "perplexity": result.perplexity,
             "change": result.perplexity / found[0].perplexity - 1,
             "divergence": result.divergence / result.tokens,

@@ -3,10 +3,10 @@
     python benchmarks/quantization_quality.py TEXT [MODEL.gguf ...] [--model DIRECTORY] [--window 768] [--skip 384]
 
 Each window of the text is read once with float32 arithmetic on the weights as stored, then with each quantization, with an
-int8 cache of keys and values, and with each file that is named. Printed: perplexity and its change, mean KL divergence of
-the next-token distribution from the unquantized one (nats), how often both put the same token first, and the bytes of all
-weights. Nothing here is timed. `--skip` leaves the first predictions of every window out: with half a window the figures
-are those of llama.cpp's `llama-perplexity -c 768 --kl-divergence` on the same text.
+int8 cache of keys and values, in bfloat16 arithmetic, and with each file that is named. Printed: perplexity and its change,
+mean KL divergence of the next-token distribution from the unquantized one (nats), how often both put the same token first,
+and the bytes of all weights. Nothing here is timed. `--skip` leaves the first predictions of every window out: with half a
+window the figures are those of llama.cpp's `llama-perplexity -c 768 --kl-divergence` on the same text.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ class Quality:
         return math.exp(self.loss / self.tokens)
 
 
-def scorer_of(model: Path, width: Quantization = "none", cache: str = "auto") -> Scorer:
+def scorer_of(model: Path, width: Quantization = "none", cache: str = "auto", dtype: str = "auto") -> Scorer:
     config = EngineConfig(
-        model=str(model), compute=ComputeConfig(device="cpu", quantization=width), cache=CacheConfig(dtype=cache)
+        model=str(model),
+        compute=ComputeConfig(device="cpu", dtype=dtype, quantization=width),
+        cache=CacheConfig(dtype=cache),
     )
     loaded = load_model(config)
     return Scorer(loaded.decoder, loaded.cache_dtype)
@@ -57,6 +59,7 @@ def scorers_of(model: Path, files: list[Path]) -> dict[str, Scorer]:
     """What is compared, by name; the first is the yardstick."""
     found = {"as stored" if width == "none" else width: scorer_of(model, width) for width in WIDTHS}
     found["int8 keys and values"] = scorer_of(model, cache="int8")
+    found["computed in bfloat16"] = scorer_of(model, dtype="bfloat16")
     return found | {file.name: scorer_of(resolve_model(str(file))) for file in files}
 
 

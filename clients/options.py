@@ -233,6 +233,7 @@ class DetokenizeOptions(TypedDict, total=False):
 
     skip_special_tokens: bool | None
     return_offsets: bool | None
+    return_token_strs: bool | None
 
 
 class PromptOptions(TypedDict, total=False):
@@ -276,3 +277,10 @@ class EmbeddingOptions(PromptOptions, total=False):
     dimensions: int | None
     normalize: bool | None
     encoding_format: str | None
+
+
+class PoolingOptions(EmbeddingOptions, total=False):
+    """Those of `pooling`. task: "embed", "token_embed", "classify" or "token_classify"."""
+
+    task: str | None
+    use_activation: bool | None

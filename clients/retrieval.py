@@ -7,7 +7,15 @@ from typing import Any, TypeVar, Unpack
 
 from windlass.clients import _retrieval_calls as calls
 from windlass.clients._calls import Call
-from windlass.clients.options import ClassifyOptions, EmbeddingOptions, Prompt, RerankOptions, ScoreOptions, Timeout
+from windlass.clients.options import (
+    ClassifyOptions,
+    EmbeddingOptions,
+    PoolingOptions,
+    Prompt,
+    RerankOptions,
+    ScoreOptions,
+    Timeout,
+)
 from windlass.clients.retrieval_types import Classification, Embeddings, PairScores, PooledStates, Ranking
 
 T = TypeVar("T")
@@ -38,9 +46,9 @@ class RetrievalMethods:
         deadline: float | None = None,
         timeout: Timeout = None,
         extra_body: Mapping[str, Any] | None = None,
-        **options: Unpack[EmbeddingOptions],
+        **options: Unpack[PoolingOptions],
     ) -> PooledStates:
-        """The hidden states of texts: one row each, or with `pooling` "all" one for each token."""
+        """The hidden states of texts: one row each, or with `pooling` "all" one for each token; or their classes, by `task`."""
         fixed = {"input": input, "model": model, "timeout": deadline}
         return self._run(calls.pooling(fixed, options, extra_body, timeout))
 

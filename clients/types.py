@@ -232,9 +232,10 @@ class Model:
     context: what holds for requests that do not say (`context_overflow`, `keep_tokens`, `attention_window`, `attention_sinks`,
     `cache_reuse`), and `shift_context`, `max_total_tokens` and `shift_refusal`. parent, adapter: of a LoRA adapter the model that
     it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate, infill (a `suffix`), embed,
-    score, classify.
+    score, classify, token_classify.
     rotary_auto: what `rope_scaling="auto"` chooses from: whether it is the `default`, and `steps`.
-    embedding: `dimensions`, `pooling` and `normalize` of its vectors; classes: `labels` and `activation` of one that classifies.
+    embedding: `dimensions`, `pooling` and `normalize` of its vectors; classes: `labels`, `activation` and `per_token` of one that
+    classifies.
     template: whether its chat template knows `tools`, `calls` and the role `developer`, and how it thinks; None without one.
     """
 
@@ -250,6 +251,7 @@ class Model:
     kv_cache_dtype: str | None = None
     quantization: str | None = None
     sampling_defaults: dict[str, float] | None = None
+    recommended_sampling: dict[str, float] | None = None
     context: dict[str, Any] | None = None
     rotary: dict[str, Any] | None = None
     rotary_auto: dict[str, Any] | None = None
@@ -277,10 +279,11 @@ class Tokenization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detokenization:
-    """Text of token ids. offsets: per token what it adds, [start, end) in characters."""
+    """Text of token ids. offsets: per token what it adds, [start, end) in characters. token_strs: the text of each alone."""
 
     prompt: str
     offsets: tuple[tuple[int, int], ...] | None = None
+    token_strs: tuple[str, ...] | None = None
 
     @property
     def text(self) -> str:

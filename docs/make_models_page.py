@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,38 @@ rotates where config.json does not say. *Theta*: where config.json does not say.
 | Models | `architectures` | Pairs, share | Theta | Compared as | GGUF |
 |---|---|---|---|---|---|
 """
-FOOT = """
-With the same body and `…ForSequenceClassification` in `architectures`, a checkpoint [classifies](embeddings.md).
+ENCODERS = """
+With the same body and `…ForSequenceClassification` in `architectures`, a checkpoint tells
+[the classes of texts](embeddings.md#models-that-classify); with `…ForTokenClassification`
+[those of each token](embeddings.md#classes-of-tokens); as `…Model`, saved without a head that is not the embedding, it makes
+vectors and generates nothing.
 
+## Encoders
+
+Tokens see those behind them too. Such a model generates nothing: it makes
+[vectors, scores, rankings and classes](embeddings.md#encoders), and a text is computed in one step. `…Model` and `…ForMaskedLM`
+load as they are (the head for masked words is left out), `…ForSequenceClassification` and `…ForTokenClassification` with their
+heads. Compared with transformers as above: hidden states and the logits of every head to 1e-5, alone, batched with texts of other
+lengths, under a request's scaling, with compiled kernels and without. The tests also show that a causal mask, another window,
+other pairs, another theta, and any vector left out would be seen.
+
+| Models | `architectures` | Pairs | Theta | Norms | Compared as |
+|---|---|---|---|---|---|
+"""
+UNROTATED = """
+## Without rotation
+
+Served to be compared with. Nothing scales here: a `rope_scaling` is refused with the reason. ALiBi depends on distances alone:
+its contexts shift and its passages are [used anywhere](endless-context.md), to the logits of transformers on the text that is
+left (held by tests with one layer, whose keys know nothing of what was dropped); sinks in front of a window are refused, as
+scores that lose by distance would see nothing of them. Learned positions are part of every key and value: no shift, no passages
+from elsewhere, no context beyond the table. ALiBi's attention runs in plain torch.
+
+| Models | `architectures` | Positions | Compared as |
+|---|---|---|---|
+"""
+POSITIONS = {"learned": "learned, a table", "alibi": "ALiBi, slopes by head"}
+FOOT = """
 This page is made by `docs/make_models_page.py`.
 """
 
@@ -51,27 +80,49 @@ def checkpoints() -> dict[str, list[str]]:
     for path in sorted((TESTS / "helpers").glob("tiny_*.py")):
         table: dict[str, tuple[str, Any]] = getattr(importlib.import_module(f"helpers.{path.stem}"), "FAMILIES", {})
         for name, (prefix, _) in table.items():
-            architecture = prefix if prefix.endswith("Model") else f"{prefix}ForCausalLM"
+            whole = prefix.endswith(("Model", "ForCausalLM"))
+            architecture = prefix if whole else f"{prefix}ForCausalLM"
             found.setdefault(architecture, []).append(name)
     return found
 
 
 def rows() -> Iterator[str]:
-    compared = checkpoints()
-    for family in sorted(FAMILIES, key=lambda one: one.models.lower()):
-        names = compared.get(family.architecture)
-        if not names:
-            raise SystemExit(f"no tiny checkpoint of {family.architecture}: add one to tests/helpers/tiny_families.py")
+    for family, names in _compared(lambda one: one.causal and one.positions == "rotary"):
         yield " | ".join(
             (
                 f"| {family.models}",
                 f"`{family.architecture}`",
                 _pairs(family),
                 f"{family.rules.rope_theta:,.0f}",
-                ", ".join(names),
+                names,
                 ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families) + " |",
             )
         )
+
+
+def encoder_rows() -> Iterator[str]:
+    for family, names in _compared(lambda one: not one.causal):
+        architectures = ", ".join(f"`{name}`" for name in (*family.names, family.classifier, family.token_classifier))
+        local = family.rules.local_rope_theta
+        theta = f"{family.rules.rope_theta:,.0f}" + ("" if local is None else f", local layers {local:,.0f}")
+        norms = "before each part" if family.norms.output is None else "behind each sum"
+        yield f"| {family.models} | {architectures} | {_pairs(family)} | {theta} | {norms} | {names} |"
+
+
+def unrotated_rows() -> Iterator[str]:
+    for family, names in _compared(lambda one: one.positions != "rotary"):
+        architectures = ", ".join(f"`{name}`" for name in (*family.names, family.classifier, family.token_classifier))
+        yield f"| {family.models} | {architectures} | {POSITIONS[family.positions]} | {names} |"
+
+
+def _compared(chosen: Callable[[Family], bool]) -> Iterator[tuple[Family, str]]:
+    """The chosen families by name, and the names of the checkpoints that they are compared as."""
+    compared = checkpoints()
+    for family in sorted(filter(chosen, FAMILIES), key=lambda one: one.models.lower()):
+        names = compared.get(family.architecture)
+        if not names:
+            raise SystemExit(f"no tiny checkpoint of {family.architecture}: add one to tests/helpers/tiny_families.py")
+        yield family, ", ".join(names)
 
 
 def _pairs(family: Family) -> str:
@@ -81,7 +132,8 @@ def _pairs(family: Family) -> str:
 
 
 def page() -> str:
-    return HEAD + "\n".join(rows()) + "\n" + FOOT
+    parts = (HEAD, rows()), (ENCODERS, encoder_rows()), (UNROTATED, unrotated_rows())
+    return "".join(head + "\n".join(lines) + "\n" for head, lines in parts) + FOOT
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.tables import RotaryTables
 from windlass.server.text.tokenizer import Tokenizer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -135,6 +136,83 @@ def test_narrower_caches_by_position(
     low, high = found["rows"][1]["int8"]["interval"]
     assert (high - low) / 2 == pytest.approx(reach, rel=1e-3) and math.isfinite(low)
     assert "| 32–64 |" in capsys.readouterr().out
+
+
+def test_every_kind_by_position(
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = load("kinds_by_position")
+    keep = tmp_path / "passes.jsonl"
+    arguments = [model, "--text", texts, "--max-len", LENGTH, "--stretch", 16, "--sinks", 2, "--keep", keep]
+    found = run(module, monkeypatch, tmp_path / "r.json", *arguments, "--plot", tmp_path / "plot.png")
+    names = set(found["loss"])
+    assert {"no scaling", "text cut to the trained length", "window 30 and 2 sinks", "yarn 3", "rerope"} <= names
+    assert {
+        "dynamic 2, frozen",
+        "dynamic 2, recompute",
+        "dynamic 2, rotate",
+        "longrope, untrained ramp to 3, frozen",
+    } <= names
+    assert found["edges"] == [0, 16, 32, 48, 64, 80, 96] and (tmp_path / "plot.png").stat().st_size > 1000
+    tokenizer, scorer = Tokenizer.from_directory(model), Scorer.load(model, device="cpu")
+    ids = tokenizer.encode((texts / "a.txt").read_text())[: LENGTH + 1]
+    for name in (
+        "no scaling",
+        "yarn 3",
+        "self_extend 4",
+        "dynamic 2, recompute",
+        "longrope, untrained ramp to 3, frozen",
+    ):
+        scaling = RopeScaling.from_dict(found["scalings"][name])
+        policy = name.split(", ")[-1] if "dynamic" in name else "frozen"
+        nll = -scorer.logprobs(ids, scorer.plan(LENGTH, scaling, policy)).double().numpy()
+        assert found["loss"][name]["a.txt"] == pytest.approx(nll.reshape(6, 16).mean(1).tolist(), abs=1e-5)
+    shown = capsys.readouterr().out
+    assert shown.count("| a, b | 0–32 | 32–48 |") == 1 and shown.count("\n") == 2 + len(names)
+    late = {n: np.array([np.array(found["loss"][n][t])[4:].mean() for t in ("a.txt", "b.txt")]) for n in names}
+    apart = late["yarn 3"] - late["text cut to the trained length"]
+    row = next(line for line in shown.splitlines() if line.startswith("| yarn 3 |"))
+    assert row.split("|")[-2].split()[0] == module._percent(float(apart.mean()))
+    # A run that was cut short: what one text alone was read under stands in a table of its own.
+    lines = keep.read_text().splitlines(keepends=True)
+    keep.write_text("".join(line for line in lines if not ("rerope" in line and "b.txt" in line)))
+    monkeypatch.setattr(Scorer, "logprobs", None)  # nothing is read
+    part = run(module, monkeypatch, tmp_path / "r.json", *arguments, "--report-only")
+    assert part["loss"]["rerope"] == {"a.txt": found["loss"]["rerope"]["a.txt"]}
+    assert part["loss"]["yarn 3"] == found["loss"]["yarn 3"]
+    shown = capsys.readouterr().out
+    assert "| a | 0–32" in shown and shown.index("| yarn 3 |") < shown.index("| a | 0–32") < shown.index("| rerope |")
+
+
+def test_angles_of_less_precision_show_at_far_positions(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load("far_angles")
+    arguments = [model, "--text", texts / "a.txt", "--tokens", 64, "--positions", 5000, 10**6]
+    found = run(module, monkeypatch, tmp_path / "r.json", *arguments)
+    nats = {(row["angles"], row["first_position"]): row["nats"] for row in found["rows"]}
+    for first in (5000, 10**6):
+        assert nats["as served", first]["largest"] < 1e-4
+        assert nats["cosines and sines in bfloat16", first]["mean"] > 10 * nats["as served", first]["mean"]
+    assert nats["angles in bfloat16", 5000]["mean"] > 100 * nats["as served", 5000]["largest"]
+    assert nats["angles in float32", 10**6]["mean"] > 10 * nats["angles in float32", 5000]["mean"]
+    assert "| as served |" in capsys.readouterr().out
+    # What is replaced is put back, and a text from position `first` on is one that stands behind as many tokens unseen.
+    scorer, ids = Scorer.load(model, device="cpu"), Tokenizer.from_directory(model).encode("one two three")[:40]
+    before = scorer.logprobs(ids, scorer.plan(40))
+    positions = torch.arange(7, 12)
+    tables = RotaryTables(1, [scorer.decoder.spec.rotary_groups[0].base], scorer.decoder.backend)
+    tables.write(0, scorer.plan(40).stage(40).specs)
+    expected = tables.cos_sin(torch.zeros(5, dtype=torch.int64), positions)
+    for kind, bound in ((None, 1e-9), (module._in_float32, 1e-4)):
+        with module.rotated_by(kind, 7):
+            moved = tables.cos_sin(torch.zeros(5, dtype=torch.int64), positions - 7)
+        assert (moved.cos - expected.cos).abs().max() < bound and (moved.sin - expected.sin).abs().max() < bound
+    assert torch.equal(scorer.logprobs(ids, scorer.plan(40)), before)
 
 
 def test_hidden_numbers_stand_where_the_questions_say(model: Path, texts: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from urllib.parse import unquote
@@ -30,6 +31,7 @@ from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 from windlass.server.app.app import create_app
 from windlass.server.cli import main as cli
 from windlass.server.generation.request_rotation import report_at, report_object
+from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
@@ -112,14 +114,16 @@ def test_every_endpoint_is_on_the_page():
             assert f"`{method.upper()} {shown}`" in table, f"{method} {path}"
 
 
-def create_toy_app(engine: ScriptedEngine | None = None, tokenizer: Tokenizer | None = None):
-    return create_app(engine or ScriptedEngine(), tokenizer or toy_tokenizer(), ServerSettings(served_model_name="toy"))
+def create_toy_app(engine: ScriptedEngine | None = None, tokenizer: Tokenizer | None = None, **settings):
+    settings = ServerSettings(served_model_name="toy", **settings)
+    return create_app(engine or ScriptedEngine(), tokenizer or toy_tokenizer(), settings)
 
 
 def test_every_metric_is_on_the_page():
     async def scrape() -> str:
-        transport = httpx.ASGITransport(create_toy_app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        caller = replace(ApiKey.plain("k"), name="alice")
+        transport = httpx.ASGITransport(create_toy_app(callers=(caller,)))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers={"x-api-key": "k"}) as client:
             return (await client.get("/metrics")).text
 
     printed = set(re.findall(r"^# TYPE (\S+) ", asyncio.run(scrape()), re.MULTILINE))

@@ -157,6 +157,21 @@ def test_the_page_on_conformance_has_the_tables_of_its_runs_and_they_claim_no_mo
                 assert re.search(r"[1-9]\d* kept", check["detail"])
 
 
+def test_the_page_on_conformance_has_the_errors_of_angles(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    page = (DOCS / "conformance.md").read_text(encoding="utf-8")
+    report = json.loads((DOCS / "far_angles.json").read_text(encoding="utf-8"))
+    assert importlib.import_module("far_angles").table(report) in page and report["date"] in page
+    nats = {(row["angles"], row["first_position"]): row["nats"]["largest"] for row in report["rows"]}
+    assert nats["as served", 100_000] < 1e-4 < nats["angles in float32", 100_000] < 0.05
+    assert nats["angles in bfloat16", 10_000] > 0.05
+    runs = json.loads((DOCS / "conformance.json").read_text(encoding="utf-8"))["runs"]
+    ((far, words),) = [
+        (check["effect"], run["server"]) for run in runs for check in run["checks"] if "of 9998" in check["detail"]
+    ]
+    assert far < 1e-4 and "a window of 256" in words and f"{far:.1g} nats" in page
+
+
 def test_the_page_on_llama_2_has_the_numbers_of_its_request():
     page = (DOCS / "llama-2.md").read_text(encoding="utf-8")
     found = json.loads((DOCS / "llama2_100k.json").read_text(encoding="utf-8"))

@@ -21,8 +21,8 @@ NO_HIT = "the server tells of no prefix hit, so no kept key is known to have bee
 
 
 def continued(suite: Suite) -> Found:
-    prompt, tally = suite.prompt(suite.short()), Agreement()
-    answer = suite.asker.ask(prompt, 32, fresh=True)
+    tally = Agreement()
+    prompt, answer = suite.begin(lambda: suite.prompt(suite.short()), 32)
     compared = suite.against_fresh(prompt, answer, range(1, 32, 3), tally)
     return Found(tally, f"{answer.prompt_tokens} tokens and 32 of answer, against {compared} fresh requests")
 
@@ -101,8 +101,7 @@ def switch(suite: Suite) -> Found:
     # A quarter past it: the frequencies of dynamic NTK change little by little.
     length = min(max(past // 4, 36), 256)
     suite.fits(past, length)
-    prompt = suite.just_below(past - 6)
-    answer = suite.asker.ask(prompt, length, fresh=True)
+    prompt, answer = suite.begin(lambda: suite.just_below(past - 6), length)
     first = max(past - answer.prompt_tokens, 0)
     if first + 2 >= len(answer.steps):
         raise NotAskableError(f"the answer ended before position {past}")
@@ -135,8 +134,7 @@ def chunking(suite: Suite) -> Found:
             break
         # An answer that begins just below the boundary: its fresh requests are read in one chunk more.
         try:
-            prompt = suite.just_below(chunk - 3)
-            answer = suite.asker.ask(prompt, 14, fresh=True)
+            prompt, answer = suite.begin(partial(suite.just_below, chunk - 3), 14)
             compared += suite.against_fresh(prompt, answer, range(1, 14, 2), tally)
         except NotAskableError:
             continue

@@ -144,6 +144,16 @@ class Suite:
             words = words[:-count] if over > 0 else words + self.words(count).split()
         raise NotAskableError(f"no text of {tokens} tokens was found: the tokenizer does not go by words")
 
+    def begin(self, make: Callable[[], str], length: int) -> tuple[str, Answer]:
+        """A prompt of `make` and its answer of `length` tokens, to be read back: where four tries find one, an answer that does
+        not go on with the prompt's last word. That word could be read back as other tokens, even as many."""
+        for _ in range(4):
+            prompt = make()
+            answer = self.asker.ask(prompt, length, fresh=True)
+            if not (prompt[-1:].isalnum() and answer.text[:1].isalnum()):
+                break
+        return prompt, answer
+
     def past(self) -> int:
         """The trained length. Raises NotAskableError where it is not known."""
         if self.trained is None:

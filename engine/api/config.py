@@ -122,13 +122,14 @@ class SchedulerConfig:
     """How much runs at once.
 
     max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once. max_waiting: requests that
-    may wait before new ones are refused. target_step_seconds: prefill chunks shrink so that a step beside running streams
-    stays under this (0: no bound).
+    may wait before new ones are refused; max_waiting_tokens: the most tokens they may have together, whatever one alone has.
+    target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
     """
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     max_waiting: int = 1024
+    max_waiting_tokens: int = 8 << 20
     target_step_seconds: float = 0.25
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
@@ -136,6 +137,7 @@ class SchedulerConfig:
         _check_at_least_one("scheduling.max_num_batched_tokens", self.max_num_batched_tokens)
         _check_at_least_one("scheduling.max_num_seqs", self.max_num_seqs)
         _check_at_least_one("scheduling.max_waiting", self.max_waiting)
+        _check_at_least_one("scheduling.max_waiting_tokens", self.max_waiting_tokens)
         if self.target_step_seconds < 0:
             raise LoadError(f"`scheduling.target_step_seconds` must not be negative, got {self.target_step_seconds}")
 

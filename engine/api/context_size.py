@@ -68,7 +68,8 @@ class ContextSizes:
     """What sequences of one server may hold, in tokens.
 
     max_model_len: of a sequence that drops nothing. shift_context: of one that drops its oldest tokens, which goes on up to
-    max_total_tokens (None: for ever). shift_refusal: why none of this model may.
+    max_total_tokens (None: for ever). shift_refusal: why none of this model may. window_refusal, sinks_refusal: why none may
+    have an attention window, or sinks in front of it.
     """
 
     max_model_len: int
@@ -76,13 +77,19 @@ class ContextSizes:
     shift_context: int
     max_total_tokens: int | None = None
     shift_refusal: str | None = None
+    window_refusal: str | None = None
+    sinks_refusal: str | None = None
 
     def size(self, rule: ContextRule) -> ContextSize:
         """The rule of a request in slots and blocks. Raises RequestError for one that cannot be."""
         size, endless = self.block_size, rule.overflow == "shift"
-        if (endless or rule.attention_window is not None) and self.shift_refusal is not None:
-            param = "context_overflow" if endless else "attention_window"
-            raise RequestError(f"{param}: {self.shift_refusal}", param, "unsupported_value")
+        for param, asked, refusal in (
+            ("context_overflow", endless, self.shift_refusal),
+            ("attention_window", rule.attention_window is not None, self.window_refusal),
+            ("attention_sinks", rule.attention_window is not None and rule.attention_sinks > 0, self.sinks_refusal),
+        ):
+            if asked and refusal is not None:
+                raise RequestError(f"{param}: {refusal}", param, "unsupported_value")
         longest = self.max_model_len
         if endless:
             longest = sys.maxsize if self.max_total_tokens is None else self.max_total_tokens

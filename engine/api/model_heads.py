@@ -25,7 +25,9 @@ class PoolingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierInfo:
-    """labels: in the order of the head's rows. activation: makes probabilities of what the head gives."""
+    """labels: in the order of the head's rows. activation: makes probabilities of what the head gives. per_token: it tells the
+    class of each token, not of the text."""
 
     labels: tuple[str, ...]
     activation: Activation
+    per_token: bool = False

@@ -6,23 +6,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How the states behind the final norm become one row: the last token's, the mean of all, the first token's. "all": a row for
-# each token. "classify": what the model's classification head makes of the last token's.
-PoolingKind = Literal["last", "mean", "first", "all", "classify"]
-POOLING_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "first", "all", "classify")
+# each token. "classify": what the model's classification head makes of the text; "classify tokens": of each token.
+PoolingKind = Literal["last", "mean", "first", "all", "classify", "classify tokens"]
+POOLING_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "first", "all", "classify", "classify tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingRule:
-    """dimensions: leading values of each row that are kept, None for all. normalize: to length 1, after that."""
+    """dimensions: leading values of each row that are kept, None for all. normalize: to length 1, after that.
+
+    second_from: the token with which the second text of a pair begins, for models that tell the two apart; None: there is one.
+    """
 
     kind: PoolingKind = "last"
     dimensions: int | None = None
     normalize: bool = False
+    second_from: int | None = None
 
     @property
     def reads_every_token(self) -> bool:
         """Whether states of others than the last token are needed: then none may come from the prefix cache."""
-        return self.kind in ("mean", "first", "all")
+        return self.kind in ("mean", "first", "all", "classify tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,8 @@ class EngineRequest:
     token rather than its grid.
     reuse: what it may take of other prompts beside an equal beginning, None for nothing. adapter: the id of a loaded one.
     pooling: set where the prompt is to be pooled; then nothing is generated, and `sampling.max_tokens` is 0.
+    caller: on whose account it runs: where more is asked for than there is, callers get equal parts, or as their `share` is to
+    that of others.
     """
 
     request_id: str
@@ -122,6 +124,8 @@ class EngineRequest:
     context: ContextRule = field(default_factory=ContextRule)
     reuse: PassageReuse | None = None
     priority: int = 0  # lower runs first, as in vLLM
+    caller: str = ""
+    share: float = 1.0
     deadline: float | None = None
     adapter: int | None = None
     pooling: PoolingRule | None = None
@@ -214,12 +218,16 @@ class ModelInfo:
     shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
     max_total_tokens: int | None = None  # prompt and output of such a sequence together
     shift_refusal: str | None = None  # why no sequence of this model may drop tokens
+    window_refusal: str | None = None  # why none may have an attention window
+    sinks_refusal: str | None = None  # why none may have sinks in front of it
     draft_model: DraftInfo | None = None
     fingerprint: str = ""  # of the weights and of all that changes what is computed from them
     adapters: tuple[AdapterInfo, ...] = ()  # those loaded at the start
     hidden_size: int = 0  # of the vectors that its states are
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     classifier: ClassifierInfo | None = None  # of a model that classifies and generates nothing
+    generates: bool = True
+    sees_whole_texts: bool = False  # its tokens see those behind them: a text is computed in one step
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from windlass.engine.api.context import PassageReuse
 from windlass.engine.api.grammar_limits import MAX_CHARACTERS
 from windlass.engine.api.pooling import POOLING_KINDS, PoolingRule
-from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, SamplingParams
+from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, ModelInfo, SamplingParams
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.rotary.scaling import OF_DISTANCES
@@ -30,6 +30,29 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
         _check_pooling(request.pooling, request.sampling)
     if request.reuse is not None:
         _check_reuse(request.reuse, len(request.prompt_token_ids))
+
+
+def check_task(request: EngineRequest, info: ModelInfo) -> None:
+    """Raise RequestError for what the model has no head for."""
+    classifier, kind = info.classifier, None if request.pooling is None else request.pooling.kind
+    if kind is None and not info.generates:
+        instead = "/v1/embeddings, /v1/score or /v1/rerank"
+        if classifier is not None:
+            instead = "/pooling" if classifier.per_token else "/classify, /v1/score or /v1/rerank"
+        raise RequestError(
+            f"this model is a {info.architecture}, which generates nothing: use {instead}", "model", "no_generation"
+        )
+    if kind not in ("classify", "classify tokens"):
+        return
+    if classifier is None:
+        raise RequestError("this model has no classification head", "pooling", "no_classifier")
+    if classifier.per_token != (kind == "classify tokens"):
+        told = "each token, not of a text: ask /pooling for token_classify"
+        raise RequestError(
+            f"this model tells the class of {told if classifier.per_token else 'a text: use /classify'}",
+            "pooling",
+            "no_classifier",
+        )
 
 
 def check_distances(request: EngineRequest, rotation: RotaryPlan) -> None:
@@ -56,6 +79,8 @@ def _check_pooling(rule: PoolingRule, sampling: SamplingParams) -> None:
         raise RequestError(f"pooling must be one of {', '.join(POOLING_KINDS)}", "pooling")
     if rule.dimensions is not None and rule.dimensions < 1:
         raise RequestError(f"dimensions must be at least 1, got {rule.dimensions}", "dimensions")
+    if rule.second_from is not None and rule.second_from < 0:
+        raise RequestError(f"second_from must be a token's index, got {rule.second_from}", "pooling")
     if sampling.max_tokens or sampling.n != 1 or sampling.prompt_logprobs is not None:
         raise RequestError("a prompt that is pooled generates nothing and has no log-probabilities", "pooling")
 

@@ -46,15 +46,29 @@ def plan_cache(
     budget: int,
     most: int | None = None,
     beside: int = 0,
+    whole_prompts: bool = False,
 ) -> CachePlan:
     """Blocks within `budget` bytes, never more than can be used, and the longest sequence they carry.
 
     trained_len: the model's own context length, which is wanted where the operator asks for none. A notice tells where the
     budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. beside: bytes per token of a
-    draft model's pages, which are as many as the first group's. Raises LoadError for an explicit `max_model_len` that does
+    draft model's pages, which are as many as the first group's. whole_prompts: a prompt is computed in one step, which bounds
+    its length, and needs pages for that step only. Raises LoadError for an explicit `max_model_len` that does
     not fit.
     """
     wanted = config.max_model_len or trained_len
+    notices: tuple[str, ...] = ()
+    if whole_prompts and wanted > (step := config.scheduling.max_num_batched_tokens):
+        if config.max_model_len is not None:
+            raise LoadError(
+                f"`max_model_len` is {wanted}, and this model computes a text in one step of at most {step} tokens: raise "
+                "`scheduling.max_num_batched_tokens`, or lower `max_model_len`"
+            )
+        notices = (
+            f"context shortened from {wanted} to {step} tokens, as this model computes a text in one step: raise "
+            "`scheduling.max_num_batched_tokens`",
+        )
+        wanted = step
 
     def size(count: int, dtype: str = dtype) -> int:
         blocks = _blocks_for(count, groups, config)
@@ -64,13 +78,16 @@ def plan_cache(
 
     per_sequence = -(-wanted // config.cache.block_size)
     low, high = 0, config.scheduling.max_num_seqs * per_sequence
+    if whole_prompts:  # each sequence of a step leaves a part of its last block unused
+        steps = -(-config.scheduling.max_num_batched_tokens // config.cache.block_size)
+        high = min(high, steps + config.scheduling.max_num_seqs)
     while low < high:  # the largest count that fits
         middle = (low + high + 1) // 2
         low, high = (middle, high) if size(middle) <= budget else (low, middle - 1)
     num_blocks = _blocks_for(low, groups, config)
     room = _room(config, groups, num_blocks)
     if room >= wanted:
-        return CachePlan(num_blocks, wanted, size(low), ())
+        return CachePlan(num_blocks, wanted, size(low), notices)
     if config.max_model_len is not None or room < config.cache.block_size:
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
@@ -89,7 +106,7 @@ def plan_cache(
         f"context shortened from {wanted} to {room} tokens to fit the KV cache: raise `cache.memory` or lower "
         "`max_model_len`"
     )
-    return CachePlan(num_blocks, room, size(low), (notice,))
+    return CachePlan(num_blocks, room, size(low), (*notices, notice))
 
 
 def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig) -> tuple[int, ...]:

@@ -15,9 +15,12 @@ from collections.abc import AsyncGenerator
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
+from windlass.engine.client.looks import LookCalls
+from windlass.engine.client.pulse import Pulse
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.loop import ProgressCallback
 from windlass.engine.core.wire import (
@@ -42,6 +45,7 @@ DEFAULT_CORE = "windlass.engine.core.loop:default_core"
 STATS_TIMEOUT = 1.0  # seconds to wait for fresh statistics before the last known ones do
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
 SLOW_STEP_FACTOR = 20.0  # a step may take this many times the slowest one seen before it counts as hung
+LIFELESS_SECONDS = 2.5  # a child that owes an answer, and neither computes nor waits for a disk for so long, is stuck
 FAILED_RELOADS = 3  # restarts in a row that do not even load
 
 
@@ -49,8 +53,8 @@ class ProcessClient:
     """An `EngineClient` over a child process.
 
     progress: called in the event loop with (stage, done, total) while the model loads.
-    hang_seconds: the engine is killed and restarted when requests are in flight and it shows no sign of life for this
-    long (or for SLOW_STEP_FACTOR times its slowest step, if that is longer).
+    hang_seconds: the engine is killed and restarted when requests are in flight and no step ends for this long (or for
+    SLOW_STEP_FACTOR times its slowest step, if that is longer); after LIFELESS_SECONDS where its process does nothing at all.
     max_deaths, death_window: it is given up after this many deaths within so many seconds.
     backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
     core: private; see `windlass.engine.core.process`. child: one that waits for what to load; it is the client's from now on.
@@ -90,6 +94,7 @@ class ProcessClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._router = RequestRouter(self._send, self._require_engine)
         self._adapters = AdapterCalls(self._send, self._require_engine, config)
+        self._looks = LookCalls(self._send, self._require_engine)
         self._stats = StatsAccumulator()
         self._stats_waiter: asyncio.Future[None] | None = None
 
@@ -136,6 +141,10 @@ class ProcessClient:
         """See `EngineClient.drop_adapter`."""
         self._adapters.drop(adapter_id)
 
+    async def look(self, question: EngineQuestion[A]) -> A:
+        """See `EngineClient.look`."""
+        return await self._looks.look(question)
+
     async def stats(self) -> EngineStats:
         """Fresh statistics, or the last known ones while a step takes longer than STATS_TIMEOUT.
 
@@ -157,6 +166,7 @@ class ProcessClient:
         self._send(Close())
         self._router.fail_all(lambda: EngineDeadError("the engine was closed"))
         self._adapters.fail_all(lambda: EngineDeadError("the engine was closed"))
+        self._looks.fail_all(lambda: EngineDeadError("the engine was closed"))
         if self._supervisor is not None:
             if self._info is None and self._child is not None:
                 self._child.process.kill()  # it may load for minutes, and nobody waits for it any more
@@ -270,16 +280,24 @@ class ProcessClient:
         Silence is counted in ticks of this loop rather than read off a clock, so a parent that was itself stopped or
         busy does not blame the engine.
         """
-        tick = min(1.0, self._hang_seconds / 10)
+        tick = min(0.5, self._hang_seconds / 10)
+        pulse, lifeless = Pulse(child.process.pid), 0.0
         while True:
             await asyncio.sleep(tick)
             if child.ended:  # and yet the socket is open: a process of the child's own inherited it
                 writer.transport.abort()
                 return
             if self._router.in_flight == 0:
-                self._silent_seconds = 0.0
+                self._silent_seconds = lifeless = 0.0
                 continue
             self._silent_seconds += tick
+            lifeless = lifeless + tick if pulse.lifeless() and self._silent_seconds > tick else 0.0
+            if lifeless >= LIFELESS_SECONDS:
+                self._reported = (
+                    f"the engine did nothing for {lifeless:g} seconds with requests to answer; it was killed"
+                )
+                child.process.kill()
+                return
             limit = max(self._hang_seconds, SLOW_STEP_FACTOR * self._slowest_step)
             if self._silent_seconds >= limit:
                 self._reported = f"no step of the engine finished for {limit:g} seconds; it was killed"
@@ -292,7 +310,7 @@ class ProcessClient:
             self._slowest_step = max(self._slowest_step, message.seconds)
             if message.stats is not None:
                 self._stats.add(message.stats)
-        if self._router.deliver(message) or self._adapters.deliver(message):
+        if any(part.deliver(message) for part in (self._router, self._adapters, self._looks)):
             return
         match message:
             case Stats(stats):
@@ -338,6 +356,7 @@ class ProcessClient:
             lambda: EngineDeadError("the engine process ended while this request was running; send it again")
         )
         self._adapters.fail_all(lambda: EngineDeadError("the engine process ended while it loaded this adapter"))
+        self._looks.fail_all(lambda: EngineDeadError("the engine process ended before it answered; ask again"))
         self._stats.forget_engine()
         self._resolve_stats()
 

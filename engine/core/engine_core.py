@@ -17,8 +17,9 @@ import torch
 from windlass._version import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput
-from windlass.engine.api.validation import check_distances, validate_request
+from windlass.engine.api.validation import check_distances, check_task, validate_request
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
@@ -26,11 +27,13 @@ from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.compiling import CompilingRequests
+from windlass.engine.core.looking import look
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.drafter import DraftModel
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
 from windlass.engine.model.adapters.adapter import Adapter
+from windlass.engine.model.context_refusals import context_refusals
 from windlass.engine.model.loading.loader import (
     LoadedModel,
     free_memory,
@@ -83,12 +86,15 @@ class EngineCore:
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
             for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
         ]
-        self.blocks = BlockManager(layouts, config.cache.block_size, config.cache.prefix_caching)
+        # A token that sees those behind it is another in every text: nothing of one text stands in another.
+        shares = config.cache.prefix_caching and not spec.sees_whole_texts
+        self.blocks = BlockManager(layouts, config.cache.block_size, shares)
         self._limits = ContextLimits(
             max_model_len=plan.max_model_len,
             block_size=config.cache.block_size,
             shift_context=_shift_context(config, plan.max_model_len),
             max_total_tokens=config.context.max_total_tokens,
+            **context_refusals(spec),
         )
         self.scheduler = Scheduler(
             config=config.scheduling,
@@ -97,12 +103,13 @@ class EngineCore:
             rotary=tables,
             namespace=_namespace(model),
             eos_token_ids=spec.eos_token_ids,
+            whole_prompts=spec.sees_whole_texts,
         )
         self.info = replace(
             _describe(config, model, draft, plan, time.perf_counter() - started),
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
-            shift_refusal=self._limits.shift_refusal,
+            **context_refusals(spec),
             rotary_ladder=planner.ladder,
             rotary_auto=planner.auto,
             adapters=self.adapters.loaded.infos,
@@ -128,7 +135,7 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError when it cannot run as given, QueueFullError when too many wait."""
         validate_request(request, vocab_size=self.info.vocab_size)
-        self._check_task(request)
+        check_task(request, self.info)
         self.adapters.check(request.adapter)
         if self._deterministic and request.reuse is not None and request.reuse.takes_any:
             raise RequestError(
@@ -141,17 +148,6 @@ class EngineCore:
         check_distances(request, rotation)
         if not self._compiling.takes(request):
             self.scheduler.add(request, rotation)
-
-    def _check_task(self, request: EngineRequest) -> None:
-        """Raise RequestError for what this model has no head for."""
-        if request.pooling is None and self.info.classifier is not None:
-            raise RequestError(
-                f"this model is a {self.info.architecture}, which generates nothing: use /classify, /v1/score or /v1/rerank",
-                "model",
-                "no_generation",
-            )
-        if request.pooling is not None and request.pooling.kind == "classify" and self.info.classifier is None:
-            raise RequestError("this model has no classification head", "pooling", "no_classifier")
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
@@ -212,6 +208,10 @@ class EngineCore:
             adapters_loaded=len(self.adapters.loaded),
             adapter_bytes=self.adapters.loaded.num_bytes,
         )
+
+    def look(self, question: EngineQuestion[A]) -> A:
+        """See `windlass.engine.core.looking`."""
+        return look(question, self.scheduler, self.blocks, self.runner, self._planner)
 
     def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
         """Read and check an adapter beside the steps; `add_adapter` takes the result. It fails with RequestError."""
@@ -291,7 +291,15 @@ def _plan(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -
     device, spec = model.decoder.device, model.decoder.spec
     budget = config.cache.memory or default_kv_budget(free_memory(device), device.type)
     beside = _draft_bytes_per_token(draft)
-    return plan_cache(config, spec.kv_groups, spec.trained_len, _name(model.cache_dtype), budget, beside=beside)
+    return plan_cache(
+        config,
+        spec.kv_groups,
+        spec.trained_len,
+        _name(model.cache_dtype),
+        budget,
+        beside=beside,
+        whole_prompts=spec.sees_whole_texts,
+    )
 
 
 def _allocate(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVStorage:
@@ -348,6 +356,8 @@ def _describe(
         hidden_size=spec.hidden_size,
         pooling=model.pooling,
         classifier=spec.classifier,
+        generates=spec.generates,
+        sees_whole_texts=spec.sees_whole_texts,
         notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
         draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
     )

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
-from windlass.engine.api.request import SamplingParams
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.request import SamplingParams, TokenLogprobs
 from windlass.engine.cache.changes import KeyRerotation, TableChange, TableChanges
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.errors import RequestError
+from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.execution.runner import Runner
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
@@ -30,7 +31,7 @@ from windlass.engine.model.loading.weights import Progress
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.sampling.sampler import Sampler, token_logprobs
 from windlass.engine.scheduling.plan import NewSequence, RotaryRow, ScheduledSequence, SchedulerOutput
 
 _BLOCK = 16
@@ -47,7 +48,7 @@ class Scorer:
     """
 
     def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512, weights: str = "") -> None:
-        self.decoder, self._cache_dtype, self._chunk = decoder, cache_dtype, chunk
+        self.decoder, self.cache_dtype, self.chunk = decoder, cache_dtype, chunk
         self.identity = f"{weights} {cache_dtype}"
 
     @classmethod
@@ -63,6 +64,10 @@ class Scorer:
         """Load a Hugging Face directory as the server would; raises LoadError with one line."""
         compute, cache = ComputeConfig(device=device, dtype=dtype), CacheConfig(dtype=kv_cache_dtype)
         model = load_model(EngineConfig(model=str(directory), compute=compute, cache=cache), progress)
+        if not model.decoder.spec.generates:
+            raise LoadError(
+                f"{directory} is a {model.decoder.spec.architecture}, which predicts no next token: give a model that generates"
+            )
         return cls(model.decoder, model.cache_dtype, weights=f"{model.digest.hex()} {model.decoder.dtype}")
 
     @property
@@ -86,23 +91,68 @@ class Scorer:
         plan: RotaryPlan,
         *,
         rows: Sequence[int] | None = None,
+        context: ContextRule | None = None,
         computed: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Log-probability (nats, float32 on the CPU) of token i + 1 at each row i; rows None: all but the last.
 
-        computed: told after each forward pass how many tokens it had; together they come to `work`. Raises RequestError
-        for a token the model does not have, or a row without a next token.
+        context: what each token sees of those before it, by its window and sinks; None: all. computed: told after each forward
+        pass how many tokens it had; together they come to `work`. Raises RequestError for a token the model does not have, a
+        row without a next token, or a window of no tokens.
         """
         rows = range(len(token_ids) - 1) if rows is None else sorted(set(rows))
         if rows and rows[-1] >= len(token_ids) - 1:
             raise RequestError(f"row {rows[-1]} has no next token among {len(token_ids)}", "rows")
         found: list[Tensor] = []
         with torch.inference_mode():
-            for chosen, hidden in self._rows(token_ids, plan, rows, prompt=1, computed=computed):
+            for chosen, hidden in self._rows(token_ids, plan, rows, prompt=1, context=context, computed=computed):
                 logits = self.decoder.logits(hidden)  # [R, V]
                 target = torch.tensor([token_ids[i + 1] for i in chosen], device=logits.device)
                 found.append((logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(dim=1)).cpu())
         return torch.cat(found) if found else torch.empty(0)
+
+    def endings(
+        self,
+        token_ids: Sequence[int],
+        endings: Sequence[Sequence[int]],
+        plan: RotaryPlan,
+        *,
+        context: ContextRule | None = None,
+        computed: Callable[[int], None] | None = None,
+    ) -> list[tuple[TokenLogprobs, ...]]:
+        """Of each ending, read behind the same text as if it alone stood there: every token's log-probability and rank. The text
+        passes through the model once.
+
+        All of a text and its ending runs under the frequencies of their length. context, computed: as `logprobs` has them. Raises
+        RequestError for a text or an ending of no tokens, a token that the model does not have, or lengths whose frequencies
+        differ; EngineError where logits are not finite.
+        """
+        self._check(token_ids, context)
+        if not token_ids or not all(endings):
+            raise RequestError("a text and its endings have at least one token each", "token_ids")
+        stages = {plan.stage(len(token_ids) + len(ending)).specs for ending in endings}
+        if len(stages) > 1:
+            raise RequestError(
+                "endings that share a text run under the same frequencies: give shorter ones", "token_ids"
+            )
+        for ending in endings:
+            self._check(ending, context)
+        longest = len(token_ids) + max(map(len, endings), default=0)
+        specs = plan.stage(longest).specs
+        copies = 2 if any(spec.distances.keeps_far_keys for spec in specs) else 1
+        found = []
+        with torch.inference_mode():
+            text = _ScoredText(self, tuple(token_ids), copies, context, computed, far=copies == 2, room=longest)
+            for _ in text.recompute(iter([(0, len(token_ids), specs)]), [len(token_ids) - 1]):
+                pass
+            for ending in endings:
+                entries: list[TokenLogprobs] = []
+                for hidden in text.read_behind(tuple(ending), specs):
+                    wanted = ending[len(entries) : len(entries) + hidden.shape[0]]
+                    logits = self.decoder.logits(hidden)  # [R, V]
+                    entries += token_logprobs(self.decoder.backend, logits, torch.tensor(wanted), 0)
+                found.append(tuple(entries))
+        return found
 
     def most_likely(self, token_ids: Sequence[int], plan: RotaryPlan, *, rows: Sequence[int]) -> list[int]:
         """The most likely next token at each of these ascending rows."""
@@ -146,24 +196,31 @@ class Scorer:
         rows: Sequence[int],
         *,
         prompt: int,
+        context: ContextRule | None = None,
         computed: Callable[[int], None] | None = None,
     ) -> Iterator[tuple[list[int], Tensor]]:
         """(rows, their hidden states) for ascending rows, in pieces of at most `chunk`."""
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
-            raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
+        self._check(token_ids, context)
         if rows:
             rotates = plan.policy == "rotate"
             read = tuple(token_ids[: rows[-1] + 1])
             stages = list(_stages(plan, len(read), prompt))
             far = any(spec.distances.keeps_far_keys for _, _, specs in stages for spec in specs)
             copies = 2 if rotates or far else 1
-            text = _ScoredText(self.decoder, self._cache_dtype, read, self._chunk, copies, computed, far=far)
+            text = _ScoredText(self, read, copies, context, computed, far=far)
             walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
             wanted = set(rows)
             for first, hidden in walk:
                 chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
                 if chosen:
                     yield chosen, hidden[[i - first for i in chosen]]
+
+    def _check(self, token_ids: Sequence[int], context: ContextRule | None) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
+            raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
+        window = None if context is None else context.attention_window
+        if context is not None and window is not None and (window < 1 or context.attention_sinks < 0):
+            raise RequestError("attention_window must be at least 1, attention_sinks at least 0", "attention_window")
 
 
 def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
@@ -179,32 +236,38 @@ def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
 class _ScoredText:
     """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
 
-    num_copies: how often each key is to be held. far: whether one of them is as keys seem from far away.
-    computed: as `Scorer.logprobs` has it.
+    num_copies: how often each key is to be held. far: whether one of them is as keys seem from far away. room: tokens that pages
+    are made for, None for those of the text. context, computed: as `Scorer.logprobs` has them.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
-        cache_dtype: torch.dtype,
+        scorer: Scorer,
         token_ids: tuple[int, ...],
-        chunk: int,
         num_copies: int,
+        context: ContextRule | None,
         computed: Callable[[int], None] | None = None,
         *,
         far: bool = False,
+        room: int | None = None,
     ) -> None:
-        self._computed = computed
-        spec, self._chunk, self._num_tokens = decoder.spec, chunk, len(token_ids)
+        decoder, self._chunk, self._computed = scorer.decoder, scorer.chunk, computed
+        spec, self._token_ids, self._num_tokens = decoder.spec, token_ids, len(token_ids)
+        self._context, self._far = context or ContextRule(), far
         self._groups = range(len(spec.kv_groups))
-        self._num_blocks = -(-len(token_ids) // _BLOCK)
+        self._num_blocks = -(-(room or len(token_ids)) // _BLOCK)
         pools = [num_copies * self._num_blocks] * len(self._groups)
-        cache = KVStorage(spec.kv_groups, pools, _BLOCK, cache_dtype, decoder.backend)
+        cache = KVStorage(spec.kv_groups, pools, _BLOCK, scorer.cache_dtype, decoder.backend)
         tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
         self._runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
+        self._runner.follow(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
+
+    def _sequence(self, token_ids: tuple[int, ...]) -> NewSequence:
+        """The only one, on all pages there are."""
+        groups = len(self._groups)
         table = TableChange(appended=tuple(range(self._num_blocks)))
         far_table = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
-        sequence = NewSequence(
+        return NewSequence(
             seq_id=0,
             index=0,
             sampling=SamplingParams(),
@@ -212,10 +275,20 @@ class _ScoredText:
             num_prompt_tokens=len(token_ids),
             stop_ids=(),
             token_ids=token_ids,
-            tables=TableChanges(True, (table,) * len(self._groups) + ((far_table,) * len(self._groups) if far else ())),
+            tables=TableChanges(True, (table,) * groups + ((far_table,) * groups if self._far else ())),
             rotary_id=0,
+            window=self._context.attention_window,
+            sinks=self._context.attention_sinks,
         )
-        self._runner.follow(SchedulerOutput(self._next_step, new=(sequence,)))
+
+    def read_behind(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
+        """Hidden states [R, hidden] of the rows that predict an ending behind the text, whose keys lie in the pages. What an
+        ending before it left there is written over."""
+        whole = self._token_ids + ending
+        self._num_tokens = len(whole)
+        self._runner.follow(SchedulerOutput(self._next_step, removed=(0,), new=(self._sequence(whole),)))
+        for _, hidden in self._forward(len(self._token_ids) - 1, len(whole) - 1, specs):
+            yield hidden
 
     @property
     def _next_step(self) -> int:

@@ -214,7 +214,7 @@ class BatchBuilder:
         if self._anchored and closed.any():
             anchor_cos, anchor_sin = self._rotary.cos_sin(self._tensor(rotary), self._tensor(-closed))[:2]
             every_query = torch.arange(len(positions), device=self._device)
-        names = ("ends", "rows", "plain_rows", "reaches", "sources")
+        names = ("ends", "rows", "plain_rows", "reaches", "gaps", "sources")
         return QueryVersions(
             **{name: self._tensor(getattr(found, name)) for name in names},
             cos=cos,

@@ -45,22 +45,23 @@ class Pooler:
             if not last:
                 return None
             del self._kept[seq_id]
-            pooled = torch.cat(kept) if rule.kind == "all" else kept[0][None]
+            pooled = torch.cat(kept) if rule.kind in ("all", "classify tokens") else kept[0][None]
             if rule.kind == "mean":
                 pooled = pooled / length
         elif not last:
             return None
         elif rule.kind == "classify":
-            pooled = self._decoder.scores(rows[-1:])
+            pooled = self._decoder.classes.pooled_logits(rows)  # all of them where others than the last count
         else:
             pooled = rows[-1:]
         return _finish(pooled, rule)
 
-    @staticmethod
-    def _keep(kept: list[Tensor], rule: PoolingRule, rows: Tensor, start: int) -> None:
+    def _keep(self, kept: list[Tensor], rule: PoolingRule, rows: Tensor, start: int) -> None:
         """The sum in float64, which no chunking can be seen in; rows in memory of their own, as the step's is used again."""
         if rule.kind == "all":
             kept.append(rows.float().clone())
+        elif rule.kind == "classify tokens":
+            kept.append(self._decoder.classes.logits(rows))
         elif rule.kind == "first":
             if start == 0:
                 kept.append(rows[0].float().clone())

@@ -45,15 +45,16 @@ class _Span:
 class QueryRanges:
     """B sequences of T tokens in R ranges; V versions beside the queries themselves; W kinds of windows.
 
-    ends, rows, reaches: see `AttentionCall`; plain_rows: the rows for layers that do not rotate. sources, turns: per version
-    the token that it is of, and by how many positions it is turned. slopes: per version by which share of the frequencies;
-    None: all by the whole of them.
+    ends, rows, reaches, gaps: see `AttentionCall`; plain_rows: the rows for layers that do not rotate.
+    sources, turns: per version the token that it is of, and by how many positions it is turned. slopes: per version by which
+    share of the frequencies; None: all by the whole of them.
     """
 
     ends: NDArray[np.int64]  # [B, R]
     rows: NDArray[np.int64]  # [B, R]
     plain_rows: NDArray[np.int64]  # [B, R]
     reaches: NDArray[np.int64]  # [W, B, R]
+    gaps: NDArray[np.int64]  # [B, R]
     sources: NDArray[np.int64]  # [V]
     turns: NDArray[np.int64]  # [V]
     slopes: NDArray[np.float64] | None = None  # [V]
@@ -98,6 +99,7 @@ def query_ranges(
     shape = len(chunks), most
     ends, rows = np.full(shape, OPEN_END, dtype=np.int64), np.full(shape, _NOTHING, dtype=np.int64)
     plain_rows, reaches = rows.copy(), np.zeros((len(windows), *shape), dtype=np.int64)
+    gaps = np.zeros(shape, dtype=np.int64)
     sources: list[NDArray[np.int64]] = []
     turns: list[NDArray[np.int64]] = []
     slopes: list[NDArray[np.float64]] = []
@@ -110,7 +112,7 @@ def query_ranges(
             ends[b, r] = span.end_slot
             if span.empty:
                 continue
-            gap = own[-1].offset - span.offset
+            gap = gaps[b, r] = own[-1].offset - span.offset
             for w, window in enumerate(windows):
                 bounds = [x for x in (window, None if span.sink else live.window) if x is not None]
                 reaches[w, b, r] = max(min(bounds) - gap, 0) if bounds else NO_BOUND
@@ -145,6 +147,7 @@ def query_ranges(
         rows,
         plain_rows,
         reaches,
+        gaps,
         np.concatenate(sources) if sources else nothing,
         np.concatenate(turns) if turns else nothing,
         np.concatenate(slopes) if any(rule.slope for rule in rules) and slopes else None,

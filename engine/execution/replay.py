@@ -21,7 +21,9 @@ from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import Recorder, Recording
 
-_TENSORS = tuple(f.name for f in fields(ForwardBatch) if f.name not in ("lasting", "versions", "adapters"))
+_TENSORS = tuple(
+    f.name for f in fields(ForwardBatch) if f.name not in ("lasting", "versions", "adapters", "token_types")
+)
 _VERSIONS = tuple(f.name for f in fields(QueryVersions))
 
 # For what a step has alive at once: one layer's activations and the logits, whatever the number of layers. Pages that no

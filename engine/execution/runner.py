@@ -132,12 +132,24 @@ class Runner:
     def _forward(self, plan: SchedulerOutput) -> tuple[Tensor, StepTensors | None]:
         """Hidden states [T, hidden] of every row, and what else is known of every row already."""
         batch = self.batches.build(plan.sequences)
+        if self.decoder.spec.token_types > 1 and self.sequences.pooled:
+            batch = replace(batch, token_types=self._token_types(plan))
         live = self.sequences.by_id
         maxima = all(takes_largest(live[item.seq_id].slot) for item in plan.sequences)
-        made = None if self.decoder.score is not None else self.replay.run(batch, maxima=maxima)
+        made = self.replay.run(batch, maxima=maxima) if self.decoder.spec.generates else None
         hidden = self.decoder.forward(batch, self.cache) if made is None else made.hidden
         self.positions_computed += hidden.shape[0]
         return hidden, made
+
+    def _token_types(self, plan: SchedulerOutput) -> Tensor:
+        """Which text of a pair each token belongs to, [T] int64."""
+        types = []
+        for item in plan.sequences:
+            rule = self.sequences.pooled.get(item.seq_id)
+            second = None if rule is None else rule.second_from
+            tokens = range(item.start, item.start + item.num_tokens)
+            types += [int(second is not None and index >= second) for index in tokens]
+        return torch.tensor(types, device=self.decoder.device)
 
     def _prepare(self, plan: SchedulerOutput) -> None:
         """Tell the sampler what it will be asked for, so that it can work while the model does."""

@@ -44,7 +44,7 @@ def warm_up(
         return
     blocks = tuple(range(-(-(prompt + _DECODE_STEPS) // block_size)))
     row = runner.tables.acquire(specs)
-    samples = () if runner.decoder.spec.classifier is not None else (_SEQUENCE,)
+    samples = (_SEQUENCE,) if runner.decoder.spec.generates else ()
     try:
         for step in range(1 + _DECODE_STEPS):
             if time.monotonic() - started > most_seconds:

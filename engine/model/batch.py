@@ -21,6 +21,7 @@ class QueryVersions:
     rows: Tensor  # [B, R] int64
     plain_rows: Tensor  # [B, R] int64, for layers that do not rotate
     reaches: Tensor  # [W, B, R] int64
+    gaps: Tensor  # [B, R] int64, what distances are more than the slots between query and key
     sources: Tensor  # [V] int64, the query that each version is of
     cos: Tensor  # [G, V, rotary_dim / 2] float32, of the turns
     sin: Tensor  # [G, V, rotary_dim / 2] float32
@@ -39,7 +40,8 @@ class ForwardBatch:
     """T tokens of B sequences, G rotary groups, K KV groups. An argument, never a global.
 
     versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
-    rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one.
+    rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
+    of a pair each token belongs to; None: all to the first.
     """
 
     input_ids: Tensor  # [T] int64
@@ -57,3 +59,4 @@ class ForwardBatch:
     versions: QueryVersions | None = None
     lasting: bool = False
     adapters: AdapterRows | None = None
+    token_types: Tensor | None = None  # [T] int64

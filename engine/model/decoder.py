@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
-from torch.nn import functional
 
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import RequestError
@@ -21,6 +21,7 @@ from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain import PlainFeedForward
+from windlass.engine.model.head import ClassificationHead
 from windlass.engine.model.mixers.attention import Attention, SharedAttention
 from windlass.engine.model.mixers.latent import LatentAttention
 from windlass.engine.model.mixers.latent_spec import LatentSpec
@@ -36,7 +37,8 @@ FeedForward: TypeAlias = GatedFeedForward | PlainFeedForward | ExpertsFeedForwar
 class DecoderLayer:
     """One layer: x + mixer(norm(x)), then the same of the feed-forward; or the sum of both, where they are parallel.
 
-    feed_forward_norm None: the feed-forward takes what the mixer took (parallel layers only).
+    feed_forward_norm None: the feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind
+    the sums, see `LayerNorms`; None: before the parts.
     """
 
     mixer_norm: Norm
@@ -46,6 +48,7 @@ class DecoderLayer:
     feed_forward: FeedForward
     feed_forward_output_norm: Norm
     parallel: bool
+    output_norm: Norm | None = None
 
 
 class Decoder:
@@ -63,12 +66,18 @@ class Decoder:
         self.plan: StoragePlan = plan or {}
         self.dtype, self.device, self.weight_dtype = backend.dtype, backend.device, backend.weight_dtype
         self._weights = weights = allocate(backend, spec.weights(), self.plan)
+        none = Norm(spec.norm, None, None, spec.norm_eps, backend)
         self.embedding: Tensor | BlockWeight = weights["embedding"]
         self.head: Weight = weights.get("head", self.embedding)
         self._head_bias: Tensor | None = weights.get("head_bias")  # [V]
-        self.score: Tensor | None = weights.get("score")  # [classes, hidden], float32
-        self._final_norm = self._norm(weights, "final_norm")
-        self._embedding_norm = self._norm({}, "embedding_norm") if spec.embedding_norm else None
+        self._classes = None if spec.head is None else ClassificationHead(spec.head, weights, spec.norm_eps, backend)
+        self._final_norm = none if spec.names.final_norm is None else self._norm(weights, "final_norm")
+        self._embedding_norm = none
+        if spec.embedding_norm is not None:
+            form, hidden = spec.embedding_norm, spec.hidden_size
+            self._embedding_norm = Norm.of(form, weights, "embedding_norm", hidden, spec.norm_eps, backend)
+        self._token_types: Tensor | None = weights.get("token_types")  # [kinds, hidden]
+        self._positions: Tensor | None = weights.get("positions")  # [most, hidden]
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
         self.layers = [
@@ -94,6 +103,7 @@ class Decoder:
             feed_forward=self._feed_forward(layer.feed_forward, feed_forward),
             feed_forward_output_norm=norms.get("feed_forward_output_norm", none),
             parallel=layer.norms.parallel,
+            output_norm=norms.get("output_norm"),
         )
 
     def _feed_forward(self, spec: FeedForwardSpec, weights: Mapping[str, Any]) -> FeedForward:
@@ -114,8 +124,12 @@ class Decoder:
     def embed(self, batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
         """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied."""
         x = self.backend.embed(self.embedding, batch.input_ids, self.spec.embedding_scale)
-        if self._embedding_norm is not None:
-            x = self._embedding_norm(x)
+        if self._token_types is not None:
+            types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
+            self.backend.add(x, self.backend.embed(self._token_types, types))
+        if self._positions is not None:
+            self.backend.add(x, self.backend.embed(self._positions, batch.positions))
+        x = self._embedding_norm(x)
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature
             growth = 1 + beta * self.backend.log1p(batch.context_positions // length)  # [T]
@@ -130,6 +144,11 @@ class Decoder:
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
             y = layer.mixer_output_norm(layer.mixer.forward(normed, inputs, cache.pages(index), changes))
+            if layer.output_norm is not None:
+                assert layer.feed_forward_norm is not None
+                x = layer.feed_forward_norm.after_adding(x, y)
+                x = normed = layer.output_norm.after_adding(x, layer.feed_forward.forward(x, changes))
+                continue
             if layer.parallel:
                 own = layer.feed_forward_norm
                 z = layer.feed_forward.forward(normed if own is None else own(x), changes)
@@ -150,14 +169,12 @@ class Decoder:
             logits = self.backend.soft_cap(logits, self.spec.logit_soft_cap)
         return logits
 
-    def scores(self, hidden: Tensor) -> Tensor:
-        """What the classification head gives, float32 [R, classes], of normed hidden states [R, hidden].
-
-        Raises RequestError where the model has no such head.
-        """
-        if self.score is None:
+    @property
+    def classes(self) -> ClassificationHead:
+        """The classification head. Raises RequestError where the model has none."""
+        if self._classes is None:
             raise RequestError("this model has no classification head", "pooling", "no_classifier")
-        return functional.linear(hidden.float(), self.score)
+        return self._classes
 
     def num_parameters(self) -> int:
         return sum(t.numel() for t in self.tensors())

@@ -14,6 +14,7 @@ from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
+from windlass.engine.model.head_spec import HeadSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm_spec import NormForm
@@ -29,6 +30,8 @@ class LayerNorms:
 
     parallel: mixer and feed-forward both see the layer's input, and the feed-forward takes the mixer's norm where it has
     none of its own (GPT-J); otherwise it sees what the mixer made of it.
+    output: norms stand behind the sums, and the stream goes on normed (post-LN, 1706.03762): feed_forward norms the sum with
+    what the mixer made, output the sum with what the feed-forward made.
     """
 
     mixer: str | None = "input_layernorm"
@@ -37,6 +40,7 @@ class LayerNorms:
     feed_forward_output: str | None = None
     form: NormForm = field(default_factory=NormForm)
     parallel: bool = False
+    output: str | None = None
 
     @property
     def stored(self) -> dict[str, str]:
@@ -46,6 +50,7 @@ class LayerNorms:
             "feed_forward_norm": self.feed_forward,
             "mixer_output_norm": self.mixer_output,
             "feed_forward_output_norm": self.feed_forward_output,
+            "output_norm": self.output,
         }
         return {name: tensor for name, tensor in names.items() if tensor is not None}
 
@@ -74,21 +79,29 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class OuterNames:
-    """Of the tensors around the layers. layers: of those in a layer, "<layers>.<index>.<name>"."""
+    """Of the tensors around the layers. layers: of those in a layer, "<layers>.<index>.<name>".
+
+    final_norm None: there is none. embedding_norm: of the norm of the embedding, where it has weights. token_types: of the
+    table that says which of two texts a token belongs to. positions: of that of learned positions.
+    """
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
-    final_norm: str = "model.norm"
+    final_norm: str | None = "model.norm"
     head: str = "lm_head"
+    embedding_norm: str = ""
+    token_types: str = ""
+    positions: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """norm_offset: norms multiply by (offset + weight), 1 for Gemma. trained_len: the model's own context length M.
 
-    classifier: the classes that the head has in place of a vocabulary; such a model generates nothing.
+    head: of classes, in place of one for a vocabulary. generates: there is one for a vocabulary.
     logit_scale: multiplies the logits. norm: what the norms of the stream are. head_bias: the head adds one.
-    embedding_norm: the stream begins normed, by a norm without weights. unit_head: rows of the head have the length 1.
+    embedding_norm: the stream begins normed by such a norm. unit_head: rows of the head have the length 1.
+    token_types, positions: kinds of tokens, and positions, that have a row added to their embedding; 0: there are none.
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
     unused: beginnings of names of tensors that predict further tokens, which the model does without.
     """
@@ -107,15 +120,33 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     temperature: tuple[float, int] | None = None
-    classifier: ClassifierInfo | None = None
+    head: HeadSpec | None = None
+    generates: bool = True
     notices: tuple[str, ...] = ()
     logit_scale: float = 1.0
     norm: NormForm = field(default_factory=NormForm)
     head_bias: bool = False
-    embedding_norm: bool = False
+    embedding_norm: NormForm | None = None
+    token_types: int = 0
+    positions: int = 0
     unit_head: bool = False
     names: OuterNames = field(default_factory=OuterNames)
     unused: tuple[str, ...] = ()
+
+    @property
+    def classifier(self) -> ClassifierInfo | None:
+        """The classes that its head tells, if it has such a head."""
+        return None if self.head is None else self.head.classes
+
+    @property
+    def sees_whole_texts(self) -> bool:
+        """Whether tokens see those behind them too, so that a text has to be computed as one."""
+        return any(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.causal for layer in self.layers)
+
+    @property
+    def loses_by_distance(self) -> bool:
+        """Whether scores lose by the distance of their keys, which need no rotation for that (ALiBi)."""
+        return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.alibi for layer in self.layers)
 
     @property
     def head_tensors(self) -> tuple[str, ...]:
@@ -145,17 +176,32 @@ class ModelSpec:
         """Those around the layers. A head that is the embedding is not listed beside it."""
         hidden, vocab = self.hidden_size, self.vocab_size
         table = (StoredTensor(f"{self.names.embedding}.weight", vocab),)
-        final_norm = self.norm.weights("final_norm", self.names.final_norm, hidden)
-        if self.classifier is not None:
-            classes = len(self.classifier.labels)
-            score = WeightSpec("score", "score", (classes, hidden), (StoredTensor("score.weight", classes),))
-            return WeightSpec("embedding", "table", (vocab, hidden), table), score, *final_norm
-        name = self.names.head
+        names = self.names
+        own = (WeightSpec("embedding", "table", (vocab, hidden), table), *self._beside_the_embedding())
+        final_norm = () if names.final_norm is None else self.norm.weights("final_norm", names.final_norm, hidden)
+        if not self.generates:
+            return *own, *(() if self.head is None else self.head.weights(hidden)), *final_norm
+        name = names.head
         bias = (WeightSpec("head_bias", "bias", (vocab,), (StoredTensor(f"{name}.bias", vocab),)),)
-        more = (bias if self.head_bias else ()) + final_norm
+        more = (*own[1:], *(bias if self.head_bias else ()), *final_norm)
         if self.tied_embeddings:
             return WeightSpec("embedding", "table and head", (vocab, hidden), table), *more
         head = WeightSpec(
             "head", "head", (vocab, hidden), (StoredTensor(f"{name}.weight", vocab, unit_rows=self.unit_head),)
         )
-        return WeightSpec("embedding", "table", (vocab, hidden), table), head, *more
+        return own[0], head, *more
+
+    def _beside_the_embedding(self) -> tuple[WeightSpec, ...]:
+        """What is added to it, and its norm."""
+        found: tuple[WeightSpec, ...] = ()
+        tables = {
+            "token_types": (self.token_types, self.names.token_types),
+            "positions": (self.positions, self.names.positions),
+        }
+        for name, (rows, stored) in tables.items():
+            if rows:
+                table = (StoredTensor(f"{stored}.weight", rows),)
+                found += (WeightSpec(name, "heads", (rows, self.hidden_size), table),)
+        if self.embedding_norm is not None:
+            found += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
+        return found

@@ -27,6 +27,8 @@ class RotaryGroup:
         """The scaling's fields as a JSON object without `rope_type`, theta included."""
         given = self.scaling.to_dict()
         given.pop("rope_type")
+        if self.base.unrotated is not None:
+            return given
         if self.scaling.rope_type in OF_DISTANCES:  # whose sizes nobody can tell from the model's length by heart
             sizes = resolve(self.scaling, self.base, 1).distances.described()
             given |= {name: size for name, size in sizes.items() if name in KINDS[self.scaling.rope_type]}

@@ -114,8 +114,12 @@ def checked_ladder(groups: tuple[RotaryGroup, ...], steps: Sequence[LadderStep],
     return RotaryLadder(groups, tuple(steps))
 
 
-def make_ladder(groups: tuple[RotaryGroup, ...], steps: Sequence[LadderStep], longest: int, param: str) -> RotaryLadder:
-    """The operator's ladder, or the model's own where he gave none. Raises LoadError."""
+def make_ladder(
+    groups: tuple[RotaryGroup, ...], steps: Sequence[LadderStep], longest: int, param: str
+) -> RotaryLadder | None:
+    """The operator's ladder, or the model's own where he gave none; None for a model that does not rotate. Raises LoadError."""
+    if not steps and main_group(groups).base.unrotated is not None:
+        return None
     return checked_ladder(groups, steps, param) if steps else own_ladder(groups, longest)
 
 

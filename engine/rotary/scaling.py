@@ -120,6 +120,7 @@ class RotaryBase:
     been read from the checkpoint.
     own_distances: why this model's distances are not to be changed, None where they may be.
     scales_scores: YaRN's `mscale_all_dim` multiplies whole scores too, as it does with latent attention.
+    unrotated: what tells positions apart in a model none of whose layers rotates; None where some do.
     """
 
     rope_theta: float
@@ -130,6 +131,7 @@ class RotaryBase:
     inv_freq: tuple[float, ...] | None = None
     own_distances: str | None = None
     scales_scores: bool = False
+    unrotated: str | None = None
 
     def unscaled(self, theta: float | None = None) -> tuple[float, ...]:
         """The model's own frequencies, radians per token, under another base if one is given; [rotary_dim/2]."""
@@ -282,6 +284,12 @@ def check(scaling: RopeScaling, base: RotaryBase, *, param: str = "rope_scaling"
 
 def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
     kinds = runnable_kinds(base)
+    if base.unrotated is not None and (scaling.rope_type != "default" or scaling.parameters):
+        raise RequestError(
+            f"{param}: this model does not rotate, {base.unrotated}, so there is nothing to scale: leave it out",
+            param,
+            INVALID,
+        )
     if scaling.rope_type not in kinds:
         raise RequestError(
             f"{param}.rope_type {scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}",

@@ -15,11 +15,12 @@ from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.deadlines import Deadlines
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.shifting import HeldContext
+from windlass.engine.scheduling.turns import Turns
 
 
 class LiveRequests:
     """fresh_seed: a seed for requests that bring none. new_handle: of keys computed under a stage from the first token on.
-    held: what a request's rule lets its samples hold.
+    held: what a request's rule lets its samples hold. turns: callers' places in the queue.
     """
 
     def __init__(
@@ -28,11 +29,13 @@ class LiveRequests:
         fresh_seed: abc.Callable[[], int],
         new_handle: abc.Callable[[EngineRequest, RotaryStage], CacheHandle],
         held: abc.Callable[[ContextRule], HeldContext],
+        turns: Turns,
     ) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._fresh_seed = fresh_seed
         self._new_handle = new_handle
         self._held = held
+        self._turns = turns
         self._samples: dict[str, list[Sequence]] = {}  # live ones of each request, sample 0 first
         self._sequences: dict[int, Sequence] = {}
         self._deadlines = Deadlines()
@@ -72,6 +75,7 @@ class LiveRequests:
             held=self._held(request.context),
             # A grammar lets eos come only where the output may end, and where it is complete nothing else.
             stop_ids=stop_ids if sampling.ignore_eos and sampling.grammar is None else stop_ids | self._eos_token_ids,
+            turn=self._turns.take(request.caller, _tokens_of(request), request.share),
             arrival_number=self._num_requests,
             arrival_time=now,
         )
@@ -93,6 +97,7 @@ class LiveRequests:
     def forget(self, seq: Sequence) -> None:
         """A sample has ended; the last one takes its request along."""
         del self._sequences[seq.seq_id]
+        self._turns.give_back(seq.request.caller, _tokens_spared(seq), seq.request.share)
         live = self._samples[seq.request.request_id]
         live.remove(seq)
         if not live:
@@ -119,6 +124,7 @@ class LiveRequests:
             cache=self._new_handle(parent.request, parent.stage),
             held=parent.held,
             stop_ids=parent.stop_ids,
+            turn=parent.turn,
             arrival_number=parent.arrival_number,
             arrival_time=parent.arrival_time,
             status=SequenceStatus.FORKING,
@@ -129,3 +135,15 @@ class LiveRequests:
     def _new_id(self) -> int:
         self._num_sequences += 1
         return self._num_sequences - 1
+
+
+def _tokens_of(request: EngineRequest) -> int:
+    """What a request may take: its prompt once, and the longest output of every sample."""
+    return len(request.prompt_token_ids) + request.sampling.n * request.sampling.max_tokens
+
+
+def _tokens_spared(seq: Sequence) -> int:
+    """What a sample that ends was counted for and did not take; sample 0 speaks for the prompt, and for those never made."""
+    num_samples = seq.request.sampling.n if seq.index == 0 and seq.children is None else 1
+    spared = num_samples * seq.request.sampling.max_tokens - seq.num_output_tokens
+    return spared + (max(0, seq.num_prompt_tokens - seq.num_seen_tokens) if seq.index == 0 else 0)

@@ -3,7 +3,7 @@
 Responsible for who computes how much in a step: admission, chunking, preemption. What its result means for a sequence is
 `results`' to say. It plans with plain data and knows neither tensors nor kernels nor text.
 
-Every sequence has a rank: (priority, arrival, sample index), lower is better. One step goes like this:
+Every sequence has a rank: (priority, its caller's turn, arrival, sample index), lower is better. One step goes like this:
 
 1. Sequences that need one token (running streams) get one each; what is left of the budget, bounded by the step timer,
    goes to prefills. If the budget is smaller than the running set, those scheduled least recently go first.
@@ -46,7 +46,8 @@ from windlass.engine.scheduling.sequence import Sequence, rank_of
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
-from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
+from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens, deal_whole_prompts
+from windlass.engine.scheduling.turns import Turns
 
 
 class Scheduler:
@@ -54,6 +55,7 @@ class Scheduler:
 
     limits: what a sequence may hold, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
+    whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too.
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
 
@@ -68,8 +70,10 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         clock: abc.Callable[[], float] = time.monotonic,
         fresh_seed: abc.Callable[[], int] | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         self.config = config
+        self._whole_prompts = whole_prompts
         self.limits = limits
         self.blocks = blocks
         self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens)
@@ -80,7 +84,8 @@ class Scheduler:
         self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits)
         self._writer = PlanWriter()
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
-        self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle, limits.held)
+        self._turns = Turns()
+        self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle, limits.held, self._turns)
         self._places = Places(config.max_num_seqs, blocks, rotary, self._stages, self._writer, self.counters)
         self._speculation = Speculation(
             config.speculation,
@@ -110,6 +115,9 @@ class Scheduler:
         self._admission.validate(request, rotation)
         if self.num_waiting >= self.config.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests are waiting already: try again later")
+        tokens = sum(seq.num_tokens for seq in self._places.waiting)
+        if tokens and tokens + len(request.prompt_token_ids) > self.config.max_waiting_tokens:
+            raise QueueFullError(f"requests of {tokens:,} tokens are waiting already: try again later")
         self._places.queue(self._requests.add(request, rotation, self._clock()))
 
     def abort(self, request_id: str) -> None:
@@ -164,6 +172,11 @@ class Scheduler:
         return len(self._requests) > 0
 
     @property
+    def running(self) -> abc.Sequence[Sequence]:
+        """The sequences that run, the best rank first."""
+        return self._places.running
+
+    @property
     def num_running(self) -> int:
         return len(self._places.running)
 
@@ -209,8 +222,9 @@ class Scheduler:
             if not self._goes_on(seq, step):
                 continue
             self._make_room(seq)
+            fewest = plan[seq] if self._whole_prompts else 1
             num_tokens = self._stages.capacity(seq, plan[seq])
-            while num_tokens == 0:
+            while num_tokens < fewest:
                 # Both lists are sorted by rank, so the worst of each is its last.
                 worst = max([seq, *pending[-1:], *idle[-1:]], key=rank_of)
                 self._places.preempt(worst)
@@ -218,7 +232,7 @@ class Scheduler:
                     break
                 (pending if pending and pending[-1] is worst else idle).pop()
                 num_tokens = self._stages.capacity(seq, plan[seq])
-            if num_tokens > 0:
+            if num_tokens >= fewest:
                 self._stages.rerotate_if_due(seq, step)
                 if not self._goes_on(seq, step):
                     continue
@@ -241,14 +255,15 @@ class Scheduler:
     def _plan(self) -> dict[Sequence, int]:
         """Tokens to try for each sequence this step, in no particular order; admits what can be admitted."""
         budget = self.config.max_num_batched_tokens
-        if len(self._places.running) >= budget:
+        if len(self._places.running) >= budget and not self._whole_prompts:
             chosen = sorted(self._places.running, key=lambda seq: (seq.last_step, seq.rank))[:budget]
             return dict.fromkeys(chosen, 1)
         plan = {seq: 1 for seq in self._places.running if seq.num_due_tokens == 1}
         budget = min(budget - len(plan), self.timer.limit(len(plan)))
         self._admit()
         prefills = [seq for seq in self._places.running if seq not in plan]
-        grants = deal_prefill_tokens([seq.num_due_tokens for seq in prefills], budget)
+        deal = deal_whole_prompts if self._whole_prompts else deal_prefill_tokens
+        grants = deal([seq.num_due_tokens for seq in prefills], budget)
         plan.update((seq, granted) for seq, granted in zip(prefills, grants, strict=True) if granted)
         return plan
 
@@ -288,6 +303,7 @@ class Scheduler:
                 return
             seq, full = chosen
             self._places.start(seq)
+            self._turns.begin(seq.turn)
             if seq.cache.is_parked:
                 self._places.unpark(seq)
                 seq.full_hit_end = 0

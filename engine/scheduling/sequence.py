@@ -35,7 +35,8 @@ class Sequence:
     cache: what it holds in the cache; its computed length chases `num_tokens`. held: how much that may be.
     rotation, stage: how frequencies depend on the length, and those that the cached keys are under now.
     rotary_id: row of the rotary tables, -1 while not running.
-    arrival_number: order of arrival among requests; (priority, arrival_number, index) ranks sequences, lower is better.
+    turn: where its request stands among those of all callers (see `turns`).
+    arrival_number: order of arrival among requests; (priority, turn, arrival_number, index) ranks sequences, lower is better.
     num_seen_tokens: the longest computed length so far; what is computed below it is recomputed.
     recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
@@ -61,6 +62,7 @@ class Sequence:
     cache: CacheHandle
     held: HeldContext
     stop_ids: frozenset[int]
+    turn: float
     arrival_number: int
     arrival_time: float
     rotary_id: int = -1
@@ -78,11 +80,11 @@ class Sequence:
     last_step: int = -1
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    rank: tuple[int, int, int] = field(init=False)
+    rank: tuple[int, float, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
-        self.rank = (self.request.priority, self.arrival_number, self.index)
+        self.rank = (self.request.priority, self.turn, self.arrival_number, self.index)
         if self.prompt_logprobs is None and sampling.prompt_logprobs is not None and self.index == 0:
             # The first token has no context.
             self.prompt_logprobs = [None] * min(max(1, sampling.prompt_logprobs_from), self.num_prompt_tokens)
@@ -181,6 +183,6 @@ class Sequence:
         return len(token_ids), None, None
 
 
-def rank_of(seq: Sequence) -> tuple[int, int, int]:
+def rank_of(seq: Sequence) -> tuple[int, float, int, int]:
     """Sort key: whoever ranks lower is served first and preempted last."""
     return seq.rank

@@ -67,6 +67,19 @@ class StepTimer:
         self._limits[streams] = min(max(wanted, _FLOOR), self._max_tokens)
 
 
+def deal_whole_prompts(needs: abc.Sequence[int], budget: int) -> list[int]:
+    """Share `budget` tokens among prompts of `needs[i]` tokens that are computed whole or not at all, best rank first.
+
+    The best-ranked one is always computed, whatever the budget; of the others each that still fits beside those before it.
+    """
+    grants = []
+    for index, need in enumerate(needs):
+        granted = need if index == 0 or need <= budget else 0
+        budget -= granted
+        grants.append(granted)
+    return grants
+
+
 def deal_prefill_tokens(needs: abc.Sequence[int], budget: int) -> list[int]:
     """Share `budget` tokens among prefills that need `needs[i]` tokens, given by rank, best first.
 

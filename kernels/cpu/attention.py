@@ -20,8 +20,8 @@ from windlass.kernels.layouts.pages import KVPages
 
 def call_refusal(call: AttentionCall) -> str | None:
     """What such a call asks for that the functions below do not do, or None."""
-    if not call.causal or call.chunk is not None:
-        return "queries see keys behind them, or only those of their chunk"
+    if call.chunk is not None:
+        return "queries see the keys of their chunk only"
     return None if call.alibi_slopes is None else "scores lose by the distance of their key"
 
 
@@ -88,7 +88,7 @@ def paged_attention_prefill(
     fewest: int = 1,
     library: Library | None = None,
 ) -> Tensor:
-    """Causal attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
+    """Attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
     q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
     passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on

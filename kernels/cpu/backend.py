@@ -290,7 +290,8 @@ class CompiledBackend(Backend):
             return self._torch.paged_attention(q, pages, call)
         if call.only_single_tokens:
             return self._decode(q, pages, call)
-        if self.deterministic:
+        # Queries that see keys behind them are never decoded: their prompt is computed as one, by bits of its own.
+        if self.deterministic and call.causal:
             return batched.paged_attention(q, pages, call, decode=self._decode, prefill=self._prefill_as_decode)
         out = attention.paged_attention_prefill(q, pages, call, fewest=2, library=self._library)
         singles = call.single_tokens()

@@ -29,7 +29,18 @@ from windlass.server.errors import ApiError, error_response, from_exception, int
 from windlass.server.exchange.request_id import RequestIdMiddleware
 from windlass.server.exchange.state import ServerState
 from windlass.server.options.settings import ServerSettings
-from windlass.server.routes import adapters, chat, completions, health, messages, models, responses, rotary, text
+from windlass.server.routes import (
+    adapters,
+    chat,
+    completions,
+    health,
+    looking,
+    messages,
+    models,
+    responses,
+    rotary,
+    text,
+)
 from windlass.server.routes.fill_in import infill
 from windlass.server.routes.retrieval import classes, embeddings, ranking
 
@@ -49,6 +60,7 @@ _ROUTES = (
     models,
     adapters,
     rotary,
+    looking,
     health,
 )
 
@@ -91,9 +103,9 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
 
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
-    if settings.api_keys:
+    if settings.asks_for_keys:
         open_paths = OPEN_PATHS | PAGE_PATHS | (UI_PATHS if settings.ui else frozenset())
-        app.add_middleware(AuthMiddleware, api_keys=settings.api_keys, open_paths=open_paths)
+        app.add_middleware(AuthMiddleware, callers=state.callers, open_paths=open_paths)
     app.add_middleware(
         LimitsMiddleware, max_body_bytes=settings.max_body_bytes, max_header_bytes=settings.max_header_bytes
     )

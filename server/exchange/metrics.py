@@ -130,6 +130,9 @@ class ServerMetrics:
         self._adapter_names: set[str] = set()
         first_token = self._histogram("time_to_first_token", "Arrival to first output.", _LONG)
         token = self._histogram("inter_token_latency", "Gap between output tokens.", _LATENCY)
+        self.event_loop_lag = self._histogram(
+            "event_loop_lag", "How late the event loop of the HTTP side was.", _LATENCY
+        )
         e2e = self._histogram("e2e_request_latency", "Arrival to the end of an output.", _LONG)
         self.time_to_first_token: Observer = first_token
         self.inter_token_latency: Observer = token
@@ -185,6 +188,11 @@ class ServerMetrics:
         self._failed.labels(code).inc()
         if self._vllm is not None:
             self._vllm.ended("abort" if code == "client_disconnected" else "error")
+
+    @property
+    def last_stats(self) -> EngineStats | None:
+        """Those of the last `refresh` that got some."""
+        return self._collector.stats
 
     async def refresh(self) -> EngineStats | None:
         """Fresh engine statistics, which the next answer will show; None where the engine gives none in time.

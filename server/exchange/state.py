@@ -15,7 +15,10 @@ from windlass.engine.api.request import ModelInfo
 from windlass.engine.client import EngineClient
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.exchange.adapters import ServedAdapter, ServedAdapters
+from windlass.server.exchange.caller_metrics import CallerCollector
+from windlass.server.exchange.callers import Callers
 from windlass.server.exchange.metrics import ServerMetrics
+from windlass.server.exchange.recent import OneAtATime, Recent
 from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.settings import ServerSettings
 from windlass.server.text.parsing.reasoning.model import ThinkingModel
@@ -44,6 +47,7 @@ class ServerState:
         self.engine = engine
         self.tokenizer = tokenizer
         self.settings = settings
+        self.callers = Callers((*settings.plain_callers, *settings.callers))
         self.adapters = ServedAdapters(engine, settings)
         self.metrics = ServerMetrics(
             engine,
@@ -52,11 +56,15 @@ class ServerState:
             max_adapters=settings.max_loras if settings.adapters or settings.lora_folder else 0,
             adapters=self.adapters.running,
         )
+        if settings.callers:
+            self.metrics.registry.register(CallerCollector(self.callers))
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
         self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
         self.responses = ResponseStore(most=MOST_RESPONSES, max_bytes=settings.response_store_bytes)
+        self.shown_cache: Recent[bytes] = Recent()
+        self.attention_turn = OneAtATime()
         self._fingerprint: tuple[ModelInfo, str] | None = None
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()
@@ -66,8 +74,8 @@ class ServerState:
         """Generation requests running or waiting, streams included."""
         return len(self._exchanges)
 
-    def admit(self) -> ModelInfo:
-        """The loaded model if new generation work may start now; raises ApiError 503 or 429 otherwise."""
+    def admit(self, caller: str = "") -> ModelInfo:
+        """The loaded model if new generation work of `caller` may start now; raises ApiError 503 or 429 otherwise."""
         retry_after = self.settings.retry_after_seconds
         if self.draining:
             raise unavailable("the server is shutting down", code="draining", retry_after=retry_after)
@@ -82,6 +90,7 @@ class ServerState:
                 code="too_many_requests",
                 retry_after=retry_after,
             )
+        self.callers.admit(caller)
         return info
 
     def check_model(self, name: str | None) -> None:

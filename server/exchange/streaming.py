@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from windlass.server.errors import ApiError, error_body, from_exception, internal_error
-from windlass.server.exchange.request_id import direct_send, request_id
+from windlass.server.exchange.request_id import CALLER, direct_send, request_id
 from windlass.server.exchange.slices import SLICE, send_whole
 from windlass.server.exchange.state import ServerState
 
@@ -141,7 +141,8 @@ class Exchange(Response):
             timer = loop.call_at(self._deadline + self._state.settings.deadline_slack, self.stop, error)
         self._state.register(self)
         try:
-            await self._task
+            with self._state.callers.running(scope.get(CALLER) or ""):
+                await self._task
         finally:
             self._closed = True
             self._task.cancel()  # without effect unless the server itself is being torn down

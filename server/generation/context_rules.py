@@ -96,5 +96,11 @@ def context_object(report: ContextReport | None, rule: ContextRule) -> dict[str,
 
 def _sizes(info: ModelInfo) -> ContextSizes:
     return ContextSizes(
-        info.max_model_len, info.block_size, info.shift_context, info.max_total_tokens, info.shift_refusal
+        info.max_model_len,
+        info.block_size,
+        info.shift_context,
+        info.max_total_tokens,
+        info.shift_refusal,
+        info.window_refusal,
+        info.sinks_refusal,
     )

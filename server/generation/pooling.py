@@ -9,15 +9,15 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.engine.errors import EngineDeadError
-from windlass.server.errors import bad_request
+from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.context_rules import size_of
@@ -43,6 +43,7 @@ class PoolingJob:
     rule: ContextRule
     longest: int
     truncate: int | None
+    priority: int
     adapter: ServedAdapter | None
 
     @property
@@ -82,8 +83,24 @@ def check_prompt_request(
         rule=rule,
         longest=longest,
         truncate=longest if truncate == -1 else truncate,
+        priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
     )
+
+
+@contextmanager
+def telling_what_bounds(job: PoolingJob) -> Iterator[None]:
+    """Errors about a text's length say why it is bounded, where that is no property of the model."""
+    step = job.info.max_num_batched_tokens
+    try:
+        yield
+    except ApiError as error:
+        if error.code != "context_length_exceeded" or not job.info.sees_whole_texts or job.info.max_model_len < step:
+            raise
+        why = (
+            f"each token of this model sees the whole text, which one step computes: --max-num-batched-tokens is {step}"
+        )
+        raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
 
 
 async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]], param: str) -> list[list[int]]:
@@ -91,29 +108,31 @@ async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]
     many, side = len(given) > 1, job.body.truncation_side
     prompts: list[list[int]]
     if isinstance(given[0], str):
-        encoded = await job.state.text.encode(
-            given,  # type: ignore[arg-type]
-            add_special_tokens=job.body.add_special_tokens is not False,
-            max_model_len=job.longest,
-            truncate=job.truncate,
-            keep_first=side != "left",
-            param=param,
-            caller=job.caller,
-            numbered=many,
-        )
-        prompts = [prompt.token_ids for prompt in encoded]
-    else:
-        prompts = await job.state.text.on_thread(
-            lambda: check_token_prompts(
+        with telling_what_bounds(job):
+            encoded = await job.state.text.encode(
                 given,  # type: ignore[arg-type]
-                job.info.vocab_size,
-                job.longest,
+                add_special_tokens=job.body.add_special_tokens is not False,
+                max_model_len=job.longest,
                 truncate=job.truncate,
                 keep_first=side != "left",
                 param=param,
+                caller=job.caller,
                 numbered=many,
             )
-        )
+        prompts = [prompt.token_ids for prompt in encoded]
+    else:
+        with telling_what_bounds(job):
+            prompts = await job.state.text.on_thread(
+                lambda: check_token_prompts(
+                    given,  # type: ignore[arg-type]
+                    job.info.vocab_size,
+                    job.longest,
+                    truncate=job.truncate,
+                    keep_first=side != "left",
+                    param=param,
+                    numbered=many,
+                )
+            )
     for index, ids in enumerate(prompts):
         if not ids:
             where = f"{param}[{index}]" if many else param
@@ -121,17 +140,23 @@ async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]
     return prompts
 
 
-async def pool(job: PoolingJob, prompts: Sequence[Sequence[int]], rule: PoolingRule) -> list[PooledRows]:
-    """The rows of each prompt, in order. Raises what the engine raises; being cancelled aborts all of them."""
+async def pool(
+    job: PoolingJob, prompts: Sequence[Sequence[int]], rule: PoolingRule | Sequence[PoolingRule]
+) -> list[PooledRows]:
+    """The rows of each prompt, in order. rule: of all of them, or of each.
+
+    Raises what the engine raises; being cancelled aborts all of them.
+    """
     state, found = job.state, {}
     todo = iter(enumerate(prompts))
 
     async def work() -> None:
         for index, ids in todo:
-            found[index] = await _pool_one(job, list(ids), rule)
+            found[index] = await _pool_one(job, list(ids), rule if isinstance(rule, PoolingRule) else rule[index])
             await asyncio.sleep(0)
 
-    with state.adapters.using(job.adapter):
+    state.callers.take_prompts(job.caller, sum(map(len, prompts)))
+    with state.adapters.using(job.adapter), state.callers.running(job.caller):
         if job.adapter is not None:
             state.metrics.adapted(job.adapter.source.name)
         try:
@@ -160,7 +185,9 @@ async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> Poole
         rope_exact=rotation.exact,
         cache_salt=body.cache_salt,
         context=job.rule,
-        priority=body.priority or 0,
+        priority=job.priority,
+        caller=job.caller,
+        share=state.callers.of(job.caller).share,
         deadline=job.deadline,
         adapter=None if job.adapter is None else job.adapter.source.adapter_id,
         pooling=rule,

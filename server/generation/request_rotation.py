@@ -169,6 +169,18 @@ def _steps(ladder: RotaryLadder, longest: int) -> list[dict[str, Any]]:
     return shown
 
 
+def check_rotates(info: ModelInfo) -> None:
+    """Raise RequestError for a model none of whose layers rotates."""
+    why = main_group(info.rotary_groups).base.unrotated
+    if why is not None:
+        raise RequestError(f"this model does not rotate: {why}", "model", "no_rotation")
+
+
+def describe_rotation(info: ModelInfo) -> dict[str, Any] | None:
+    """What `/v1/models` tells of it; None for a model that does not rotate."""
+    return describe_groups(info.rotary_groups) if main_group(info.rotary_groups).base.unrotated is None else None
+
+
 def describe_groups(groups: tuple[RotaryGroup, ...]) -> dict[str, Any]:
     """The main group's scaling and dimensions, and under `groups` every group's."""
     described = {group.name: _describe(group) for group in groups}

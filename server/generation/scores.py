@@ -15,7 +15,14 @@ from typing import Any
 from windlass.engine.api.model_heads import Activation
 from windlass.engine.api.pooling import PoolingRule
 from windlass.server.errors import bad_request, context_length_exceeded
-from windlass.server.generation.pooling import PoolingJob, embedding_rule, numbers, pool, read_inputs
+from windlass.server.generation.pooling import (
+    PoolingJob,
+    embedding_rule,
+    numbers,
+    pool,
+    read_inputs,
+    telling_what_bounds,
+)
 from windlass.server.protocol.retrieval import MAX_INPUTS
 
 
@@ -51,6 +58,10 @@ def check_head(job: PoolingJob, pooling: str | None) -> None:
     classifier = job.info.classifier
     if classifier is None:
         embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
+    elif classifier.per_token:
+        raise bad_request(
+            "this model tells the class of each token and scores no pairs: use /pooling", "model", "no_score"
+        )
     elif len(classifier.labels) != 1:
         raise bad_request(
             f"this model has {len(classifier.labels)} classes, and pairs are scored by a model of one class, or by one that "
@@ -66,14 +77,43 @@ async def score_pairs(
     job: PoolingJob, first: Sequence[str], second: Sequence[str], names: tuple[str, str], pooling: str | None
 ) -> Scores:
     """The scores of first[i] and second[i], or of first[0] and each. names: of the fields that they came from."""
+    classifier = job.info.classifier
+    if classifier is not None and job.info.sees_whole_texts:
+        return await _by_encoder(job, first, second, names, classifier.activation)
     ids = [await read_inputs(job, first, names[0]), await read_inputs(job, second, names[1])]
-    if job.info.classifier is not None:
-        return await _by_head(job, ids[0], ids[1], names[1], job.info.classifier.activation)
+    if classifier is not None:
+        return await _by_head(job, ids[0], ids[1], names[1], classifier.activation)
     rule = embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
     rows = await pool(job, [*ids[0], *ids[1]], rule)
     vectors = [numbers(row)[0] for row in rows]
     values = await job.state.text.on_thread(_cosines, vectors[: len(first)], vectors[len(first) :])
     return Scores(values, sum(map(len, (*ids[0], *ids[1]))))
+
+
+async def _by_encoder(
+    job: PoolingJob,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+    activation: Activation,
+) -> Scores:
+    """Pairs as the model's tokenizer joins them, with what tells the second text from the first."""
+    if len(first) == 1:
+        first = [first[0]] * len(second)
+    wheres = [f"{names[1]}[{index}]" if len(second) > 1 else names[1] for index in range(len(second))]
+    with telling_what_bounds(job):
+        joined = await job.state.text.encode_pairs(
+            list(zip(first, second, strict=True)),
+            add_special_tokens=job.body.add_special_tokens is not False,
+            max_model_len=job.longest,
+            truncate=job.truncate,
+            params=(names[0], wheres),
+            caller=job.caller,
+        )
+    rules = [PoolingRule("classify", second_from=begin) for _, begin in joined]
+    rows = await pool(job, [ids for ids, _ in joined], rules)
+    values = [probabilities(numbers(row)[0], activation)[0] for row in rows]
+    return Scores(values, sum(len(ids) for ids, _ in joined))
 
 
 async def _by_head(

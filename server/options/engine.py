@@ -84,6 +84,11 @@ class EngineOptions:
     max_waiting: Annotated[
         int, option("--max-waiting", panel=BATCHING, help="Requests that may wait; more are refused with 429.")
     ] = 1024
+    max_waiting_tokens: Annotated[
+        int,
+        option("--max-waiting-tokens", panel=BATCHING, help="Tokens that waiting requests may have together; more are refused "
+               "with 429."),
+    ] = 8 << 20  # fmt: skip
     kv_cache_memory: Annotated[
         str | None,
         option("--kv-cache-memory", panel=CONTEXT, metavar="SIZE", help="Memory for cached keys and values: 4GiB."),

@@ -10,6 +10,7 @@ from typing import Annotated, cast
 
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
+from windlass.server.options.key_file import read_key_file
 from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
 from windlass.server.options.settings import ContextOverflow, MetricsNames, RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
@@ -104,6 +105,21 @@ class ServerOptions:
         Path | None,
         option("--api-key-file", panel=ACCESS, help="A file with one key a line; # starts a comment."),
     ] = None
+    api_keys: Annotated[
+        Path | None,
+        option("--api-keys", panel=ACCESS, metavar="FILE", help="Named keys with limits (TOML): rates, concurrency, shares, "
+               "priorities, and who may administer. Read again on SIGHUP."),
+    ] = None  # fmt: skip
+    admin_key: Annotated[
+        list[str] | None,
+        option("--admin-key", panel=ACCESS, help="A further key, which alone may ask /v1/attention, load adapters and "
+               "read metrics; repeatable or comma separated. Prefer the variable."),
+    ] = None  # fmt: skip
+    attention_maps: Annotated[
+        bool,
+        option("--attention-maps/--no-attention-maps", panel=ACCESS, help="Answer /v1/attention, which shows what a layer "
+               "attends to in a short text; other requests wait meanwhile. With --api-key it needs an --admin-key."),
+    ] = False  # fmt: skip
     cors_origin: Annotated[
         list[str] | None,
         option("--cors-origin", panel=ACCESS, help="Origin whose pages may call the API, such as "
@@ -225,6 +241,14 @@ class ServerOptions:
             raise LoadError(f"--stats-interval must be 0 or more seconds, got {self.stats_interval:g}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise LoadError(f"--request-timeout must be more than 0 seconds, got {self.request_timeout:g}")
+        keys, admin_keys = self._plain_keys(), tuple(split(self.admin_key))
+        callers = () if self.api_keys is None else read_key_file(self.api_keys)
+        if admin_keys and not (keys or callers):
+            raise LoadError(
+                "--admin-key goes with --api-key, --api-key-file or --api-keys: without keys everybody may ask everything"
+            )
+        if self.attention_maps and keys and not admin_keys:
+            raise LoadError("--attention-maps on a server with keys needs an --admin-key, which alone may ask for them")
         names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)
         for source in engine.adapters():
             if source.name in names:
@@ -232,7 +256,10 @@ class ServerOptions:
         return ServerSettings(
             served_model_name=names[0],
             other_model_names=names[1:],
-            api_keys=self._api_keys(),
+            api_keys=keys,
+            admin_keys=admin_keys,
+            callers=callers,
+            attention_maps=self.attention_maps,
             cors_origins=tuple(split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
             context_overflow=cast(ContextOverflow, self.context_overflow),
@@ -282,7 +309,7 @@ class ServerOptions:
         except (OSError, UnicodeDecodeError) as error:
             raise LoadError(f"cannot read --chat-template {self.chat_template}: {error}") from None
 
-    def _api_keys(self) -> tuple[str, ...]:
+    def _plain_keys(self) -> tuple[str, ...]:
         keys = split(self.api_key)
         if self.api_key and not keys:
             raise LoadError("--api-key is empty: give a key, or leave the option out to ask for none")

@@ -10,6 +10,7 @@ from typing import Literal
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.options.key_file import ApiKey
 
 RopePolicy = Literal["allow", "profiles", "off"]
 MetricsNames = Literal["windlass", "vllm", "both"]
@@ -39,7 +40,7 @@ class ServerSettings:
     """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
 
     served_model_name: the model's id in the API. other_model_names: further ids that requests may use.
-    api_keys: empty means that no key is asked for.
+    api_keys, callers: keys without limits, and named ones with theirs; where both are empty no key is asked for.
     cors_origins: origins allowed by CORS; empty (the default) switches CORS off. Credentials are never allowed.
     default_max_tokens: what a chat may generate when it does not say; completions default to 16 as OpenAI's do.
     keep_alive_seconds: silence on a stream after which a comment line is sent (0: never).
@@ -68,11 +69,15 @@ class ServerSettings:
     metrics_names: whose names /metrics has: our own, those that dashboards made for vLLM ask for, or both.
     adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
     later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
+    attention_maps: whether /v1/attention answers. admin_keys: further keys without limits; where there are any, those of
+    `api_keys` may not administer.
+    recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
 
     served_model_name: str
     other_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
+    callers: tuple[ApiKey, ...] = ()
     cors_origins: tuple[str, ...] = ()
     default_max_tokens: int = 1024
     completion_max_tokens: int = 16
@@ -115,6 +120,19 @@ class ServerSettings:
     max_loras: int = 8
     lora_folder: Path | None = None
     adapter_drain_seconds: float = 30.0
+    attention_maps: bool = False
+    admin_keys: tuple[str, ...] = ()
+    recommended_sampling: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def asks_for_keys(self) -> bool:
+        return bool(self.api_keys or self.admin_keys or self.callers)
+
+    @property
+    def plain_callers(self) -> tuple[ApiKey, ...]:
+        """Those without a name."""
+        plain = (ApiKey.plain(key, admin=not self.admin_keys) for key in self.api_keys if key not in self.admin_keys)
+        return (*plain, *map(ApiKey.plain, self.admin_keys))
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -126,7 +144,7 @@ class ServerSettings:
             raise ValueError("served_model_name must not be empty")
         if any(not name for name in self.other_model_names):
             raise ValueError("a model's name must not be empty")
-        if any(not key for key in self.api_keys):
+        if any(not key for key in (*self.api_keys, *self.admin_keys)):
             raise ValueError("an API key must not be empty")
         for name in (
             "default_max_tokens",

@@ -247,6 +247,7 @@ class ClassFacts(StrictModel):
     activation: Annotated[
         Literal["softmax", "sigmoid", "none"], Field(description="What makes probabilities of what the head gives.")
     ]
+    per_token: Annotated[bool, Field(description="Whether they are told of each token, not of a text.")]
 
 
 class Model(StrictModel):
@@ -265,13 +266,17 @@ class Model(StrictModel):
     num_parameters: int | None
     draft_model: ModelDraft | None
     sampling_defaults: SamplingSettings
+    recommended_sampling: Annotated[
+        dict[str, float] | None,
+        Field(description="What its authors recommend for chats: where people start, not what the API draws by."),
+    ]
     context: ContextSettings
     rotary: ModelRotary | None
     rotary_auto: Annotated[
         RotaryLadderShown | None, Field(description="What `rope_scaling` `auto` chooses from, by length.")
     ]
     tasks: Annotated[
-        list[Literal["generate", "infill", "embed", "score", "classify"]] | None,
+        list[Literal["generate", "infill", "embed", "score", "classify", "token_classify"]] | None,
         Field(description="What it can be asked for."),
     ]
     embedding: EmbeddingFacts | None

@@ -143,9 +143,17 @@ class EmbeddingList(StrictModel):
 
 
 class PoolingRequest(PromptRequest):
-    """vLLM's: states as they are, or each token's."""
+    """vLLM's: states as they are, or each token's, or the classes that the model's head makes of them."""
 
     input: Input
+    task: Annotated[
+        Literal["embed", "token_embed", "classify", "token_classify"] | None,
+        Field(
+            description="`embed`: a row for each text; `token_embed`: for each token; `classify`, `token_classify`: "
+            "probabilities of classes. Default: `token_classify` where the model tells the classes of tokens, else as `pooling` "
+            "says."
+        ),
+    ] = None
     encoding_format: EncodingField = None
     dimensions: Annotated[
         Annotated[int, Field(ge=1, le=INT32_MAX)] | None, Field(description="Leading values of each row that are kept.")
@@ -155,6 +163,10 @@ class PoolingRequest(PromptRequest):
         Field(description="As in embeddings, or `all`: a row for each token. Default: as in embeddings."),
     ] = None
     normalize: Annotated[bool | None, Field(description="Whether rows are brought to length 1. Default: false.")] = None
+    use_activation: Annotated[
+        bool | None,
+        Field(description="Of classes: whether they are probabilities, or what the head gives. Default: true."),
+    ] = None
 
 
 class PooledText(StrictModel):

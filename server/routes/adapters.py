@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from windlass.server.exchange.body import read_body
 from windlass.server.protocol.adapters import AdapterAnswer, LoadAdapterRequest, UnloadAdapterRequest
-from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of, while_connected
+from windlass.server.routes.common import BODY_ERRORS, answers, body_of, require_admin, state_of, while_connected
 
 router = APIRouter()
 
@@ -22,6 +22,7 @@ _ERRORS = (*BODY_ERRORS, 403)
 )
 async def load_adapter(request: Request) -> Response:
     """Load an adapter, which requests name as their model from then on."""
+    require_admin(request)
     state = state_of(request)
     body = await read_body(request, LoadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
     state.admit()
@@ -39,6 +40,7 @@ async def load_adapter(request: Request) -> Response:
 )
 async def unload_adapter(request: Request) -> Response:
     """Take no further requests for an adapter, and answer when the last one that ran has ended, or after a while."""
+    require_admin(request)
     state = state_of(request)
     body = await read_body(request, UnloadAdapterRequest, stall_seconds=state.settings.body_stall_seconds)
     gone = await while_connected(request, state.adapters.unload(body.lora_name))

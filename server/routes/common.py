@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
 
-from windlass.server.errors import bad_request
+from windlass.engine.api.request import ModelInfo
+from windlass.server.errors import ApiError, bad_request, unavailable
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
 
@@ -27,7 +28,7 @@ def state_of(request: Request) -> ServerState:
 
 def caller_of(request: Request) -> str:
     """Whose request it is, for taking turns: the API key where keys are asked for, else the address."""
-    if state_of(request).settings.api_keys:
+    if state_of(request).settings.asks_for_keys:
         return owner_of(request)
     return request.client.host if request.client is not None else ""
 
@@ -35,6 +36,25 @@ def caller_of(request: Request) -> str:
 def owner_of(request: Request) -> str:
     """Whose request it is, for what is kept for its caller: a digest of the API key; empty where no keys are asked for."""
     return request.scope.get(CALLER) or ""
+
+
+def require_admin(request: Request) -> None:
+    """Raise ApiError 403 unless the request's key may do what concerns all callers."""
+    if not state_of(request).callers.may_administer(owner_of(request)):
+        needed = "one of --admin-key, or one with admin = true in --api-keys"
+        raise ApiError(403, f"this key may not administer: use {needed}", code="admin_key_needed")
+
+
+def loaded_model(state: ServerState) -> ModelInfo:
+    """What the engine has loaded; raises ApiError 503 before it has."""
+    info = state.engine.info
+    if info is None:
+        raise unavailable(
+            f"the engine is {state.engine.state}",
+            code="engine_unavailable",
+            retry_after=state.settings.retry_after_seconds,
+        )
+    return info
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -38,7 +38,7 @@ async def create_completion(request: Request) -> Response:
     if body.request_id is not None:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
-    info = state.admit()
+    info = state.admit(caller_of(request))
     job = check(
         state,
         body,

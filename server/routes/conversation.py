@@ -42,7 +42,7 @@ async def check_chat(state: ServerState, request: Request, body: ChatRequest, *,
     if body.request_id is not None:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
-    info = state.admit()
+    info = state.admit(caller_of(request))
     planned = body, state.tokenizer, state.settings.tool_call_parser
     offered = body.tools or body.functions  # which may be large
     plan = partial(plan_tools, formed=structured_of(body) is not None)

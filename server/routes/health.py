@@ -10,7 +10,7 @@ from starlette.responses import Response
 from windlass.server.exchange.metrics import CONTENT_TYPE
 from windlass.server.exchange.state import ServerState
 from windlass.server.protocol.answers import Status, Version
-from windlass.server.routes.common import answers, state_of
+from windlass.server.routes.common import answers, require_admin, state_of
 
 router = APIRouter()
 
@@ -39,9 +39,10 @@ async def version(request: Request) -> Response:
     return Response(to_json({"version": request.app.version}), media_type="application/json")
 
 
-@router.get("/metrics", responses=answers(None, media_type="text/plain"))
+@router.get("/metrics", responses=answers(None, media_type="text/plain", errors=(403,)))
 async def metrics(request: Request) -> Response:
     """Prometheus metrics."""
+    require_admin(request)
     return Response(await state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from windlass.engine.api.request import ModelInfo
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
-from windlass.server.generation.request_rotation import describe_groups, describe_ladder
+from windlass.server.generation.request_rotation import describe_ladder, describe_rotation
 from windlass.server.protocol.answers import Model, ModelDraft, ModelList
 from windlass.server.routes.common import answers, state_of
 from windlass.server.text.parsing.reasoning.formats import NONE
@@ -84,10 +84,11 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         None if draft is None else {name: getattr(draft, name) for name in ModelDraft.model_fields}
     )
     described["sampling_defaults"] = asdict(state.settings.sampling)
+    described["recommended_sampling"] = dict(state.settings.recommended_sampling) or None
     described["context"] = {name: getattr(state.settings, name) for name in _CONTEXT_DEFAULTS} | {
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS
     }
-    described["rotary"] = None if info is None else describe_groups(info.rotary_groups)
+    described["rotary"] = None if info is None else describe_rotation(info)
     described["special_tokens"] = state.tokenizer.special_tokens
     described["template"] = _template(state)
     described["rotary_auto"] = None if info is None else describe_ladder(info)
@@ -116,8 +117,10 @@ def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, A
         return {"tasks": None, "embedding": None, "classes": None}
     pooling, classifier = info.pooling, info.classifier
     generating = ["generate", "infill"] if fills_in else ["generate"]
-    tasks = [*generating, "embed", "score"] if classifier is None else ["embed", "classify"]
-    if classifier is not None and len(classifier.labels) == 1:
+    tasks = [*(generating if info.generates else []), "embed"]
+    if classifier is not None:
+        tasks.append("token_classify" if classifier.per_token else "classify")
+    if classifier is None or (len(classifier.labels) == 1 and not classifier.per_token):
         tasks.append("score")
     embedding = {
         "dimensions": info.hidden_size,
@@ -126,7 +129,9 @@ def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, A
         "declared": pooling.declared,
         "refusal": pooling.refusal,
     }
-    classes = None if classifier is None else {"labels": classifier.labels, "activation": classifier.activation}
+    classes = None
+    if classifier is not None:
+        classes = {"labels": classifier.labels, "activation": classifier.activation, "per_token": classifier.per_token}
     return {"tasks": tasks, "embedding": embedding, "classes": classes}
 
 

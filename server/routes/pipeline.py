@@ -75,6 +75,7 @@ class GenerationJob:
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
     place: Place = "behind"
+    priority: int = 0
     adapter: ServedAdapter | None = None
     line_limits: LineLimits | None = None
 
@@ -163,6 +164,7 @@ def check(
         size=rotation.within(size_of(rule, info)),
         parsing=parsing,
         structured=forced or (structured and replace(structured, instead=calls)),
+        priority=state.callers.priority(caller, body.priority),
         adapter=state.adapters.find(body.model),
         line_limits=line_limits,
     )
@@ -172,7 +174,7 @@ def _scope(body: GenerationRequest, caller: str, settings: ServerSettings) -> st
     """Among whom passages are shared: requests of one salt, else of one key, where there are keys."""
     if body.cache_salt is not None:
         return "salt " + body.cache_salt
-    return "key " + hashlib.sha256(caller.encode()).hexdigest() if settings.api_keys else ""
+    return "key " + hashlib.sha256(caller.encode()).hexdigest() if settings.asks_for_keys else ""
 
 
 def _overflow(body: GenerationRequest, settings: ServerSettings, *, chat: bool) -> ContextOverflow:
@@ -222,7 +224,8 @@ async def _run(
     generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
     writer = make_writer(plan.prompts, generation.tally)
     streaming = bool(job.body.stream)
-    async with _blaming(job.structured), aclosing(generation.deltas()) as deltas:
+    state.callers.take_prompts(job.caller, generation.tally.prompt_tokens)
+    async with _blaming(job.structured), _counting(job, generation.tally), aclosing(generation.deltas()) as deltas:
         async for delta in deltas:
             if delta.prompt_logprobs is not None:
                 prompt_index = delta.choice // plan.samples
@@ -238,6 +241,15 @@ async def _run(
     else:
         large = max(plan.answer_bytes, writer.size) > LARGE_ANSWER
         await exchange.send_json(await state.text.on_thread(writer.pieces) if large else writer.pieces())
+
+
+@asynccontextmanager
+async def _counting(job: GenerationJob, tally: Tally) -> AsyncIterator[None]:
+    """What was generated is the caller's, however the request ends."""
+    try:
+        yield
+    finally:
+        job.state.callers.take_generated(job.caller, tally.completion_tokens)
 
 
 async def _event(state: ServerState, writer: Writer, delta: Delta) -> bytes:
@@ -297,7 +309,9 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
                 cache_salt=body.cache_salt,
                 context=job.rule,
                 reuse=job.reuse,
-                priority=body.priority or 0,
+                priority=job.priority,
+                caller=job.caller,
+                share=state.callers.of(job.caller).share,
                 deadline=job.deadline,
                 adapter=None if job.adapter is None else job.adapter.source.adapter_id,
             )

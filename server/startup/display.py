@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from windlass._version import __version__
 from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import ModelInfo
+from windlass.engine.rotary.groups import RotaryGroup
 from windlass.server.options.engine_names import in_options
 
 if TYPE_CHECKING:
@@ -97,11 +98,7 @@ def summary(
             f"  draft     {draft.architecture}, {count(draft.num_parameters)} parameters, weights "
             f"{draft.quantization or draft.weight_dtype}, {size(draft.weight_bytes)}, up to {draft.num_tokens} tokens a step",
         )
-    lines += [
-        f"  rotary    {group.name}: {group.scaling.rope_type}, theta {group.parameters()['rope_theta']:g}, "
-        f"{group.base.rotary_dim} of {group.base.head_dim} dimensions"
-        for group in info.rotary_groups
-    ]
+    lines += [f"  rotary    {_rotation(group)}" for group in info.rotary_groups]
     if info.rotary_auto:
         lines.append("  scaling   auto: the least that the length of a request needs")
     if profiles:
@@ -114,8 +111,19 @@ def summary(
     return lines
 
 
+def _rotation(group: RotaryGroup) -> str:
+    """How its layers rotate, if any does."""
+    if group.base.unrotated is not None:
+        return f"none: {group.base.unrotated}"
+    theta = group.parameters()["rope_theta"]
+    dims = f"{group.base.rotary_dim} of {group.base.head_dim} dimensions"
+    return f"{group.name}: {group.scaling.rope_type}, theta {theta:g}, {dims}"
+
+
 def _room(info: ModelInfo) -> str:
     """What the cache holds: tokens, and streams of the longest kind and of as many as run at once."""
+    if info.sees_whole_texts:
+        return f"{info.num_kv_blocks[0] * info.block_size:,} tokens, which one step needs; nothing is kept behind it"
     blocks = " + ".join(f"{blocks:,}" for blocks in info.num_kv_blocks)
     if len(info.num_kv_blocks) > 1:  # windowed layers need fewer blocks the longer a stream is
         return f"{blocks} blocks of {info.block_size} tokens, one number for each kind of layer"

@@ -25,10 +25,12 @@ from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
+from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
 from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.rotary.scaling import OF_DISTANCES
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
+from windlass.server.http.loop_watch import LoopWatch
 from windlass.server.http.tls import make_context
 from windlass.server.options.connection_settings import ConnectionSettings
 from windlass.server.options.connections import ConnectionOptions
@@ -38,9 +40,11 @@ from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.activity import report_activity
+from windlass.server.startup.catalogue.known import KNOWN
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
+from windlass.server.startup.key_reload import reread_on_signal
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.startup.tokenizer_directory import with_tokenizer
@@ -104,7 +108,7 @@ def _serve_with(
                 return_large_pieces()
                 keep_startup_objects()
                 interval = server.stats_interval if level in ("debug", "info") else 0.0
-                return asyncio.run(_run(app, client, http, url, settings, shown, interval))
+                return asyncio.run(_run(app, client, http, url, settings, shown, interval, server.api_keys))
         finally:
             client.kill()
 
@@ -120,6 +124,8 @@ def prepare(
     path = with_tokenizer(path)
     if server.generation_config == "auto":
         settings = replace(settings, sampling=read_defaults(path))
+    if name in KNOWN:
+        settings = replace(settings, recommended_sampling=KNOWN[name].sampling)
     return path, engine, settings
 
 
@@ -159,6 +165,7 @@ def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None 
         check_profiles(engine.profiles(), model.own_groups)
         if server is not None:
             _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
+            _check_context(server, context_refusals(model.spec))
 
 
 def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
@@ -171,6 +178,19 @@ def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
     for option, given in options.items():
         if given and (kind := next(iter(kinds & {*OF_DISTANCES}), None)) is not None:
             raise LoadError(f"{option} and rope_type {kind!r} both say where keys stand: leave one of them out")
+
+
+def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
+    """Refuse what the model itself does not allow of a context, and every request would be refused for."""
+    window = server.attention_window is not None
+    for option, given, refusal in (
+        ("--context-overflow shift", server.context_overflow == "shift", refusals["shift_refusal"]),
+        ("--cache-reuse", server.cache_reuse > 0, refusals["shift_refusal"]),
+        ("--attention-window", window, refusals["window_refusal"]),
+        ("--attention-sinks", window and server.attention_sinks > 0, refusals["sinks_refusal"]),
+    ):
+        if given and refusal is not None:
+            raise LoadError(f"{option}: {refusal}: leave it out")
 
 
 def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
@@ -299,9 +319,11 @@ async def _run(
     settings: ServerSettings,
     shown_options: list[str],
     stats_interval: float,
+    key_file: Path | None,
 ) -> int:
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
+    reread_on_signal(key_file, settings.plain_callers, app.state.windlass.callers)
     loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()
@@ -309,6 +331,7 @@ async def _run(
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
+    watch = LoopWatch(app.state.windlass.metrics.event_loop_lag.observe).start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()
@@ -324,6 +347,7 @@ async def _run(
         stop.cancel()
         engine.cancel()
         activity.cancel()
+        watch.stop()
         if not ending.begun:
             ending.begin()
         await ending.close(server, http)

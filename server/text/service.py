@@ -9,29 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from windlass.engine.errors import LoadError
-from windlass.server.errors import ApiError, bad_request, context_length_exceeded, unavailable
+from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
 from windlass.server.text.fill_in import FillIn
 from windlass.server.text.history import prepare_history
 from windlass.server.text.parsing.tools.formats import format_of
+from windlass.server.text.pool_errors import told
 from windlass.server.text.template_facts import TemplateFacts
 from windlass.server.text.workers.frames import TextSource, count_ids, cut_ids, pack_ids, unpack_ids
-from windlass.server.text.workers.lanes import LaneFullError
-from windlass.server.text.workers.pool import (
-    LARGE_JOB,
-    ClosedError,
-    Limits,
-    OutOfMemoryError,
-    RefusedError,
-    TextPool,
-)
-from windlass.server.text.workers.processes import KilledError, ProcessDiedError, TooSlowError
+from windlass.server.text.workers.pool import LARGE_JOB, Limits, TextPool
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
@@ -134,7 +124,7 @@ class TextService:
             await self.refuse_long(len(text), max_model_len, truncated=truncate is not None, param=name)
         prompts: list[Prompt] = []
         for batch in _batches(texts):
-            with _told(param, "tokenizing this text", self._text_limits):
+            with told(param, "tokenizing this text", self._text_limits):
                 packed = await self._pool.run(
                     "encode",
                     batch,
@@ -154,9 +144,49 @@ class TextService:
                 prompts.append(Prompt(token_ids, None if cut else text))
         return prompts
 
+    async def encode_pairs(
+        self,
+        pairs: Sequence[tuple[str, str]],
+        *,
+        add_special_tokens: bool,
+        max_model_len: int,
+        truncate: int | None,
+        params: tuple[str, Sequence[str]],
+        caller: str,
+    ) -> list[tuple[list[int], int]]:
+        """Tokenize pairs of texts as the tokenizer joins them, each with where the second begins.
+
+        truncate: the second is cut at its end so that both have so many tokens. params: what the first text is called, and the
+        second of each pair. Raises ApiError for a pair that cannot fit, before tokenizing it where its length tells.
+        """
+        whose, names = params
+        for (first, second), name in zip(pairs, names, strict=True):
+            await self.refuse_long(len(first), max_model_len, truncated=False, param=whose)
+            await self.refuse_long(len(second), max_model_len, truncated=truncate is not None, param=name)
+        found: list[tuple[list[int], int]] = []
+        start = 0
+        for batch in _batches([first + second for first, second in pairs]):
+            part = pairs[start : start + len(batch)]
+            with told(whose, "tokenizing this text", self._text_limits):
+                packed = await self._pool.run(
+                    "encode_pairs",
+                    part,
+                    add_special_tokens,
+                    truncate,
+                    size=sum(map(len, batch)),
+                    limits=self._text_limits,
+                    caller=caller,
+                )
+            for (ids, begin), name in zip(packed, names[start:], strict=False):
+                if count_ids(ids) > max_model_len:
+                    raise context_length_exceeded(max_model_len, count_ids(ids), param=name)
+                found.append((unpack_ids(ids), begin))
+            start += len(batch)
+        return found
+
     async def encode_words(self, words: Sequence[str], *, param: str, caller: str) -> tuple[tuple[int, ...], ...]:
         """Id sequences of words as they begin a text and as they stand after a space."""
-        with _told(param, "tokenizing this text", self._text_limits):
+        with told(param, "tokenizing this text", self._text_limits):
             size = sum(map(len, words))
             found: tuple[tuple[int, ...], ...] = await self._pool.run(
                 "encode_words", words, size=size, limits=self._text_limits, caller=caller
@@ -170,7 +200,7 @@ class TextService:
         key = tuple(breakers)
         found = self._breakers.pop(key, None)
         if found is None:
-            with _told(param, "looking for sequence breakers in the vocabulary", self._text_limits):
+            with told(param, "looking for sequence breakers in the vocabulary", self._text_limits):
                 found = await self._pool.run(
                     "breaker_tokens",
                     key,
@@ -185,7 +215,7 @@ class TextService:
 
     async def decode(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool, caller: str) -> list[str]:
         """The text of each list of token ids."""
-        with _told("prompt", "detokenizing this prompt", self._text_limits):
+        with told("prompt", "detokenizing this prompt", self._text_limits):
             texts: list[str] = await self._pool.run(
                 "decode",
                 [pack_ids(ids) for ids in prompts],
@@ -208,7 +238,7 @@ class TextService:
         caller: str,
     ) -> bytes:
         """The JSON answer of /tokenize."""
-        with _told(param, "tokenizing this text", self._text_limits):
+        with told(param, "tokenizing this text", self._text_limits):
             answer: bytes = await self._pool.run(
                 "tokenize",
                 text,
@@ -224,15 +254,16 @@ class TextService:
         return answer
 
     async def detokenize(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, caller: str
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, token_strs: bool, caller: str
     ) -> bytes:
         """The JSON answer of /detokenize."""
-        with _told("tokens", "detokenizing these tokens", self._text_limits):
+        with told("tokens", "detokenizing these tokens", self._text_limits):
             answer: bytes = await self._pool.run(
                 "detokenize",
                 await self.on_thread(pack_ids, token_ids),
                 skip_special_tokens,
                 offsets,
+                token_strs,
                 self._settings.max_response_bytes,
                 size=len(token_ids),
                 limits=self._text_limits,
@@ -247,7 +278,7 @@ class TextService:
         if grammar is None:
             limits = Limits(GRAMMAR_SECONDS, self._text_limits.memory)
             lane = self._pool.grammars
-            with _told(param, "compiling this grammar", limits, "grammar"):
+            with told(param, "compiling this grammar", limits, "grammar"):
                 grammar = await self._pool.run(
                     "compile_grammar", *key, size=len(value) + len(instead), limits=limits, caller=caller, lane=lane
                 )
@@ -296,7 +327,7 @@ class TextService:
         many = len(messages) > 64 or bool(tools)
         prepared = messages, facts, variables, tools, self._call_form[bool(tools)]
         plain, size = await self.on_thread(_prepare, *prepared) if many else _prepare(*prepared)
-        with _told("messages", "the chat template, on these messages,", self._template_limits, "template"):
+        with told("messages", "the chat template, on these messages,", self._template_limits, "template"):
             text: str = await self._pool.run(
                 "render",
                 plain,
@@ -345,36 +376,6 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
         size += len(text)
     if batch:
         yield batch
-
-
-@contextmanager
-def _told(param: str, subject: str, limits: Limits, kind: str = "text") -> Iterator[None]:
-    """The pool's errors as the caller shall read them. subject: what was at work. kind: "text", "template" or "grammar"."""
-    try:
-        yield
-    except RefusedError as error:
-        code = {"template": "chat_template_error", "grammar": "invalid_grammar"}.get(kind)
-        raise bad_request(str(error), param, code) from None
-    except TooSlowError:
-        raise bad_request(f"{subject} took more than {limits.seconds:g} s", param, f"{kind}_timeout") from None
-    except OutOfMemoryError:
-        mib = limits.memory >> 20
-        raise bad_request(f"{subject} took more than {mib} MiB of memory", param, f"{kind}_memory") from None
-    except KilledError:
-        message = f"{subject} was ended from outside, perhaps for lack of memory: send it again"
-        raise unavailable(message, code="text_unavailable", retry_after=1) from None
-    except ProcessDiedError as error:
-        raise bad_request(f"{subject} ended the process it ran in ({error})", param, f"{kind}_failed") from None
-    except LaneFullError:
-        raise ApiError(
-            429,
-            "too much text waits to be tokenized already: try again later",
-            type="rate_limit_error",
-            code="too_much_text",
-            retry_after=1,
-        ) from None
-    except (ClosedError, LoadError) as error:
-        raise unavailable(str(error), code="text_unavailable", retry_after=1) from None
 
 
 def _prepare(

@@ -96,6 +96,29 @@ class Tokenizer:
         encoding = self._encoding(text, add_special_tokens)
         return list(encoding.ids), list(encoding.offsets)
 
+    def encode_pair(
+        self, first: str, second: str, *, add_special_tokens: bool, most: int | None
+    ) -> tuple[list[int], int]:
+        """Token ids of two texts as one, joined as the tokenizer joins pairs, and where those of the second begin.
+
+        most: the second is cut at its end to fit into so many. Raises RequestError where the first alone does not, or for lone
+        surrogates.
+        """
+        ours, theirs = (self._encoding(text, False) for text in (first, second))
+        added = self._backend.num_special_tokens_to_add(True) if add_special_tokens else 0
+        if most is not None and len(ours.ids) + len(theirs.ids) + added > most:
+            room = most - len(ours.ids) - added
+            if room < 1:
+                raise RequestError(
+                    f"the first text has {len(ours.ids)} tokens, which leave no room for the second among {most}: shorten it"
+                )
+            theirs.truncate(room)
+        joined = self._backend.post_process(ours, theirs, add_special_tokens)
+        of_first = [index for index, text in enumerate(joined.sequence_ids) if text == 0]
+        types = joined.type_ids
+        # Where types tell nothing apart, behind the last token of the first text.
+        return list(joined.ids), types.index(1) if 1 in types else of_first[-1] + 1 if of_first else 0
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids: unknown ids give nothing, broken UTF-8 U+FFFD. Raises RequestError for negative ids."""
         for token_id in token_ids:

@@ -59,7 +59,7 @@ async def test_texts_are_classified_where_there_are_classes(live: Live, kind: st
         with pytest.raises(BadRequestError) as caught:
             await client.classify("x")
         assert caught.value.code == "no_classifier"
-    engine = ScriptedEngine(info=model_info(classifier=ClassifierInfo(("bad", "good"), "softmax")))
+    engine = ScriptedEngine(info=model_info(classifier=ClassifierInfo(("bad", "good"), "softmax"), generates=False))
     with live_server(engine) as other:
         async with any_client(kind, other.url) as client:
             (item,) = (await client.classify([5, 6])).data
@@ -68,6 +68,7 @@ async def test_texts_are_classified_where_there_are_classes(live: Live, kind: st
             assert model.tasks == ("embed", "classify") and model.classes == {
                 "labels": ["bad", "good"],
                 "activation": "softmax",
+                "per_token": False,
             }
 
 

@@ -571,6 +571,7 @@ def make_scheduler(
     budget: int = 64,
     max_num_seqs: int = 8,
     max_waiting: int = 100,
+    max_waiting_tokens: int = 1_000_000,
     max_model_len: int = 200,
     prefix_caching: bool = True,
     target_step_seconds: float = 0.0,
@@ -586,6 +587,7 @@ def make_scheduler(
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
         max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
         target_step_seconds=target_step_seconds,
         speculation=SpeculationConfig(
             num_tokens=speculation,

@@ -16,7 +16,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def read_classifier(config: Config) -> ClassifierInfo:
+def read_classifier(config: Config, *, per_token: bool = False) -> ClassifierInfo:
     """The labels in order, and what makes probabilities of their logits, as transformers' text classification has it."""
     named = config.get("id2label")
     if named is None:
@@ -29,6 +29,8 @@ def read_classifier(config: Config) -> ClassifierInfo:
         if found.keys() != {str(index) for index in range(len(found))}:
             raise LoadError(f"config.json: id2label must name the classes 0 to {len(found) - 1}, each once")
         labels = [found[str(index)] for index in range(len(found))]
+    if per_token:  # transformers' token classification has no other
+        return ClassifierInfo(tuple(labels), "softmax", per_token=True)
     kind = config.get("problem_type")
     if kind is None:
         return ClassifierInfo(tuple(labels), "sigmoid" if len(labels) == 1 else "softmax")

@@ -38,6 +38,13 @@ def full_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]
     return full, full
 
 
+def unrotated_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
+    """Every layer sees everything, and none rotates."""
+    full = [FULL_ATTENTION] * facts.count
+    _refuse_mixture(config, facts, full)
+    return full, [None] * facts.count
+
+
 def windowed_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Every layer sees `sliding_window` tokens, or everything where that is null; all rotate alike."""
     full, sliding = [FULL_ATTENTION] * facts.count, [SLIDING_ATTENTION] * facts.count

@@ -50,6 +50,11 @@ class RotaryLayout:
             self, groups=tuple(replace(group, base=replace(group.base, own_distances=reason)) for group in self.groups)
         )
 
+    def without_rotation(self, reason: str) -> RotaryLayout:
+        """The same of a model none of whose layers rotates. reason: what tells its positions apart, behind "this model …, "."""
+        groups = tuple(replace(group, base=replace(group.base, unrotated=reason)) for group in self.groups)
+        return replace(self, groups=groups)
+
 
 def read_rotary_layout(config: Config, rules: ConfigRules) -> RotaryLayout:
     """The rotary groups of a model of the family with these rules, and the group of each layer.

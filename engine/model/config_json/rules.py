@@ -57,6 +57,16 @@ class ConfigRules:
     rewrite: Rewrite = dict
 
 
+# The sizes of a model as GPT-2's config.json names them, and those of families after it.
+GPT_NAMES = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+}
+
+
 def renamed(names: Mapping[str, str]) -> Rewrite:
     """A rewriting of keys. names: the common name of each of a family's own. Raises LoadError where both say different things."""
 

@@ -47,9 +47,9 @@ _KINDS = {
         {"deepseekv32", "deepseekv4", "glmmoedsa"}
     ),
     "a model whose layers share keys and have embeddings of their own (Gemma 3n)": frozenset({"gemma3n"}),
-    "a model without rotary attention (ALiBi)": frozenset({"bloom", "mpt"}),
+    "a model without rotary attention (ALiBi)": frozenset({"mpt"}),
     "a model without rotary attention (learned or sinusoidal positions)": frozenset(
-        "biogpt ctrl gpt2 gptbigcode gptneo openaigpt openai opt xglm".split()
+        "biogpt ctrl gptbigcode gptneo openaigpt openai opt xglm".split()
     ),
 }
 # Layers that are attention, as `layer_types` calls them.

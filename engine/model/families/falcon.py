@@ -8,8 +8,9 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.rules import ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_flag, read_size
-from windlass.engine.model.families.family import Family, Flag
+from windlass.engine.model.families.family import Family, FamilyHead, Flag
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.head_spec import HeadNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.spec import LayerNorms, OuterNames
@@ -68,6 +69,7 @@ FALCON = Family(
     norms=_ONE_NORM,
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
+    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
     variant=_variant,
     reads=frozenset({"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn"}),
 )

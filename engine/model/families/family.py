@@ -6,7 +6,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +15,7 @@ from windlass.engine.model.config_json.values import Config, read_flag
 from windlass.engine.model.families.experts_rules import ExpertsRules
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.head_spec import HeadNames, HeadPooling
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.spec import LayerNorms, OuterNames
@@ -85,6 +86,25 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True)
+class FamilyHead:
+    """A classification head as the checkpoints of a family have it; see `HeadSpec`.
+
+    pooling: where config.json has no `pooling_key`, whose words for it `poolings` lists. A bias is there always, never, or where
+    config.json says so. activation: of the dense layer where config.json names none under `activation_key`.
+    A norm behind it has the form of the family's.
+    """
+
+    names: HeadNames = field(default_factory=HeadNames)
+    pooling: HeadPooling = "last"
+    pooling_key: str | None = None
+    poolings: Mapping[str, HeadPooling] = field(default_factory=dict)
+    out_bias: bool | Flag = False
+    dense_bias: bool | Flag = False
+    activation: str = "gelu"
+    activation_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One architecture as it differs from the plain decoder: Llama's norms and names, a silu-gated feed-forward, no biases.
 
@@ -102,6 +122,9 @@ class Family:
     at. experts: of layers whose feed-forward they are. sinks: attention has learned sink logits. unused:
     beginnings of names of tensors that predict further tokens. other_names: of the architecture in config.json.
     latent: its attention is latent. other_model_types: what config.json may have as well.
+    causal: tokens see none behind them; the others are encoders, which generate nothing. first_norms: of the first layer, where
+    they are others. text_head, token_head: of its models that tell the classes of texts, and of tokens. token_types: kinds of
+    tokens have embeddings of their own. positions: what tells them apart. unused_heads: as unused, of heads that tell no classes.
     title: what people call its models, where that is another name.
     """
 
@@ -114,7 +137,7 @@ class Family:
     qk_norm: Literal["before", "after", "all heads", "by head"] | None = None
     qk_norm_form: NormForm = field(default_factory=NormForm)
     clip_key: str | None = None
-    embedding_norm: bool = False
+    embedding_norm: NormForm | None = None
     swapped: bool = False
     unit_head: bool = False
     norm_offset: float = 0.0
@@ -142,8 +165,17 @@ class Family:
     experts: ExpertsRules | None = None
     sinks: bool = False
     unused: tuple[str, ...] = ()
+    unused_heads: tuple[str, ...] = ()
     variant: Callable[[Family, Config], Family] | None = None
     reads: frozenset[str] = frozenset()
+    causal: bool = True
+    first_norms: LayerNorms | None = None
+    text_head: FamilyHead = field(default_factory=FamilyHead)
+    token_head: FamilyHead = field(
+        default_factory=lambda: FamilyHead(out_bias=Flag("token_classification_bias", default=True))
+    )
+    token_types: bool = False
+    positions: Literal["rotary", "learned", "alibi"] = "rotary"
 
     @property
     def own_keys(self) -> frozenset[str]:
@@ -154,19 +186,32 @@ class Family:
     @property
     def models(self) -> str:
         """What its models are called in tables."""
-        return self.title or self.architecture.removesuffix("ForCausalLM")
+        return self.title or self.stem
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What config.json may call a model that generates text."""
+        """What config.json may call a model that has no head of classes."""
         return self.architecture, *self.other_names
+
+    @property
+    def stem(self) -> str:
+        """What all names of its models begin with."""
+        for end in ("ForCausalLM", "LMHeadModel", "Model"):
+            if self.architecture.endswith(end):
+                return self.architecture.removesuffix(end)
+        return self.architecture
 
     @property
     def headless(self) -> str:
         """The architecture of its models that were saved without a head."""
-        return f"{self.architecture.removesuffix('ForCausalLM').removesuffix('Model')}{self.text_part}Model"
+        return f"{self.stem}{self.text_part}Model"
 
     @property
     def classifier(self) -> str:
-        """The architecture of its models that have a classification head."""
-        return f"{self.architecture.removesuffix('ForCausalLM')}{self.text_part}ForSequenceClassification"
+        """The architecture of its models that tell the class of a text."""
+        return f"{self.stem}{self.text_part}ForSequenceClassification"
+
+    @property
+    def token_classifier(self) -> str:
+        """The architecture of its models that tell the class of each token."""
+        return f"{self.stem}{self.text_part}ForTokenClassification"

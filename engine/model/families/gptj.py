@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.rules import ConfigRules, renamed
+from windlass.engine.model.config_json.rules import GPT_NAMES, ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_size
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
@@ -20,15 +20,7 @@ _RULES = ConfigRules(
     rms_norm_eps=1e-5,
     intermediate_factor=4,
     partial_rotary_factor=0.25,
-    rewrite=renamed(
-        {
-            "n_positions": "max_position_embeddings",
-            "n_embd": "hidden_size",
-            "n_layer": "num_hidden_layers",
-            "n_head": "num_attention_heads",
-            "n_inner": "intermediate_size",
-        }
-    ),
+    rewrite=renamed(GPT_NAMES),
 )
 
 GPTJ = Family(

@@ -9,8 +9,9 @@ from dataclasses import replace
 from windlass.engine.model.config_json.patterns import windowed_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, FamilyHead, Flag
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.head_spec import HeadNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.spec import LayerNorms, OuterNames
@@ -151,6 +152,7 @@ GPT_NEOX = Family(
     parallel_norms=LayerNorms(form=_FORM, parallel=True),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
+    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
 )
 
 

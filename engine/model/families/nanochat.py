@@ -24,7 +24,7 @@ NANOCHAT = Family(
     out_bias=ATTENTION_BIAS,
     qk_norm="after",
     qk_norm_form=_FORM,
-    embedding_norm=True,
+    embedding_norm=_FORM,
     swapped=True,
     activation="relu2",
     soft_caps=SoftCaps(logits=15.0),

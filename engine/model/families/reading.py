@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import cast
 
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.errors import LoadError
@@ -22,6 +23,7 @@ from windlass.engine.model.families.reading_latent import read_latent
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
+from windlass.engine.model.head_spec import HeadActivation, HeadSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown
@@ -39,9 +41,20 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
+_WITHOUT_HEAD = (
+    "this model was saved without its language-model head: it makes vectors and generates nothing; set "
+    '"tie_word_embeddings": true in config.json if its head is the embedding'
+)
+# What tells positions apart in models that do not rotate.
+_UNROTATED = {
+    "learned": "its positions are rows of a table that was learned",
+    "alibi": "its scores lose by the distance of their keys (ALiBi)",
+}
+
+
 def read_spec(config: Config, generation_config: Config | None = None) -> ModelSpec:
     """The spec of the model that config.json describes; raises LoadError with one line that says what is not supported."""
-    family, classifies = _family_of_architecture(config)
+    family, architecture = _family_of_architecture(config)
     if config.get("model_type", family.model_type) not in (family.model_type, *family.other_model_types):
         raise LoadError(
             f"config.json names architecture {family.architecture} and model_type {config['model_type']!r}, which do not "
@@ -56,15 +69,21 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     multipliers = family.multipliers or Multipliers()
     refuse_other_mathematics(config, family.own_keys)
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
+    if not family.causal:
+        layout = layout.with_own_distances("whose tokens see those behind them too")
+    if (unrotated := _UNROTATED.get(family.positions)) is not None:
+        layout = layout.without_rotation(unrotated)
     if family.qk_norm == "after" and family.qk_norm_form.weight:
         layout = layout.with_own_distances("whose queries and keys are normed where they stand")
     layers, kv_groups = _layers(config, family, layout)
     hidden = read_size(config, "hidden_size")
     # Parts that add r times what they make: the same as a stream that is 1 / r as large, of which norms take the scale out.
     residual = _residual(config, multipliers, len(layers))
-    caps = family.soft_caps
+    caps, head = family.soft_caps, _head(config, family, architecture)
+    generates = family.causal and architecture in family.names
+    without_head = (_WITHOUT_HEAD,) if family.causal and head is None and not generates else ()
     return ModelSpec(
-        architecture=family.classifier if classifies else family.architecture,
+        architecture=architecture,
         vocab_size=read_size(config, "vocab_size"),
         hidden_size=hidden,
         layers=layers,
@@ -90,13 +109,16 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         norm=family.norms.form,
         head_bias=is_set(config, family.head_bias),
         embedding_norm=family.embedding_norm,
+        positions=layout.groups[0].base.trained_len if family.positions == "learned" else 0,
+        token_types=read_size(config, "type_vocab_size", 2) if family.token_types else 0,
         unit_head=family.unit_head,
         names=family.outer_names,
         eos_token_ids=_eos(config, generation_config or {}, family),
         temperature=layout.temperature,
-        classifier=read_classifier(config) if classifies else None,
-        unused=_unused(config, family, len(layers)),
-        notices=unread_keys(config, family.own_keys),
+        head=head,
+        generates=generates,
+        unused=_unused(config, family, len(layers)) + (family.unused_heads if head is None else ()),
+        notices=without_head + unread_keys(config, family.own_keys),
     )
 
 
@@ -107,12 +129,15 @@ def read_rotary_groups(config: Config) -> tuple[RotaryGroup, ...]:
 
 def read_layout(config: Config) -> RotaryLayout:
     """The same with the pattern of layers. Raises LoadError."""
-    rules = _family_of_model_type(config).rules
+    family = _family_of_model_type(config)
+    rules = family.rules
+    if (unrotated := _UNROTATED.get(family.positions)) is not None:
+        raise LoadError(f"config.json: a model of model_type {family.model_type!r} does not rotate: {unrotated}")
     return read_rotary_layout(rules.rewrite(config), rules)
 
 
-def _family_of_architecture(config: Config) -> tuple[Family, bool]:
-    """The family, and whether the model classifies and generates nothing."""
+def _family_of_architecture(config: Config) -> tuple[Family, str]:
+    """The family, and what it calls the model's architecture."""
     named = config.get("architectures")
     found = named[0] if isinstance(named, list) and named else named
     if found is None:
@@ -121,16 +146,11 @@ def _family_of_architecture(config: Config) -> tuple[Family, bool]:
             '"architectures": ["LlamaForCausalLM"]'
         )
     architecture = str(found)
-    family = next((family for family in FAMILIES if architecture in (*family.names, family.classifier)), None)
+    family = next((family for family in FAMILIES if architecture in _names_of(family)), None)
     headless = next((family for family in FAMILIES if architecture == family.headless), None)
     if family is None and headless is not None:
-        if read_flag(config, "tie_word_embeddings", headless.rules.tie_word_embeddings):
-            return headless, False  # its head is the embedding
-        raise LoadError(
-            f"architecture {architecture!r} in config.json is an embedding model or one without its language-model head, which "
-            "writes no text and is not supported: give the model for text generation that it was made from, or set "
-            '"tie_word_embeddings": true if its head is the embedding'
-        )
+        tied = read_flag(config, "tie_word_embeddings", headless.rules.tie_word_embeddings)
+        return headless, headless.architecture if tied else headless.headless  # a head that is the embedding is there
     if family is None:
         kind = describe_architecture(architecture, config)
         what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
@@ -138,7 +158,39 @@ def _family_of_architecture(config: Config) -> tuple[Family, bool]:
             f"architecture {architecture!r} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
             f"{', '.join(sorted(family.architecture for family in FAMILIES))}"
         )
-    return family, architecture == family.classifier
+    return family, architecture if architecture in (family.classifier, family.token_classifier) else family.architecture
+
+
+def _names_of(family: Family) -> tuple[str, ...]:
+    return *family.names, family.classifier, family.token_classifier
+
+
+def _head(config: Config, family: Family, architecture: str) -> HeadSpec | None:
+    """That of classes, if the architecture has one. Raises LoadError for one that is not understood."""
+    if architecture not in (family.classifier, family.token_classifier):
+        return None
+    per_token = architecture == family.token_classifier
+    own = family.token_head if per_token else family.text_head
+    pooling = own.pooling
+    if own.pooling_key is not None and config.get(own.pooling_key) is not None:
+        given = config[own.pooling_key]
+        if given not in own.poolings:
+            known = ", ".join(own.poolings)
+            raise LoadError(f"config.json: {own.pooling_key} {given!r} is not supported: known are {known}")
+        pooling = own.poolings[given]
+    name = (None if own.activation_key is None else config.get(own.activation_key)) or own.activation
+    activation = name if name in ("relu", "tanh") else _ACTIVATIONS.get(name)
+    if activation is None or activation in ("relu2", "xielu"):
+        raise LoadError(f"config.json: activation {name!r} of the classification head is not supported")
+    return HeadSpec(
+        classes=read_classifier(config, per_token=per_token),
+        names=own.names,
+        pooling=pooling,
+        out_bias=is_set(config, own.out_bias),
+        dense_bias=is_set(config, own.dense_bias),
+        activation=cast(HeadActivation, activation),
+        norm_form=family.norms.form,
+    )
 
 
 def _family_of_model_type(config: Config) -> Family:
@@ -186,7 +238,7 @@ def _layers(
                 head_dim=dim,
                 scale=scale,
                 rotary_group=group,
-                kv_group=windows.index(layer.window),
+                kv_group=windows.index(layer.window) if family.causal else 0,
                 window=layer.window,
                 soft_cap=None if caps is None else _soft_cap(config, "attn_logit_softcapping", caps.attention),
                 qkv_bias=is_set(config, family.qkv_bias),
@@ -200,16 +252,20 @@ def _layers(
                 swapped_dims=layout.groups[group].base.rotary_dim if family.swapped and group is not None else 0,
                 names=family.attention_names,
                 sinks=family.sinks,
+                causal=family.causal,
+                alibi=family.positions == "alibi",
             ),
             feed_forward=feed_forward,
-            norms=norms,
+            norms=norms if index or family.first_norms is None else family.first_norms,
         )
-        for layer, group, feed_forward in zip(
-            layout.layers, layout.layer_groups, _feed_forwards(config, family, len(layout.layers)), strict=True
+        for index, (layer, group, feed_forward) in enumerate(
+            zip(layout.layers, layout.layer_groups, _feed_forwards(config, family, len(layout.layers)), strict=True)
         )
     )
     if latent is not None:
         return layers, (KVGroupSpec(tuple(range(len(layers))), 1, latent.cached_dim, None, value_dim=0),)
+    if not family.causal:  # a text's keys are there for one step: windows give nothing back
+        return layers, (KVGroupSpec(tuple(range(len(layers))), kv_heads, dim, None),)
     kv_groups = tuple(
         KVGroupSpec(tuple(i for i, layer in enumerate(layout.layers) if layer.window == window), kv_heads, dim, window)
         for window in windows

@@ -8,6 +8,7 @@ from __future__ import annotations
 from windlass.engine.model.families.baichuan import BAICHUAN
 from windlass.engine.model.families.chatglm import CHATGLM
 from windlass.engine.model.families.cohere import COHERE, COHERE2
+from windlass.engine.model.families.encoders import EUROBERT, MODERNBERT, NOMIC_BERT, ROFORMER
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.falcon import FALCON
@@ -46,6 +47,7 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
+from windlass.engine.model.families.unrotated import BLOOM, GPT2
 
 FAMILIES = (
     LLAMA,
@@ -110,4 +112,10 @@ FAMILIES = (
     YOUTU,
     GLM4_MOE_LITE,
     MINICPM3,
+    GPT2,
+    BLOOM,
+    MODERNBERT,
+    EUROBERT,
+    ROFORMER,
+    NOMIC_BERT,
 )

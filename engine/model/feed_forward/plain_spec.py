@@ -13,11 +13,15 @@ from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projecti
 
 @dataclass(frozen=True, slots=True)
 class PlainNames:
-    """Of a checkpoint's tensors, within their layer. numbers: those of xIELU, which is learned."""
+    """Of a checkpoint's tensors, within their layer. numbers: those of xIELU, which is learned.
+
+    transposed: matrices have columns where others have rows (GPT-2).
+    """
 
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     numbers: str = "mlp.act_fn"
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,12 @@ class PlainSpec:
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `PlainWeights`."""
         names, size = self.names, self.intermediate_size
+        up = StoredTensor(names.up, size, role="up", transposed=names.transposed)
+        down = StoredTensor(names.down, hidden_size, role="down", transposed=names.transposed)
         return (
-            *projection("up", [StoredTensor(names.up, size, role="up")], hidden_size, bias=self.bias),
+            *projection("up", [up], hidden_size, bias=self.bias),
             *self._numbers(),
-            *projection("down", [StoredTensor(names.down, hidden_size, role="down")], size, bias=self.bias),
+            *projection("down", [down], size, bias=self.bias),
         )
 
     def _numbers(self) -> tuple[WeightSpec, ...]:

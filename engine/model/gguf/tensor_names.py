@@ -66,7 +66,7 @@ def rename(
     names = spec.names
     outer = {
         "token_embd": names.embedding,
-        "output_norm": names.final_norm,
+        "output_norm": names.final_norm or "",
         "output": names.head,
     }
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}

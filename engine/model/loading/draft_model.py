@@ -49,7 +49,7 @@ def in_its_words(error: LoadError) -> LoadError:
 def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
     """Raise LoadError where `draft` cannot draft for `spec`."""
     for of, one in (("model", spec), ("draft model", draft)):
-        if one.classifier is not None:
+        if not one.generates:
             raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_OPTION} out")
     for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
         if len(groups) > 1 or groups[0].window is not None:

@@ -99,8 +99,14 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         model.own_groups,
         prepared.quantization,
         model.own_spec,
-        read_pooling(directory),
+        _pooling(directory, spec),
     )
+
+
+def _pooling(directory: Path, spec: ModelSpec) -> PoolingDefaults:
+    """What the files say; the mean of an encoder's states where they say nothing, as sentence-transformers has it."""
+    found = read_pooling(directory)
+    return replace(found, kind="mean") if spec.sees_whole_texts and not found.declared else found
 
 
 def load_draft(config: EngineConfig, progress: Progress | None = None) -> LoadedModel | None:

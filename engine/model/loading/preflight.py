@@ -142,6 +142,11 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     headers = {} if dummy else read_headers(directory)
     gguf = None if dummy else read_index(directory)
     own_spec = spec
+    if spec.positions and (config.max_model_len or 0) > spec.positions:
+        raise LoadError(
+            f"`max_model_len` is {config.max_model_len}, and the positions of this model are a table of {spec.positions}, beyond "
+            "which there are none: lower it"
+        )
     if gguf is not None:
         spec = gguf.adapt(spec)
     fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
@@ -329,7 +334,8 @@ def check_memory(
     if config.cache.memory is None and left is None:
         return
     budget = config.cache.memory or default_kv_budget(left, device)
-    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left, beside)
+    whole = spec.sees_whole_texts
+    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left, beside, whole_prompts=whole)
     if left is not None and cache.num_bytes > left:
         raise LoadError(
             no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", cache.num_bytes, cached)

@@ -23,11 +23,12 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
         return spec
     found = replace(spec, names=_stored(spec.names, tensors))
     embedding, head = f"{found.names.embedding}.weight", f"{found.names.head}.weight"
-    needs_head = not spec.tied_embeddings and spec.classifier is None
+    needs_head = not spec.tied_embeddings and spec.generates
     if needs_head and embedding in tensors and not any(name.startswith(f"{found.names.head}.") for name in tensors):
         raise LoadError(
             f"the files hold no {head}: these are the weights of a model without its language-model head (an embedding model, "
-            "for example), which writes no text: give the model for text generation that it was made from, or set "
+            "for example), which writes no text: give the model for text generation that it was made from, name its "
+            'class without a head (it ends in "Model") under "architectures" in config.json to make vectors with it, or set '
             '"tie_word_embeddings": true in config.json if its head is the embedding'
         )
     return found
@@ -48,4 +49,12 @@ def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
 
     heads = (names.head, moved(names.head), other.removesuffix(prefix) + names.head)
     head = next((name for name in heads if f"{name}.weight" in tensors), names.head)
-    return OuterNames(moved(names.embedding), moved(names.layers), moved(names.final_norm), head)
+    return OuterNames(
+        moved(names.embedding),
+        moved(names.layers),
+        None if names.final_norm is None else moved(names.final_norm),
+        head,
+        moved(names.embedding_norm),
+        moved(names.token_types),
+        moved(names.positions),
+    )

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from windlass.engine.model.adapters.adapter import LayerChanges
-from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm import HeadNorm, Norm
 from windlass.engine.model.norm_spec import NormForm
 from windlass.kernels import AttentionCall, Backend, KVPages, Weight
+
+_NO_BOUND = 2**62  # beyond any sequence
 
 
 @dataclass(slots=True)
@@ -73,6 +75,37 @@ class AttentionInputs:
         backend.rotate_and_append(no_query, k, v, cos, sin, q_scale, pages, self.far_slots[spec.kv_group])
 
 
+class _Kind(NamedTuple):
+    """What attention is asked by layers of one kind. slopes: of ALiBi, one for each head."""
+
+    kv_group: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    rotates: bool
+    causal: bool = True
+    slopes: tuple[float, ...] | None = None
+
+
+def _slopes(heads: int) -> tuple[float, ...]:
+    """2^(-8 h / n) of heads h = 1 to n (2108.12409), where n is a power of two; of the others those between, every second one."""
+    even = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * h / even) for h in range(1, even + 1)]
+    slopes += [2.0 ** (-4 * h / even) for h in range(1, 2 * (heads - even), 2)]
+    return tuple(slopes)
+
+
+def _one_range(batch: ForwardBatch) -> dict[str, Any]:
+    """The ranges of a call whose queries meet all keys as they are."""
+    far = torch.full_like(batch.seq_lens, _NO_BOUND)[:, None]  # [B, 1]
+    return {"range_ends": far, "range_rows": batch.query_start[:-1, None], "range_reaches": far}
+
+
+def _ranges_of(versions: QueryVersions, rows: Tensor, window: int) -> dict[str, Any]:
+    """Those of a call. window: the place of its kind among them."""
+    return {"range_ends": versions.ends, "range_rows": rows, "range_reaches": versions.reaches[window]}
+
+
 class SharedAttention:
     """Makes the views that layers take of a batch once per step instead of once per layer.
 
@@ -82,7 +115,18 @@ class SharedAttention:
     def __init__(self, specs: Sequence[AttentionSpec | LatentSpec], rotary_dims: Sequence[int]) -> None:
         """rotary_dims: of every rotary group."""
         kinds = [
-            (spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None) for spec in specs
+            _Kind(spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None)
+            if isinstance(spec, LatentSpec)
+            else _Kind(
+                spec.kv_group,
+                spec.scale,
+                spec.window,
+                spec.soft_cap,
+                spec.rotary_group is not None,
+                spec.causal,
+                _slopes(spec.num_heads) if spec.alibi else None,
+            )
+            for spec in specs
         ]
         self._kinds = list(dict.fromkeys(kinds))
         self.kind_of_layer = [self._kinds.index(kind) for kind in kinds]
@@ -97,16 +141,20 @@ class SharedAttention:
         ]
         tables, versions = batch.block_tables.unbind(0), batch.versions
         calls = []
-        for group, scale, window, cap, rotates in self._kinds:
-            operands = tables[group], batch.query_start, batch.seq_lens, batch.score_scale, scale
-            if versions is None:
-                calls.append(AttentionCall(*operands, window=window, soft_cap=cap))
-                continue
-            rows = versions.rows if rotates else versions.plain_rows
-            reaches = versions.reaches[self._windows.index(window)]
-            calls.append(
-                AttentionCall(*operands, soft_cap=cap, range_ends=versions.ends, range_rows=rows, range_reaches=reaches)
-            )
+        for kind in self._kinds:
+            operands = tables[kind.kv_group], batch.query_start, batch.seq_lens, batch.score_scale, kind.scale
+            window, cap = kind.window, kind.soft_cap
+            if kind.slopes is not None:
+                slopes = torch.tensor(kind.slopes, dtype=torch.float32, device=batch.seq_lens.device)
+                ranges = _one_range(batch) if versions is None else _ranges_of(versions, versions.plain_rows, 0)
+                gaps = torch.zeros_like(batch.seq_lens)[:, None] if versions is None else versions.gaps
+                calls.append(AttentionCall(*operands, soft_cap=cap, **ranges, alibi_slopes=slopes, range_gaps=gaps))
+            elif versions is None:
+                calls.append(AttentionCall(*operands, window=window, soft_cap=cap, causal=kind.causal))
+            else:
+                rows = versions.rows if kind.rotates else versions.plain_rows
+                ranges = _ranges_of(versions, rows, self._windows.index(window))
+                calls.append(AttentionCall(*operands, soft_cap=cap, **ranges))
         inputs = AttentionInputs(rotations, list(batch.slots.unbind(0)), calls)
         if versions is not None:
             if versions.sources.shape[0]:

@@ -20,7 +20,8 @@ class AttentionNames:
 
     qkv_order: "parts", all queries, all keys, all values; "groups", one key head after another, each as its queries, its key
     and its value; "quarters", four parts of the heads, each as its queries, values and keys (CodeGen).
-    output_norm: of an RMS norm over what attention gives. gate: of a projection whose sigmoid multiplies it.
+    output_norm: of an RMS norm over what attention gives. gate: of a projection whose sigmoid multiplies it. transposed: matrices
+    have columns where others have rows (GPT-2).
     """
 
     q: str = "self_attn.q_proj"
@@ -34,6 +35,7 @@ class AttentionNames:
     output_norm: str | None = None
     gate: str | None = None
     sinks: str = "self_attn.sinks"
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class AttentionSpec:
     it does. clip: queries, keys and values are limited to ±clip when they are projected.
     interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
     0: its pairs are (j, j + d/2) already. swapped_dims: how many it holds as pairs (j + d/2, j). sinks: it has
-    learned sink logits.
+    learned sink logits. causal: keys behind a query are hidden from it; else it sees `window` keys from itself on as well.
+    alibi: scores lose by the distance of their keys, by a slope for each head (2108.12409).
     """
 
     num_heads: int
@@ -66,6 +69,8 @@ class AttentionSpec:
     clip: float | None = None
     swapped_dims: int = 0
     sinks: bool = False
+    causal: bool = True
+    alibi: bool = False
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `AttentionWeights`: projections fused, so that each input is read once."""
@@ -73,7 +78,8 @@ class AttentionSpec:
         q_size, kv_size = heads * self.head_dim, kv_heads * self.head_dim
         if names.qkv is not None:
             order = self._interleaved(heads + kv_heads)
-            qkv = [StoredTensor(names.qkv, q_size + 2 * kv_size, order, self._fused(), "q k v")]
+            size = q_size + 2 * kv_size
+            qkv = [StoredTensor(names.qkv, size, order, self._fused(), "q k v", transposed=names.transposed)]
         else:
             qkv = [
                 StoredTensor(names.q, q_size, self._interleaved(heads), role="q"),
@@ -81,7 +87,8 @@ class AttentionSpec:
                 StoredTensor(names.v, kv_size, role="v"),
             ]
         result = projection("qkv", qkv, hidden_size, bias=self.qkv_bias)
-        result += projection("out", [StoredTensor(names.out, hidden_size, role="out")], q_size, bias=self.out_bias)
+        out = StoredTensor(names.out, hidden_size, role="out", transposed=names.transposed)
+        result += projection("out", [out], q_size, bias=self.out_bias)
         if self.qk_norm is not None:
             result += self._norm_weights("q_norm", names.q_norm, heads)
             result += self._norm_weights("k_norm", names.k_norm, kv_heads)

@@ -41,7 +41,7 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
     }
     if (!queries) return 0;
 #if WINDLASS_INT8_PREFILL
-    const bool with_codes = sizeof(T) == 1 && !p.range_ends && prefill_codes::fit(p);
+    const bool with_codes = sizeof(T) == 1 && !p.range_ends && p.causal && prefill_codes::fit(p);
     const long fewest_rows = with_codes ? prefill_codes::FEWEST_UNIT_ROWS : FEWEST_ROWS;
     const long fitting_rows = with_codes ? prefill_codes::fitting_rows(p) : UNIT_FLOATS / (p.dim + p.value_dim);
 #else

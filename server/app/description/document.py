@@ -39,11 +39,11 @@ def describe(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
     document["info"]["license"] = {"name": "Apache-2.0", "identifier": "Apache-2.0"}
     document["components"] = {
         "schemas": schemas(),
-        "responses": error_responses(keys=bool(settings.api_keys)),
+        "responses": error_responses(keys=settings.asks_for_keys),
         "headers": HEADERS,
         "parameters": {"RequestId": _REQUEST_ID},
     }
-    if settings.api_keys:
+    if settings.asks_for_keys:
         document["components"]["securitySchemes"] = _KEYS
         document["security"] = [{name: []} for name in _KEYS]
     tags: dict[str, str] = {}
@@ -69,8 +69,8 @@ def _complete(operation: dict[str, Any], path: str, method: str, settings: Serve
     operation["parameters"].append({"$ref": "#/components/parameters/RequestId"})
     if examples := examples_of(path, settings.served_model_name):
         operation["requestBody"]["content"]["application/json"]["examples"] = examples
-    _complete_responses(operation["responses"], path, method, bool(settings.api_keys))
-    if path in OPEN_PATHS and settings.api_keys:
+    _complete_responses(operation["responses"], path, method, settings.asks_for_keys)
+    if path in OPEN_PATHS and settings.asks_for_keys:
         operation["security"] = []
 
 

@@ -1,11 +1,12 @@
-"""Which scalings a sweep measures, and from where in a text. Knows no model beyond its lengths and its own scaling."""
+"""Which scalings and windows a sweep measures, and from where in a text. Of a model it knows its lengths and its own scaling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
@@ -38,6 +39,7 @@ class Candidate:
     policy: RopeUpdate | None = None
     longest: int | None = None
     plotted: bool = False
+    context: ContextRule = field(default_factory=ContextRule)
 
 
 _NO_SCALING = Candidate("no scaling", "no scaling", "none", {"rope_type": "default"}, plotted=True)
@@ -120,6 +122,17 @@ def chosen_candidates(
             full = f"{name}, {policy}"
             found.append(Candidate(full, full, kind, scaling, policy, max_len, plotted=True))
     return found
+
+
+def window_name(window: int, sinks: int) -> str:
+    return f"window {window:,} and {sinks:,} sinks"
+
+
+def window_sweep_candidate(window: int, sinks: int) -> Candidate:
+    """Each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453), unscaled."""
+    rule = ContextRule(attention_window=window, attention_sinks=sinks)
+    name = window_name(window, sinks)
+    return Candidate(name, name, "window", {"rope_type": "default"}, plotted=True, context=rule)
 
 
 def _name(scaling: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.sweep_results import Curve, ExactComparison, ExactPoint, SweptText
 
 if TYPE_CHECKING:
+    from windlass.engine.api.context import ContextRule
     from windlass.engine.evaluation.scoring import Scorer
     from windlass.engine.rotary.policy import RotaryPlan
     from windlass.server.cli.rope.texts import Window
@@ -52,10 +53,19 @@ class Measure:
         for candidate in candidates:
             plan, end = self._span(candidate)
             for window in self.windows:
-                key = self._key(window, self._plan_key(plan))
+                key = self._key(window, self._plan_key(plan, candidate.context))
                 if (key, end) not in self._announced and self._kept.find(key, end) is None:
                     self._announced.add((key, end))
                     self._progress.expect(self.scorer.work(plan, range(end)))
+
+    def is_known(self, candidate: Candidate) -> bool:
+        """Whether every window was read under it before, so that a call computes nothing."""
+        plan, end = self._span(candidate)
+        keys = [self._key(window, self._plan_key(plan, candidate.context)) for window in self.windows]
+        return all(self._kept.find(key, end) is not None for key in keys)
+
+    def is_cut_known(self) -> bool:
+        return all(self._kept.find(self._cut_key(window), self.rows) is not None for window in self.windows)
 
     def announce_cut(self) -> None:
         for window in self.windows:
@@ -71,12 +81,13 @@ class Measure:
         plan, end = self._span(candidate)
         nll = np.full((len(self.windows), self.rows), np.nan)
         for index, window in enumerate(self.windows):
-            key = self._key(window, self._plan_key(plan))
+            key = self._key(window, self._plan_key(plan, candidate.context))
             known = self._kept.find(key, end)
             if known is None:
                 self._progress.begin(f"{candidate.name}: {self._place(window)}")
                 ids = window.ids[: end + 1]
-                known = -self.scorer.logprobs(ids, plan, computed=self._progress.computed).double().numpy()
+                read = self.scorer.logprobs(ids, plan, context=candidate.context, computed=self._progress.computed)
+                known = -read.double().numpy()
                 self._finish(key, known, candidate.name, window)
             nll[index, :end] = known
         return Curve(
@@ -88,6 +99,7 @@ class Measure:
             candidate.longest if candidate.policy == "frozen" else None,
             candidate.plotted,
             nll,
+            candidate.context,
         )
 
     def _finish(self, key: str, nll: NDArray[np.float64], name: str, window: Window) -> None:
@@ -112,10 +124,12 @@ class Measure:
         longest = candidate.longest or self.rows
         return self.plan(candidate, longest), min(longest, self.rows)
 
-    def _plan_key(self, plan: RotaryPlan) -> list[str]:
+    def _plan_key(self, plan: RotaryPlan, context: ContextRule) -> list[str]:
+        window = context.attention_window
+        seen = [] if window is None else [f"window {window} and {context.attention_sinks} sinks"]
         if plan.policy == "frozen":  # whatever the name, equal frequencies give equal numbers
-            return [spec.fingerprint for spec in plan.stage(plan.longest).specs]
-        return [plan.policy, str(plan.longest), repr(plan.groups)]
+            return [spec.fingerprint for spec in plan.stage(plan.longest).specs] + seen
+        return [plan.policy, str(plan.longest), repr(plan.groups), *seen]
 
     def _key(self, window: Window, what: list[str]) -> str:
         prefix = list(window.ids[: window.num_prefix])

@@ -1,7 +1,8 @@
 """Which scaling to use for a wanted length, from what a sweep measured, in words and as a command line.
 
 The rule: the lowest mean loss over all positions of a context of that length; among scalings within one per cent of it, the
-one that asks least of the server. Knows no model and no picture.
+one that asks least of the server. A window is never chosen: what it does not see, perplexity hardly asks for. Knows no model and
+no picture.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Recommendation:
 def recommend(result: ScalingSweep) -> Recommendation:
     """The scaling to serve contexts of `result.target_len` with."""
     target = result.target_len
-    usable = [c for c in result.curves if c.kind != "cut" and (c.policy != "frozen" or c.longest == target)]
+    usable = [
+        c for c in result.curves if c.kind not in ("cut", "window") and (c.policy != "frozen" or c.longest == target)
+    ]
     ranked = sorted(usable, key=lambda curve: result.loss(curve, 0, target))
     best = result.loss(ranked[0], 0, target)
     close = [curve for curve in ranked if result.loss(curve, 0, target) <= best + _CLOSE]

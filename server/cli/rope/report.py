@@ -14,6 +14,8 @@ from markupsafe import Markup
 from windlass.server.cli.rope.recommendation import Recommendation
 from windlass.server.cli.rope.sweep_results import CONFIDENCE, TOLERANCE, ScalingSweep
 
+_REFERENCES = ("cut", "window")  # kinds to compare with, never recommended
+
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
@@ -41,7 +43,7 @@ def make_table(result: ScalingSweep, chosen: str) -> Table:
             cells.append("" if value != value else f"{value:,.1f}" if value < 1e4 else f"{value:.2g}")
         holds = result.holds_to(curve)
         cells.append("" if curve.kind == "cut" or holds is None else f"{holds:,}" if holds else "nowhere")
-        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind == "cut" else ""
+        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind in _REFERENCES else ""
         rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
     return Table(("scaling", *result.ranges, "holds to"), tuple(rows))
 
@@ -62,7 +64,7 @@ def make_changes(result: ScalingSweep, chosen: str) -> Table | None:
                 cells.append("")
             else:
                 cells.append(f"{_percent(mean)} ({_percent(interval.low)} to {_percent(interval.high)})")
-        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind == "cut" else ""
+        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind in _REFERENCES else ""
         rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
     return Table(("against no scaling, %", *result.ranges), tuple(rows))
 
@@ -111,6 +113,12 @@ def notes(result: ScalingSweep) -> list[str]:
             f"the last {half:,} to {result.trained_len:,} tokens alone. Reading further is worth it where a scaling comes "
             f"below that line. A scaling holds up to the length where it first lies more than {100 * (TOLERANCE - 1):.0f} % "
             "above it."
+        )
+    if "window" in kinds:
+        found.append(
+            "Under a window each token sees the last so many tokens and the sinks, the first few, which then stand at its edge. "
+            "Nothing is scaled, and what lies between is not seen: perplexity hardly asks for it, so a window is not recommended "
+            "by it."
         )
     if any(curve.policy for curve in result.curves):
         found.append(

@@ -24,6 +24,7 @@ from windlass.server.cli.rope.candidates import (
     moving_candidates,
     own_candidates,
     static_candidates,
+    window_sweep_candidate,
 )
 from windlass.server.cli.rope.inspection import read_groups
 from windlass.server.cli.rope.kept_passes import KeptPasses
@@ -41,7 +42,7 @@ class SweepOptions:
     """What `windlass rope sweep` was asked. model: the directory; model_name: as the user gave it, None for the bundled.
 
     texts: files or directories. windows: per text. scalings, policies: empty for those the sweep chooses itself.
-    keep: the file that grows by each pass.
+    attention_window, attention_sinks: of a curve under a window, None for no such curve. keep: the file that grows by each pass.
     """
 
     model: Path
@@ -56,6 +57,8 @@ class SweepOptions:
     scalings: tuple[dict[str, Any], ...] = ()
     policies: tuple[RopeUpdate, ...] = ()
     cut: bool = True
+    attention_window: int | None = None
+    attention_sinks: int = 4
     kv_cache_dtype: str = "auto"
     device: str = "auto"
     dtype: str = "auto"
@@ -80,6 +83,11 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
         raise LoadError(
             f"--target-len must lie above the trained length of {trained:,} and at most at --max-len "
             f"{options.max_len}, got {target}"
+        )
+    window = options.attention_window
+    if window is not None and not (1 <= window <= options.max_len and 0 <= options.attention_sinks <= options.max_len):
+        raise LoadError(
+            f"--attention-window must lie between 1 and --max-len {options.max_len}, --attention-sinks between 0 and that"
         )
     outputs = {
         "--out": options.html, "--json": options.json, "--png": options.png, "--markdown": options.markdown,
@@ -126,9 +134,10 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
 def _measure_all(
     measure: Measure, options: SweepOptions, own: RopeScaling, config_trained_len: int, target: int
 ) -> tuple[list[Curve], ExactComparison | None]:
-    max_len = options.max_len
+    max_len, window = options.max_len, options.attention_window
+    windowed = [] if window is None else [window_sweep_candidate(window, options.attention_sinks)]
     if options.scalings:
-        chosen = chosen_candidates(options.scalings, options.policies or POLICIES, max_len)
+        chosen = chosen_candidates(options.scalings, options.policies or POLICIES, max_len) + windowed
         measure.announce(chosen)
         if options.cut:
             measure.announce_cut()
@@ -147,6 +156,7 @@ def _measure_all(
     frozen_ones = frozen_candidates(max_len=max_len, target_len=target)
     moving_ones = moving_candidates(factor_of(frozen_ones[0].name), max_len)
     samples = min(options.samples, max_len - measure.trained_len)
+    statics += windowed
     measure.announce([*statics, *follow, *frozen_ones, *moving_ones])
     if options.cut:
         measure.announce_cut()

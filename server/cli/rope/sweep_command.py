@@ -134,8 +134,7 @@ def sweep(
         int | None,
         option(
             "--attention-window",
-            help="With --tasks: also ask where each token sees the last so many only. Slow: each question reads its document "
-            "anew.",
+            help="Also read where each token sees the last so many only, unscaled.",
         ),
     ] = None,
     attention_sinks: Annotated[
@@ -159,8 +158,6 @@ def sweep(
         "--documents": documents,
         "--seed": seed,
         "--kv-cache-memory": kv_cache_memory,
-        "--attention-window": attention_window,
-        "--attention-sinks": attention_sinks,
     }
     if tasks:
         _refuse(reading, "reads perplexity and says nothing to --tasks, which take --lengths and --documents")
@@ -168,7 +165,11 @@ def sweep(
         _refuse(asking, "is for --tasks: name some, such as --tasks all, or leave it out")
         if not text:
             raise LoadError("--text is missing: give a text to read, or --tasks, which make their own")
+    if attention_sinks is not None and attention_window is None:
+        raise LoadError("--attention-sinks are seen beside an --attention-window: give one too, or leave them out")
+    seen = _given(attention_window=attention_window, attention_sinks=attention_sinks)
     shared: dict[str, Any] = {
+        **seen,
         "model_name": model,
         "texts": tuple(text or ()),
         "trained_len": trained_len,
@@ -189,16 +190,7 @@ def sweep(
 
         names, numbers = parse_tasks(tasks), parse_lengths(lengths) if lengths else ()
         memory = None if kv_cache_memory is None else read_size("--kv-cache-memory", kv_cache_memory)
-        if attention_sinks is not None and attention_window is None:
-            raise LoadError("--attention-sinks are seen beside an --attention-window: give one too, or leave them out")
-        given = _given(
-            documents=documents,
-            seed=seed,
-            kv_cache_memory=memory,
-            attention_window=attention_window,
-            attention_sinks=attention_sinks,
-            report_only=report_only,
-        )
+        given = _given(documents=documents, seed=seed, kv_cache_memory=memory, report_only=report_only)
         run_tasks(TaskOptions(model=resolve_model(model), tasks=names, lengths=numbers, **given, **shared))
         return
     from windlass.server.cli.rope.sweep import SweepOptions, run_sweep

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.clients.loadtest.intervals import Interval, mean_interval
+from windlass.engine.api.context import ContextRule
 
 Kind = Literal[
     "none", "cut", "own", "linear", "ntk", "yarn", "dynamic", "llama3", "longrope", "dual_chunk", "self_extend", "rerope",
@@ -34,7 +35,8 @@ class Curve:
     """One scaling under one policy.
 
     scaling: the object as a person would write it, None for the model's own. longest: what `frozen` was frozen for,
-    None where nothing depends on length. nll: nats of the next token, [windows, rows], NaN for rows not read.
+    None where nothing depends on length. nll: nats of the next token, [windows, rows], NaN for rows not read. context: what a
+    token saw.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Curve:
     longest: int | None
     plotted: bool
     nll: NDArray[np.float64]
+    context: ContextRule = field(default_factory=ContextRule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +220,8 @@ class ScalingSweep:
             "rope_scaling": curve.scaling,
             "rope_update": curve.policy,
             "frozen_for": curve.longest,
+            "attention_window": curve.context.attention_window,
+            "attention_sinks": curve.context.attention_sinks,
             "perplexity": {name: _round(self.perplexity(curve, *span)) for name, span in self.ranges.items()},
             "perplexity_interval": {
                 name: _ends(self.loss_interval(curve, *span), math.exp) for name, span in self.ranges.items()

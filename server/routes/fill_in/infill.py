@@ -37,7 +37,7 @@ async def infill(request: Request) -> Response:
     if body.request_id is not None:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
-    info = state.admit()
+    info = state.admit(caller_of(request))
     translated = completion_of_infill(body)
     with translated.names.told():
         job = check(

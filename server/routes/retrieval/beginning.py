@@ -24,7 +24,7 @@ async def begin(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
     if body.request_id is not None:
         set_request_id(request.scope, body.request_id)
     state.check_model(body.model)
-    info = state.admit()
+    info = state.admit(caller_of(request))
     job = check_prompt_request(
         state, body, info, request_id=request_id(request.scope), caller=caller_of(request), arrival=arrival
     )

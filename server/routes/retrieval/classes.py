@@ -37,6 +37,12 @@ async def classify(request: Request) -> Response:
             "model",
             "no_classifier",
         )
+    if classifier.per_token:
+        raise bad_request(
+            f"this model is a {job.info.architecture}, which tells the class of each token and not of a text: use /pooling",
+            "model",
+            "no_classifier",
+        )
     given = split_inputs(body.input)
     row = _ROW_BYTES + vector_bytes(2 * len(classifier.labels), base64=False) + 6 * max(map(len, classifier.labels))
     if len(given) * row > job.state.settings.max_response_bytes:

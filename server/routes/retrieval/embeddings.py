@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from array import array
+
 from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.engine.api.model_heads import Activation
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.server.answers.vectors import base64_json, vector_bytes, vector_json
-from windlass.server.errors import answer_too_large
+from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.pooling import PoolingJob, embedding_rule, numbers, pool, read_inputs, split_inputs
+from windlass.server.generation.scores import probabilities
 from windlass.server.protocol.retrieval import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of
 from windlass.server.routes.retrieval.beginning import begin, envelope, usage
@@ -19,6 +24,8 @@ from windlass.server.routes.retrieval.beginning import begin, envelope, usage
 router = APIRouter()
 
 _ITEM_BYTES = 80  # of JSON around a vector
+_EACH_TOKEN = ("all", "classify tokens")  # kinds of pooling with a row for each token
+_CLASSES = ("classify", "classify tokens")
 _BATCH = 256 * 1024  # numbers written before others get their turn
 
 
@@ -40,21 +47,64 @@ async def create_pooling(request: Request) -> Response:
     """The hidden states of texts, pooled or token by token."""
     body, job = await begin(request, PoolingRequest)
     given = split_inputs(body.input)
-    rule = embedding_rule(job, pooling=body.pooling, normalize=bool(body.normalize), dimensions=body.dimensions)
-    return _answer(job, given, rule, "pool", base64=body.encoding_format == "base64")
+    rule = _rule(job, body)
+    activated = rule.kind in _CLASSES and body.use_activation is not False
+    return _answer(job, given, rule, "pool", base64=body.encoding_format == "base64", activated=activated)
+
+
+def _rule(job: PoolingJob, body: PoolingRequest) -> PoolingRule:
+    """What the body's task comes to. Raises ApiError for one without a head here, or fields that do not go with it."""
+    classifier, task = job.info.classifier, body.task
+    if task is None and classifier is not None and classifier.per_token and body.pooling is None:
+        task = "token_classify"
+    if task not in ("classify", "token_classify"):
+        if body.use_activation is not None:
+            raise bad_request("use_activation goes with classes: ask for them with task", "use_activation")
+        pooling = body.pooling
+        if task is not None:
+            if (pooling == "all") != (task == "token_embed") and pooling is not None:
+                raise bad_request(
+                    f"pooling {pooling!r} and task {task!r} say different things: leave one out", "pooling"
+                )
+            pooling = "all" if task == "token_embed" else pooling
+        return embedding_rule(job, pooling=pooling, normalize=bool(body.normalize), dimensions=body.dimensions)
+    for field in ("pooling", "normalize", "dimensions"):
+        if getattr(body, field) is not None:
+            raise bad_request(f"{field} goes with states: {task} gives classes, so leave it out", field)
+    wanted = "…ForTokenClassification" if task == "token_classify" else "…ForSequenceClassification"
+    if classifier is None or classifier.per_token != (task == "token_classify"):
+        raise bad_request(
+            f"this model is a {job.info.architecture}, whose head tells no such classes: serve a {wanted}",
+            "task",
+            "no_classifier",
+        )
+    return PoolingRule("classify tokens" if task == "token_classify" else "classify")
 
 
 def _answer(
-    job: PoolingJob, given: list[str] | list[list[int]], rule: PoolingRule, prefix: str, *, base64: bool
+    job: PoolingJob,
+    given: list[str] | list[list[int]],
+    rule: PoolingRule,
+    prefix: str,
+    *,
+    base64: bool,
+    activated: bool = False,
 ) -> Exchange:
-    """Refused where it would become too large: before the texts are tokenized, or of single tokens right after."""
+    """Refused where it would become too large: before the texts are tokenized, or of single tokens right after.
+
+    activated: rows are logits of classes, of which probabilities are made.
+    """
+    classifier = job.info.classifier
     width = rule.dimensions or job.info.hidden_size
+    if rule.kind in _CLASSES and classifier is not None:
+        width = len(classifier.labels)
+    activation = classifier.activation if activated and classifier is not None else "none"
     _check_size(job, len(given), len(given), width, base64=base64)
 
     async def work(exchange: Exchange) -> None:
         prompts = await read_inputs(job, given, "input")
         count = sum(map(len, prompts))
-        if rule.kind == "all":
+        if rule.kind in _EACH_TOKEN:
             _check_size(job, len(prompts), count, width, base64=base64)
         pieces = [to_json(envelope(prefix, job))[:-1], b',"data":[']
         batch: list[PooledRows] = []
@@ -62,6 +112,8 @@ def _answer(
         for number, rows in enumerate(await pool(job, prompts, rule), start=1):
             batch.append(rows)
             if number == len(prompts) or sum(len(each.values) for each in batch) >= 4 * _BATCH:
+                if activation != "none":
+                    batch = await job.state.text.on_thread(_activated, batch, activation)
                 pieces.append(await job.state.text.on_thread(_data, batch, first, prefix, rule, base64))
                 batch, first = [], number
         await exchange.send_json([*pieces, b'],"usage":', to_json(usage(count)), b"}"])
@@ -75,13 +127,24 @@ def _check_size(job: PoolingJob, items: int, rows: int, width: int, *, base64: b
         raise answer_too_large(size, most)
 
 
+def _activated(batch: list[PooledRows], activation: Activation) -> list[PooledRows]:
+    """Probabilities in place of logits."""
+    found = []
+    for rows in batch:
+        flat = array("f", [value for row in numbers(rows) for value in probabilities(row, activation)])
+        if sys.byteorder == "big":
+            flat.byteswap()
+        found.append(PooledRows(flat.tobytes(), rows.width))
+    return found
+
+
 def _data(batch: list[PooledRows], first: int, prefix: str, rule: PoolingRule, base64: bool) -> bytes:
     """The items of a few texts."""
     parts = []
     for index, rows in enumerate(batch, start=first):
         if base64:
             vector = base64_json(rows)
-        elif rule.kind == "all":
+        elif rule.kind in _EACH_TOKEN:
             vector = b"[" + b",".join([vector_json(row) for row in numbers(rows)]) + b"]"
         else:
             vector = vector_json(numbers(rows)[0])

@@ -6,7 +6,8 @@ answers as finished JSON. Knows nothing of sockets, limits or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pydantic_core import to_json
@@ -33,6 +34,19 @@ class TextTasks:
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
         """Packed token ids of each text."""
         return [pack_ids(self._encode(text, add_special_tokens)[0]) for text in texts]
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool, most: int | None
+    ) -> list[tuple[bytes, int]]:
+        """Packed token ids of each pair of texts, and where those of the second begin; see `Tokenizer.encode_pair`."""
+        found = []
+        for first, second in pairs:
+            with _readable():
+                ids, begin = self._tokenizer.encode_pair(
+                    first, second, add_special_tokens=add_special_tokens, most=most
+                )
+            found.append((pack_ids(ids), begin))
+        return found
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Id sequences of each word as a text begins with it and as it stands after a space, each once."""
@@ -70,7 +84,9 @@ class TextTasks:
         """The text of each list of packed ids."""
         return [self._tokenizer.decode(unpack_ids(ids), skip_special_tokens=skip_special_tokens) for ids in prompts]
 
-    def detokenize(self, packed: bytes, skip_special_tokens: bool, offsets: bool, max_bytes: int) -> bytes:
+    def detokenize(
+        self, packed: bytes, skip_special_tokens: bool, offsets: bool, token_strs: bool, max_bytes: int
+    ) -> bytes:
         """The JSON answer of /detokenize, of at most max_bytes."""
         ids = unpack_ids(packed)
         payload: dict[str, Any] = {"prompt": self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)}
@@ -78,6 +94,8 @@ class TextTasks:
             counter = TextOffsets(self._tokenizer, skip_special_tokens=skip_special_tokens)
             starts = [counter.advance(token_id) for token_id in ids]
             payload["offsets"] = list(zip(starts, [*starts[1:], counter.position], strict=False))
+        if token_strs:
+            payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
         return _within(to_json(payload), max_bytes, "tokens")
 
     def prepare_grammars(self) -> None:
@@ -109,13 +127,20 @@ class TextTasks:
         )
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        try:
+        with _readable():
             return self._tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
-        except (RequestError, MemoryError):
-            raise
-        except BaseException as error:  # a panic inside the Rust library is no Exception: a pattern that gave up, say
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise RequestError(f"the model's tokenizer cannot process this text ({reason})") from None
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Whatever stops the tokenizer, as an error about the text."""
+    try:
+        yield
+    except (RequestError, MemoryError):
+        raise
+    except BaseException as error:  # a panic inside the Rust library is no Exception: a pattern that gave up, say
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise RequestError(f"the model's tokenizer cannot process this text ({reason})") from None
 
 
 def _within(answer: bytes, max_bytes: int, param: str) -> bytes:

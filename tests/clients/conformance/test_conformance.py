@@ -16,7 +16,7 @@ import torch
 from helpers.real_server import serve
 from typer.testing import CliRunner
 
-from windlass.clients.conformance.answers import Agreement, NotAskableError, Step, distance
+from windlass.clients.conformance.answers import Agreement, Answer, NotAskableError, Step, distance
 from windlass.clients.conformance.asking import Asker
 from windlass.clients.conformance.checks import CHECKS
 from windlass.clients.conformance.report import exit_status, to_markdown
@@ -351,3 +351,22 @@ def test_an_error_of_another_kind_costs_no_fresh_request() -> None:
         asker.ask("far too long", 1, fresh=True)
     asker.ask("short", 1, fresh=True)
     assert "cache_salt" in sent[-1] and "cache_prompt" not in sent[-1]
+
+
+def test_an_answer_that_is_read_back_does_not_go_on_with_the_last_word_of_its_prompt() -> None:
+    """ " iron" and "s" may be the two tokens " ir" and "ons" when they are read as one text: the count would not tell."""
+
+    class Says:
+        def __init__(self, *texts: str) -> None:
+            self.texts, self.asked = list(texts), list[str]()
+
+        def ask(self, prompt: str, length: int, *, fresh: bool) -> Answer:
+            assert fresh and length == 3
+            self.asked.append(prompt)
+            return Answer(self.texts.pop(0), (), len(prompt), None)
+
+    for texts, taken in ((("s and", " then", "x"), 2), ((". And",), 1), (("s", "s", "s", "s", " no"), 4)):
+        suite, says = Suite.__new__(Suite), Says(*texts)
+        suite.asker = says  # type: ignore[assignment]
+        prompt, answer = suite.begin(iter(["old iron", "old rope", "old wool", "old lamp"]).__next__, 3)
+        assert len(says.asked) == taken and prompt == says.asked[-1] and answer.text == texts[taken - 1]

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, rerope, self_extend
+from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import FAMILIES, Reference, make_model
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.errors import RequestError
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
@@ -85,6 +87,65 @@ def test_rules_of_distances(obj: dict[str, Any], distance: Distance, llama: Path
     oracle = DistanceOracle(llama, plan.stage(LENGTH).specs[0].inv_freq, distance=distance)
     expected = oracle.logits(IDS)
     assert (scorer.logits(IDS, plan) - expected).abs().max() / expected.abs().max() < 1e-5
+
+
+WINDOW = ContextRule(attention_window=19, attention_sinks=3)
+
+
+def windowed_logits(directory: Path, scorer: Scorer, ids: list[int]) -> torch.Tensor:
+    """[T, V] with keys rotated anew for every token: it sees 19 tokens, and 3 sinks as if they stood right before those."""
+    oracle, found = RawKeyOracle(directory, scorer.plan(len(ids)).stage(len(ids)).specs, ["full_attention"]), []
+    for i, token in enumerate(ids):
+        first = max(0, i - 18)
+        places = [j + max(0, first - 3) if j < 3 else j for j in range(i + 1)]
+        found.append(oracle.step(token, i, places, [j < 3 or j >= first for j in range(i + 1)], i))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_a_window_with_sinks(chunk: int, llama: Path) -> None:
+    scorer = load(llama, chunk)
+    logits = windowed_logits(llama, scorer, IDS)[:-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    found = scorer.logprobs(IDS, scorer.plan(LENGTH), context=WINDOW)
+    assert torch.allclose(found, expected, atol=2e-5)
+    assert not torch.allclose(found, scorer.logprobs(IDS, scorer.plan(LENGTH)), atol=1e-2)
+
+
+@pytest.mark.parametrize("seen", [None, WINDOW])
+def test_endings_are_read_as_if_each_alone_stood_behind_the_text(seen: ContextRule | None, llama: Path) -> None:
+    """The text ends within a block, one ending passes into the next and one is longer than a chunk."""
+    scorer = load(llama, chunk=16)
+    passed: list[int] = []
+    endings = [IDS[61:63], IDS[5:30], [7], IDS[61:90], IDS[61:63]]
+    found = scorer.endings(IDS[:61], endings, scorer.plan(LENGTH), context=seen, computed=passed.append)
+    for ending, entries in zip(endings, found, strict=True):
+        whole = [*IDS[:61], *ending]
+        reference = Reference(llama, scorer.plan(LENGTH).stage(LENGTH).specs, ["full_attention"])
+        logits = reference.logits(whole) if seen is None else windowed_logits(llama, scorer, whole)
+        rows = logits[60 : len(whole) - 1].log_softmax(-1)
+        assert [entry.token_id for entry in entries] == ending
+        for entry, row in zip(entries, rows, strict=True):
+            assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=2e-5)
+            assert entry.rank == 1 + int((row > row[entry.token_id] + 1e-6).sum())
+    assert found[0] == found[4]
+    assert sum(passed) == 61 + sum(map(len, endings))
+
+
+def test_what_cannot_be_shared_among_endings_is_refused(llama: Path) -> None:
+    scorer = load(llama)
+    plan = scorer.plan(LENGTH, DYNAMIC, "recompute")
+    assert len(scorer.endings(IDS[:10], [[3], [4, 5]], plan)) == 2  # all within the trained length
+    with pytest.raises(RequestError, match="same frequencies"):
+        scorer.endings(IDS[:31], [[3], [4, 5]], plan)
+    for text, endings in (([], [[3]]), ([3], [[]])):
+        with pytest.raises(RequestError, match="at least one token"):
+            scorer.endings(text, endings, plan)
+    with pytest.raises(RequestError, match="between 0 and 127"):
+        scorer.endings([3], [[128]], plan)
+    for rule in (ContextRule(attention_window=0), ContextRule(attention_window=4, attention_sinks=-1)):
+        with pytest.raises(RequestError, match="attention_window must be at least 1"):
+            scorer.logprobs(IDS, plan, context=rule)
 
 
 def test_bad_rows_and_tokens_are_refused(llama: Path) -> None:

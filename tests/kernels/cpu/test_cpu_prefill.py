@@ -35,7 +35,9 @@ class Case:
         q_type: torch.dtype = torch.float32,
         page_type: torch.dtype = torch.float32,
         spread: float = 1.0,
+        causal: bool = True,
     ) -> None:
+        self.causal = causal
         value_dim = value_dim or dim
         self.shapes, self.window = shapes, window
         lengths = [old + new for old, new in shapes]
@@ -75,7 +77,12 @@ class Case:
         for b, (old, new) in enumerate(self.shapes):
             for i in range(new):
                 last, row = old + i, int(self.start[b]) + i
-                at = torch.arange(0 if self.window is None else max(0, last - self.window + 1), last + 1)
+                ahead = 0 if self.causal else old + new if self.window is None else self.window - 1
+                first, end = (
+                    0 if self.window is None else max(0, last - self.window + 1),
+                    min(old + new, last + 1 + ahead),
+                )
+                at = torch.arange(first, end)
                 where = self.table[b].long()[at // block_size], at % block_size
                 keys, values = (part[where].double().repeat_interleave(heads // kv_heads, 1) for part in self.wide)
                 scores = torch.einsum("shd,hd->hs", keys, self.q[row].double())
@@ -97,6 +104,7 @@ class Case:
             window=self.window,
             soft_cap=soft_cap,
             sink_logits=sinks,
+            causal=self.causal,
         )
         return cpu.paged_attention_prefill(self.q, self.all_pages, call, library=library, **options)
 
@@ -139,6 +147,17 @@ def test_head_dims(form: Library, dim: int, page_type: torch.dtype) -> None:
 @pytest.mark.parametrize("page_type", [torch.float32, torch.int8])
 def test_groups(form: Library, heads: int, kv_heads: int, page_type: torch.dtype) -> None:
     Case([(0, 37), (250, 9)], heads=heads, kv_heads=kv_heads, dim=16, page_type=page_type).check(form)
+
+
+@pytest.mark.parametrize("page_type", TYPES)
+@pytest.mark.parametrize("window", [None, 1, 5, 17, 130])
+def test_queries_that_see_keys_behind_them(form: Library, window: int | None, page_type: torch.dtype) -> None:
+    shapes = [(0, 1), (0, 5), (3, 13), (0, 33), (0, 300), (100, 40)]
+    case = Case(shapes, window=window, page_type=page_type, dim=16, causal=False)
+    case.check(form)
+    want = case.expected()
+    case.causal = True
+    assert ((case.got(form).double() - want).abs().max() > 1e-2) == (window != 1)  # the others would show
 
 
 @pytest.mark.parametrize("window", [1, 5, 17, 64, 130])

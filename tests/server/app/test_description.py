@@ -33,13 +33,13 @@ EXAMPLES = [
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("adapters")
     (folder / "poet").mkdir()
-    with live_server(lora_folder=folder) as live:
+    with live_server(lora_folder=folder, attention_maps=True) as live:
         yield live
 
 
 def classifying() -> AbstractContextManager[Live]:
     classifier = ClassifierInfo(("bad", "good"), "softmax")
-    return live_server(ScriptedEngine(info=model_info(classifier=classifier)))
+    return live_server(ScriptedEngine(info=model_info(classifier=classifier, generates=False)))
 
 
 def filling() -> AbstractContextManager[Live]:

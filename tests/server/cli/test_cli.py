@@ -95,6 +95,7 @@ ENGINE_ARGUMENTS = {
     "--max-num-batched-tokens": "512",
     "--max-num-seqs": "9",
     "--max-waiting": "33",
+    "--max-waiting-tokens": "4444",
     "--kv-cache-memory": "1.5GiB",
     "--quantization": "int4",
     "--activations": "float32",
@@ -137,6 +138,7 @@ ENGINE_CONFIG = EngineConfig(
         max_num_batched_tokens=512,
         max_num_seqs=9,
         max_waiting=33,
+        max_waiting_tokens=4444,
         target_step_seconds=0.1,
         speculation=SpeculationConfig(
             num_tokens=5,
@@ -418,9 +420,9 @@ def test_bench_engine_passes_everything_on(scripted, monkeypatch, capsys, model)
         calls.append((config, batch_size, input_len, output_len))
         return {"decode_tokens_per_second": 123.456, "settings": {"batch_size": batch_size}}
 
-    module = types.ModuleType("windlass.engine.evaluation.bench")
+    module = types.ModuleType("windlass.engine.offline.bench")
     module.run_engine_benchmark = run_engine_benchmark
-    monkeypatch.setitem(sys.modules, "windlass.engine.evaluation.bench", module)
+    monkeypatch.setitem(sys.modules, "windlass.engine.offline.bench", module)
     arguments = ["bench", "engine", str(model), "--batch-size", "4", "--input-len", "64", "--output-len", "8"]
     assert cli.run([*arguments, "--json", "--threads", "1"]) == 0
     captured = capsys.readouterr()

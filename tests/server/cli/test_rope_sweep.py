@@ -18,6 +18,7 @@ from helpers.rotary_oracles import Uncached, dynamic_frequencies, plain_frequenc
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.recommendation import recommend
@@ -258,6 +259,12 @@ def test_frozen_for_another_length_is_not_recommended() -> None:
     assert recommend(result(NONE, CUT, other, curve("yarn", "yarn", 20, 12))).curve == "yarn"
 
 
+def test_a_window_is_compared_with_and_never_recommended() -> None:
+    window = replace(curve("w", "window", 10, 10), context=ContextRule(attention_window=8, attention_sinks=2))
+    found = recommend(result(NONE, CUT, window, curve("yarn", "yarn", 20, 12)))
+    assert found.curve == "yarn" and not any("w:" in reason for reason in found.reasons)
+
+
 def test_how_far_a_scaling_holds() -> None:
     breaks = curve("b", "yarn", 12, 10)
     breaks.nll[:, 40:] = math.log(40)
@@ -272,6 +279,15 @@ def test_how_far_a_scaling_holds() -> None:
         (["--text", "{text}", "--max-len", "32"], "trained length of 32"),
         (["--text", "{text}", "--max-len", "128", "--target-len", "20"], "--target-len"),
         (["--text", "{text}", "--max-len", "128", "--target-len", "129"], "--target-len"),
+        (["--text", "{text}", "--max-len", "128", "--attention-window", "0"], "--attention-window must lie between 1"),
+        (
+            ["--text", "{text}", "--max-len", "128", "--attention-window", "129"],
+            "--attention-window must lie between 1",
+        ),
+        (
+            ["--text", "{text}", "--max-len", "128", "--attention-window", "9", "--attention-sinks", "-1"],
+            "--attention-sinks",
+        ),
         (["--text", "{missing}"], "cannot read --text"),
         (["--text", "{binary}"], "not UTF-8"),
         (["--text", "{text}", "--json", "{missing}/x.json"], "cannot write --json"),

@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.engines import make_core
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli import main as cli
@@ -114,6 +117,39 @@ def test_chosen_scalings_under_chosen_policies(model: Path, texts: Path, tmp_pat
     assert [curve["rope_update"] for curve in found["curves"]] == [None, None, "rotate"]
     assert found["exact"] is None and all(curve["holds_to"] is None for curve in found["curves"])
     assert "grey line" not in (tmp_path / "r.md").read_text()
+
+
+def test_a_window_with_sinks_is_a_row_and_no_recommendation(model: Path, texts: Path, tmp_path: Path) -> None:
+    given = ["--attention-window", "28", "--attention-sinks", "2", "--keep", str(tmp_path / "passes.jsonl")]
+    found = sweep_several(model, texts, tmp_path, *given)
+    assert [curve["name"] for curve in found["curves"]][2:] == ["yarn 4", "window 28 and 2 sinks"]
+    row = found["curves"][3]
+    assert (row["attention_window"], row["attention_sinks"], row["rope_scaling"]) == (28, 2, {"rope_type": "default"})
+    assert found["curves"][0]["attention_window"] is None
+    tokenizer, core = Tokenizer.from_directory(model), make_core(model, max_model_len=MAX_LEN + 1)
+    rule, losses = ContextRule(attention_window=28, attention_sinks=2), []
+    for name in ("a", "b", "c"):
+        ids = tokenizer.encode((texts / f"{name}.txt").read_text())[: MAX_LEN + 1]
+        core.add(EngineRequest(name, ids, SamplingParams(max_tokens=0, prompt_logprobs=0), context=rule))
+        entries = [e for _ in iter(core.has_work, False) for out in core.step() for e in out.prompt_logprobs or () if e]
+        losses.append([-entry.logprob for entry in entries])
+    assert row["perplexity"]["all positions"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
+    assert row["perplexity"]["at the end (128)"] == pytest.approx(
+        math.exp(np.mean(np.array(losses)[:, -16:])), rel=1e-3
+    )
+    assert sweep_several(model, texts, tmp_path, *given) == found
+    other = sweep_several(model, texts, tmp_path, *given[:2], "--attention-sinks", "0", *given[4:])
+    assert other["curves"][3]["perplexity"] != row["perplexity"] and other["curves"][:3] == found["curves"][:3]
+    words = (tmp_path / "r.md").read_text()
+    assert "| *window 28 and 0 sinks* |" in words and "recommended" in words
+
+
+def test_a_window_beside_what_a_sweep_chooses_itself(model: Path, texts: Path, tmp_path: Path) -> None:
+    arguments = ["rope", "sweep", str(model), "--text", str(texts / "a.txt"), "--max-len", "64", "--windows", "1"]
+    arguments += ["--samples", "0", "--device", "cpu", "--out", str(tmp_path / "r.html")]
+    assert cli.run([*arguments, "--json", str(tmp_path / "r.json"), "--attention-window", "20"]) == 0
+    names = [curve["name"] for curve in json.loads((tmp_path / "r.json").read_text())["curves"]]
+    assert "window 20 and 4 sinks" in names and "yarn 2" in names
 
 
 def test_an_int8_cache_is_another_reading(model: Path, texts: Path, tmp_path: Path) -> None:

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.engines import make_core
 from helpers.rotary_oracles import Uncached, plain_frequencies
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.evaluation.batch_scoring import BatchScorer
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.errors import RequestError
+from windlass.engine.offline.batch_scoring import BatchScorer, TextToScore
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
 from windlass.server.startup import launch
@@ -201,10 +205,41 @@ def test_a_window_is_asked_about_where_it_is_given(model: Path, tmp_path: Path) 
     assert run(model, tmp_path, "--documents", "1", "--scaling", LINEAR, "--no-cut", *window, tasks="passkey") == 0
     found = json.loads((tmp_path / "r.json").read_text())["lengths"][0]["candidates"]
     assert found[2]["request"] == {"attention_window": 400, "attention_sinks": 16}
-    plain, seen = (
-        json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines() if "linear" not in line
-    )
-    assert len(document(model, LENGTH, 0, ("passkey",)).ids) > 400 and plain["choices"] != seen["choices"]
+    lines = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    plain, seen = (next(x for x in lines if x["scaling"].startswith(name)) for name in ("no scaling", "window"))
+    asked = document(model, LENGTH, 0, ("passkey",))
+    assert len(asked.ids) > 400 and plain["choices"] != seen["choices"]
+    # The engine reads every text of its own for such a request, and says the same of each.
+    core = make_core(model, max_model_len=LENGTH, prefix_caching=False)
+    rule = ContextRule(attention_window=400, attention_sinks=16)
+    for question, choices in zip(asked.questions, seen["choices"], strict=True):
+        for choice, expected in zip(question.choices, choices, strict=True):
+            tokens = [*asked.ids, *question.ending, *choice]
+            core.add(EngineRequest("a", tokens, SamplingParams(max_tokens=0, prompt_logprobs=0), context=rule))
+            entries: list[Any] = []
+            while core.has_work():
+                entries += [entry for output in core.step() for entry in output.prompt_logprobs or ()]
+            found = sum(entry.logprob for entry in entries[len(tokens) - len(choice) :])
+            assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_windows_are_read_with_the_texts_that_they_share(model: Path) -> None:
+    """Texts under two windows and none in one call: each is what it is alone, and what they begin with is read once."""
+    scorer = BatchScorer.load(model, max_model_len=512, device="cpu", kv_cache_memory=64 << 20)
+    ids = torch.randint(3, 250, (300,), generator=torch.Generator().manual_seed(2)).tolist()
+    rules = [ContextRule(attention_window=n, attention_sinks=4) for n in (64, 100)]
+    texts = [TextToScore(tuple(ids), 200, context=rules[0])]
+    texts += [TextToScore((*ids, 9, last), 301, context=rule) for rule in (*rules, ContextRule()) for last in (5, 6, 7)]
+    alone = [dict(scorer.scores([text]))[0] for text in texts]
+    passed: list[int] = []
+    found = dict(scorer.scores(texts, passed.append))
+    assert sorted(found) == list(range(len(texts)))
+    for index, entries in enumerate(alone):
+        assert [e.token_id for e in entries] == list(texts[index].token_ids[texts[index].first :])
+        assert [e.logprob for e in found[index]] == pytest.approx([e.logprob for e in entries], abs=1e-4)
+    assert sum(passed) < 5 * 320
+    with pytest.raises(RequestError, match="may come to"):
+        list(scorer.scores([TextToScore(tuple(ids), 200, context=ContextRule(attention_window=4096))]))
 
 
 def test_texts_of_ones_own(model: Path, tmp_path: Path) -> None:
@@ -237,7 +272,7 @@ def test_texts_of_ones_own(model: Path, tmp_path: Path) -> None:
         (["--tasks", "passkey", "--keep", "{foreign}"], "line 1, is no pass"),
         (["--tasks", "passkey", "--attention-sinks", "4"], "beside an --attention-window"),
         (["--tasks", "passkey", "--attention-window", "0"], "--attention-window must be at least 1"),
-        (["--text", "{text}", "--attention-window", "9"], "--attention-window is for --tasks"),
+        (["--text", "{text}", "--attention-sinks", "4"], "beside an --attention-window"),
         (["--tasks", "passkey", "--policy", "rotate"], "give --scaling too"),
         (["--tasks", "passkey", "--lengths", "768", "--trained-len", "200"], "no room for the questions"),
         (["--tasks", "passkey", "--kv-cache-memory", "much"], "--kv-cache-memory"),

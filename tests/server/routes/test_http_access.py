@@ -15,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from windlass.engine.api.request import EngineStats
 from windlass.server.app import auth
+from windlass.server.exchange import callers
+from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
 
 KEYS = ("first-key", "zweiter-schlüssel")
@@ -78,20 +80,21 @@ def test_a_host_header_cannot_move_the_path(locked: Live) -> None:
 
 
 def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[tuple[bytes, bytes]] = []
+    compared: list[tuple[str, str]] = []
 
-    def compare(a: bytes, b: bytes) -> bool:
+    def compare(a: str, b: str) -> bool:
         compared.append((a, b))
         return a == b
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", compare)
-    middleware = auth.AuthMiddleware(None, api_keys=("a", "bb", "ccc"))  # type: ignore[arg-type]
+    monkeypatch.setattr(callers.hmac, "compare_digest", compare)
+    known = callers.Callers(map(ApiKey.plain, ("a", "bb", "ccc")))
+    middleware = auth.AuthMiddleware(None, callers=known)  # type: ignore[arg-type]
     for key, allowed in ((b"a", True), (b"ccc", True), (b"x" * 1000, False)):
         compared.clear()
         scope = {"headers": [(b"authorization", b"Bearer " + key)]}
         assert (middleware._caller(scope) is not None) is allowed
         assert len(compared) == 3  # all keys, whatever matched
-        assert {len(digest) for pair in compared for digest in pair} == {32}  # and digests, so lengths do not tell
+        assert {len(digest) for pair in compared for digest in pair} == {64}  # and digests, so lengths do not tell
 
 
 def test_empty_keys_are_no_keys() -> None:

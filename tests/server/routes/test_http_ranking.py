@@ -18,7 +18,7 @@ from windlass.server.generation.scores import probabilities
 
 
 def scorer(*labels: str, activation: Any = "softmax") -> ScriptedEngine:
-    return ScriptedEngine(info=model_info(classifier=ClassifierInfo(labels, activation)))
+    return ScriptedEngine(info=model_info(classifier=ClassifierInfo(labels, activation), generates=False))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_models_say_what_they_can_be_asked_for(live: Live, classifier: Live, jud
         ["embed", "classify", "score"],
     ]
     assert found[0]["classes"] is None
-    assert found[1]["classes"] == {"labels": ["bad", "so-so", "good"], "activation": "softmax"}
+    assert found[1]["classes"] == {"labels": ["bad", "so-so", "good"], "activation": "softmax", "per_token": False}
     facts = {"dimensions": 8, "pooling": "last", "normalize": True, "declared": False, "refusal": None}
     assert found[0]["embedding"] == facts
 

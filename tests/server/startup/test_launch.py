@@ -269,3 +269,40 @@ def test_a_killed_server_takes_its_engine_along(model):
 
 def _is_zombie(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_named_keys_are_read_again_on_sighup(model, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "first"\n[root]\nkey = "admin"\nadmin = true\n')
+    with Served(model, "--api-keys", str(keys)) as server:
+        url = server.wait_ready()
+
+        def status(key: str, path: str = "/v1/models") -> int:
+            return httpx.get(url + path, headers={"authorization": f"Bearer {key}"}, timeout=10.0).status_code
+
+        assert (status("first"), status("second"), status("first", "/metrics"), status("admin", "/metrics")) == (
+            200,
+            401,
+            403,
+            200,
+        )
+        keys.write_text('[alice]\nkey = "sec')  # half written
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_line("is no TOML.*the callers stay as they were")
+        assert (status("first"), status("second")) == (200, 401)
+        keys.write_text('[alice]\nkey = "second"\n')
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_line("was read again: 1 callers")
+        assert (status("first"), status("second"), status("admin")) == (401, 200, 401)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20.0) == 0
+        for secret in ("first", "second", "admin"):
+            assert f'"{secret}' not in server.errors
+
+
+def test_a_start_with_a_bad_file_of_keys_says_so(model, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[alice]\n")
+    with Served(model, "--api-keys", str(keys)) as server:
+        assert server.process.wait(20.0) == 2
+        assert "alice needs one of key and key_sha256" in server.errors

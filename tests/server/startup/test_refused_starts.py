@@ -131,7 +131,6 @@ DIRECTORIES = {
     "other shape": (configured(intermediate_size=777), r"has shape \[256, 704\] where config.json asks for \[256, 777\]"),
     "pictures": (configured(architectures=["LlavaForConditionalGeneration"], vision_config={"x": 1}), "a multimodal model"),
     "encoder": (configured(architectures=["BertForMaskedLM"]), "an encoder, which writes no text"),
-    "embedding": (configured(architectures=["LlamaModel"], tie_word_embeddings=False), "without its language-model head"),
     "rotation": (configured(rope_scaling={"rope_type": "spiral"}), "spiral"),
     "gptq": (configured(quantization_config={"quant_method": "gptq", "bits": 5}), QUANTIZED.format("GPTQ, 5 bits")),
     "awq": (configured(quantization_config={"quant_method": "awq", "version": "gemv"}), QUANTIZED.format("AWQ, version gemv")),

@@ -17,7 +17,7 @@ from windlass.engine.errors import RequestError
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
-from windlass.server.cli.rope.candidates import POLICIES, chosen_candidates
+from windlass.server.cli.rope.candidates import POLICIES, chosen_candidates, window_name
 from windlass.server.cli.rope.sweep_results import Kind
 
 
@@ -119,12 +119,9 @@ def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[Task
 
 
 def window_candidate(group: RotaryGroup, window: int, sinks: int) -> TaskCandidate:
-    """Each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453), unscaled.
-
-    What such a request computes behind its window is shared with nobody, so each of its questions reads the whole document.
-    """
+    """Each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453), unscaled."""
     rule = ContextRule(attention_window=window, attention_sinks=sinks)
-    name = f"window {window:,} and {sinks} sinks"
+    name = window_name(window, sinks)
     return TaskCandidate(name, "window", _unscaled(group.scaling), context=rule, plain_to=window, chosen=True)
 
 

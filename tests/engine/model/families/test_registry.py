@@ -16,6 +16,7 @@ def test_every_family_is_listed_once() -> None:
 
 
 REMOTE = {"baichuan", "chatglm", "internlm2"}  # their classes stand beside their weights
+UNSAID = {("bloom", "max_position_embeddings")}  # by the configuration class
 OF_ANOTHER = {"internlm3"}  # run by another family's class
 
 
@@ -40,12 +41,14 @@ def test_defaults_are_those_of_the_configuration_class(family: Family) -> None:
         "num_attention_heads",
         "tie_word_embeddings",
     ):
-        assert getattr(rules, name) == getattr(theirs, name), name
+        if (family.model_type, name) not in UNSAID:
+            assert getattr(rules, name) == getattr(theirs, name), name
     if family.norm_eps_key is not None:
         assert rules.rms_norm_eps == getattr(theirs, family.norm_eps_key)
     kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
     assert (rules.num_key_value_heads or rules.num_attention_heads) == kv_heads
     head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     assert (rules.head_dim or rules.hidden_size // rules.num_attention_heads) == head_dim
-    assert family.activation == (getattr(theirs, family.activation_key))
+    if hasattr(theirs, family.activation_key):
+        assert family.activation == getattr(theirs, family.activation_key)
     assert family.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.errors import LoadError
+from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.errors import LoadError, RequestError
 
 PROMPT = [3, 17, 42, 8, 99]
 
@@ -66,11 +68,23 @@ def test_an_adapter_of_the_whole_model_fits(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
+def test_a_model_without_its_head_makes_vectors(tmp_path: Path) -> None:
+    model = make_model("llama", tmp_path / "model")
+    core, prompt = make_core(without_head(model, tmp_path / "base")), [5, 6, 7, 8, 9]
+    assert core.info.architecture == "LlamaModel" and not core.info.generates
+    assert any("without its language-model head" in notice for notice in core.info.notices)
+    with pytest.raises(RequestError, match="generates nothing: use /v1/embeddings"):
+        core.add(greedy("a", prompt))
+    ours, theirs = (
+        run(one, [replace(greedy("b", prompt, 0), pooling=PoolingRule("mean"))])["b", 0].outputs[-1].pooled
+        for one in (core, make_core(model))
+    )
+    assert ours is not None and ours == theirs
+
+
 def test_a_head_that_is_missing_is_named(tmp_path: Path) -> None:
     model = make_model("llama", tmp_path / "model")
     base = without_head(model, tmp_path / "base")
-    with pytest.raises(LoadError, match=r"'LlamaModel' in config\.json is an embedding model or one without its"):
-        make_core(base)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(

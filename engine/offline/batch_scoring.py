@@ -1,7 +1,9 @@
 """Log-probabilities of many texts at once, each under a scaling of its own, through the engine that serves.
 
 Responsible for evidence from the serving path itself: the batch, the prefix cache and the rules of requests are those of a
-server. It knows no text, no task and no files other than through the loader.
+server. Texts under a window are the exception: a server shares nothing of theirs behind the window, so what they begin with
+alike would be computed for each of them; they go through the engine's runner by `Scorer` instead, and it once.
+It knows no text, no task and no files other than through the loader.
 """
 
 from __future__ import annotations
@@ -10,13 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
+from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.loading.weights import Progress
-from windlass.engine.rotary.policy import RopeUpdate
+from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan
 from windlass.engine.rotary.scaling import RopeScaling
 
 _MOST_WAITING = 1 << 20  # texts given at once; who gives them bounds them
@@ -41,6 +46,7 @@ class BatchScorer:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
+        self._alone = Scorer(core.runner.decoder, getattr(torch, core.info.kv_cache_dtype))
         self.identity = f"{core.info.fingerprint} {core.info.kv_cache_dtype}"
 
     @classmethod
@@ -89,9 +95,12 @@ class BatchScorer:
         each step how many tokens it had. Raises RequestError for a text that cannot run, or whose numbers are not finite.
         """
         core = self._core
+        windowed = [index for index, text in enumerate(texts) if text.context.attention_window is not None]
         try:
             for index, text in enumerate(texts):
                 core.add(_request(str(index), text))
+            for index in windowed:  # they were looked at as any request
+                core.abort(str(index))
             while core.has_work():
                 before = core.runner.positions_computed
                 outputs = core.step()
@@ -106,6 +115,50 @@ class BatchScorer:
         finally:
             for index in range(len(texts)):
                 core.abort(str(index))
+        for group in self._alike([(index, texts[index]) for index in windowed]):
+            yield from self._windowed(group, computed)
+
+    def _windowed(
+        self, group: list[tuple[int, TextToScore]], computed: Callable[[int], None] | None
+    ) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
+        """Of texts under one rule and scaling: what they begin with alike passes through the model once."""
+        text = group[0][1]
+        plan = self._core.plan_rotation(_request("plan", text))
+        shared = _shared([text.token_ids for _, text in group])
+        behind = [(index, text) for index, text in group if shared <= text.first]
+        for part in ([(index, text)] for index, text in group if shared > text.first):
+            yield from self._behind(part, part[0][1].first, plan, computed)
+        yield from self._behind(behind, shared, plan, computed)
+
+    def _alike(self, texts: list[tuple[int, TextToScore]]) -> list[list[tuple[int, TextToScore]]]:
+        """Those under one rule and the same frequencies that begin with the same token, together, in order."""
+        groups: dict[tuple[ContextRule, str, int], list[tuple[int, TextToScore]]] = {}
+        for index, text in texts:
+            groups.setdefault((text.context, self.fingerprint(text), text.token_ids[0]), []).append((index, text))
+        return list(groups.values())
+
+    def _behind(
+        self,
+        group: list[tuple[int, TextToScore]],
+        start: int,
+        plan: RotaryPlan,
+        computed: Callable[[int], None] | None,
+    ) -> Iterator[tuple[int, tuple[TokenLogprobs, ...]]]:
+        if not group:
+            return
+        endings = [text.token_ids[start:] for _, text in group]
+        first = group[0][1]
+        found = self._alone.endings(first.token_ids[:start], endings, plan, context=first.context, computed=computed)
+        for (index, text), entries in zip(group, found, strict=True):
+            yield index, entries[text.first - start :]
+
+
+def _shared(texts: Sequence[tuple[int, ...]]) -> int:
+    """Leading tokens that all of them have."""
+    low, high = min(texts), max(texts)  # in the order of tuples; what these two share, those between them share
+    return next(
+        (place for place, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high))
+    )
 
 
 def _request(request_id: str, text: TextToScore) -> EngineRequest:

@@ -1,0 +1,229 @@
+"""Perplexity by position under every kind of scaling, every policy, a window with sinks and cut text: means over several texts.
+
+    python benchmarks/kinds_by_position.py MODEL --text FILE [--text …] --keep FILE.jsonl [--max-len 16384] [--out FILE.json]
+
+MODEL: what `windlass serve` takes. Reads the first --max-len tokens of each text, one text after the other, under the kinds
+that `windlass rope sweep --tasks` asks under, so that those of an interrupted run are whole texts; --keep goes on. With
+--report-only nothing is read, and the report is of what --keep has. Writes mean losses by stretch, and prints Markdown tables:
+perplexities, and what they are against no scaling within the trained length and against the cut text near the end, with 95 %
+intervals (paired: Student's t over texts). Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from harness.machine import describe
+from long_text_report import make_parser, publish
+
+from windlass.clients.loadtest.intervals import mean_interval
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.rotary.groups import main_group
+from windlass.engine.rotary.policy import ROPE_UPDATES
+from windlass.engine.rotary.scaling import original_len
+from windlass.server.cli.rope.candidates import Candidate, window_sweep_candidate
+from windlass.server.cli.rope.inspection import read_groups
+from windlass.server.cli.rope.kept_passes import KeptPasses
+from windlass.server.cli.rope.measuring import Measure
+from windlass.server.cli.rope.sweep_progress import SweepProgress
+from windlass.server.cli.rope.tasks.candidates import task_candidates
+from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.server.startup.hub import resolve_model
+
+CONFIDENCE = 0.95
+NONE, CUT = "no scaling", "text cut to the trained length"
+# What is read first where there is not time for all of it.
+ORDER = (
+    "none",
+    "yarn",
+    "dual_chunk",
+    "self_extend",
+    "window",
+    "rerope",
+    "ntk",
+    "longrope",
+    "llama3",
+    "linear",
+    "log_n",
+)
+
+
+def candidates_of(model: Path, max_len: int, sinks: int) -> tuple[list[Candidate], int]:
+    """Every kind once, each with the factor that `max_len` needs, and the trained length. The cut text is none of them."""
+    group = main_group(read_groups(model))
+    trained = original_len(group.scaling, group.base)
+    window = window_sweep_candidate(trained - sinks, sinks)
+    found = [window]
+    dynamic: list[Candidate] = []
+    for task in task_candidates(group, trained, max_len):
+        name, scaling = task.name, task.scaling or {"rope_type": "default"}
+        if task.kind == "dynamic":
+            dynamic = [Candidate(f"{name}, {p}", name, "dynamic", scaling, p, max_len) for p in ROPE_UPDATES]
+        elif task.kind == "longrope":  # under recompute it is no scaling up to the trained length, and this beyond
+            found.append(Candidate(f"{name}, frozen", name, task.kind, scaling, "frozen", max_len))
+        elif task.kind not in ("own", "cut"):
+            found.append(Candidate(name, name, task.kind, scaling))
+    found.sort(key=lambda candidate: ORDER.index(candidate.kind))
+    frozen, recompute, rotate = dynamic
+    return [*found[:5], frozen, *found[5:], rotate, recompute], trained
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    model = resolve_model(str(options.model))
+    candidates, trained = candidates_of(model, options.max_len, options.sinks)
+    candidates = [c for c in candidates if not options.kinds or c.kind in options.kinds or c.kind == "none"]
+    texts, windows = make_windows(model, find_files(options.text), options.max_len, 1)
+    scorer = Scorer.load(model, device="cpu", dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype)
+    kept, progress = KeptPasses(options.keep), SweepProgress()
+    edges = [*range(0, options.max_len, options.stretch), options.max_len]
+    losses: dict[str, dict[str, list[float]]] = {}
+    try:
+        reading = [Measure(scorer, texts, [window], trained, kept, progress) for window in windows]
+        if not options.report_only:
+            for measured in reading:
+                measured.announce(candidates)
+                measured.announce_cut()
+        for text, measured in zip(texts, reading, strict=True):
+            for candidate in candidates:
+                if options.report_only and not measured.is_known(candidate):
+                    continue
+                curve = measured(candidate)
+                losses.setdefault(candidate.name, {})[text.name] = _by_stretch(curve.nll[0], edges)
+                if candidate.kind == "none" and (measured.is_cut_known() or not options.report_only):
+                    cut = measured.cut(curve).nll[0]
+                    losses.setdefault(CUT, {})[text.name] = _by_stretch(cut, edges)
+    finally:
+        progress.stop()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(),
+        "model": str(options.model),
+        "cache": options.kv_cache_dtype,
+        "identity": scorer.identity,
+        "trained_length": trained,
+        "edges": edges,
+        "texts": [{"name": text.name, "sha256": text.digest} for text in texts],
+        "scalings": {c.name: c.scaling for c in candidates if c.name in losses},
+        "loss": losses,
+    }
+
+
+def _by_stretch(nll: Any, edges: Sequence[int]) -> list[float]:
+    return [round(float(nll[low:high].mean()), 6) for low, high in pairwise(edges)]
+
+
+def mean_over(report: dict[str, Any], losses: Sequence[float], low: int, high: int) -> float:
+    """Nats a token over positions low .. high, both of them edges."""
+    edges = report["edges"]
+    parts = [(b - a, loss) for (a, b), loss in zip(pairwise(edges), losses, strict=True) if low <= a and b <= high]
+    return sum(width * loss for width, loss in parts) / sum(width for width, _ in parts)
+
+
+def change(report: dict[str, Any], name: str, other: str, texts: Sequence[str], low: int, high: int) -> str:
+    """By how many per cent the perplexity of one way lies above another's, with its interval over texts."""
+    loss = report["loss"]
+    apart = [
+        mean_over(report, loss[name][text], low, high) - mean_over(report, loss[other][text], low, high)
+        for text in texts
+    ]
+    mean, interval = mean_interval(apart, CONFIDENCE)
+    around = "" if interval is None else f" ({_percent(interval.low)} to {_percent(interval.high)})"
+    return f"{_percent(mean)} %{around}"
+
+
+def _percent(nats: float) -> str:
+    percent = 100 * math.expm1(min(nats, 700.0))
+    return f"{percent:+.2f}" if abs(percent) < 9.995 else f"{percent:+,.0f}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """Markdown: a row for each way that all texts were read in; ways that only some were read in have tables of their own."""
+    loss, order = report["loss"], [text["name"] for text in report["texts"]]
+    sets = {name: tuple(text for text in order if text in found) for name, found in loss.items()}
+    tables = []
+    for texts in sorted(
+        {texts for name, texts in sets.items()}, key=lambda texts: (-len(texts), order.index(texts[0]))
+    ):
+        full = len(texts) == max(map(len, sets.values()))
+        names = [name for name, own in sets.items() if own == texts or (not full and name in (NONE, CUT))]
+        names = [name for name in names if set(texts) <= set(sets[name])]
+        if NONE in names:
+            tables.append(_table_of(report, names, texts))
+    return "\n\n".join(tables)
+
+
+def _table_of(report: dict[str, Any], names: list[str], texts: Sequence[str]) -> str:
+    edges, trained = report["edges"], report["trained_length"]
+    end, late = edges[-1], (trained + edges[-1]) // 2
+    stretches = [(0, trained), *((a, b) for a, b in pairwise(edges) if a >= trained)]
+    heads = [f"{a:,}–{b:,}" for a, b in stretches]
+    heads += [f"0–{trained:,} against no scaling", f"{late:,}–{end:,} against cut text"]
+    lines = [f"| {', '.join(text.removesuffix('.txt') for text in texts)} | " + " | ".join(heads) + " |"]
+    lines.append("|---" + "|--:" * len(heads) + "|")
+    for name in names:
+        found = [report["loss"][name][text] for text in texts]
+        cells = []
+        for low, high in stretches:
+            mean = sum(mean_over(report, one, low, high) for one in found) / len(found)
+            cells.append(f"{math.exp(min(mean, 700.0)):.2f}")
+        cells.append("" if name == NONE else change(report, name, NONE, texts, 0, trained))
+        cells.append("" if name == CUT or CUT not in names else change(report, name, CUT, texts, late, end))
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Perplexity by stretch, a line for each way that all texts were read in. Needs matplotlib."""
+    from harness.charts import legend, new_figure, style
+
+    from windlass.server.cli.rope.pictures import COLOURS, DASHES
+
+    figure = new_figure(9.0, 4.6)
+    axes = figure.subplots()
+    middles = [(a + b) / 2 for a, b in pairwise(report["edges"])]
+    for name, found in report["loss"].items():
+        if len(found) < len(report["texts"]):
+            continue
+        means = [sum(at) / len(at) for at in zip(*found.values(), strict=True)]
+        kind = next((k for k in COLOURS if name.startswith(k)), "other")
+        kind = {NONE: "none", CUT: "cut"}.get(name, "rerope" if name.startswith("leaky") else kind)
+        look = {"dashes": DASHES[kind]} if kind in DASHES else {}
+        axes.plot(middles, [math.exp(x) for x in means], color=COLOURS[kind], label=name, linewidth=1.3, **look)
+    axes.set_yscale("log")
+    axes.set_ylim(top=min(axes.get_ylim()[1], 200))
+    axes.axvline(report["trained_length"], color="#808080", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("position", fontsize=8)
+    axes.set_ylabel("perplexity", fontsize=8)
+    style(axes)
+    legend(axes)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, max_len=16384, stretch=2048)
+    parser.add_argument(
+        "--sinks", type=int, default=4, help="of the window, which leaves room for them in the trained length"
+    )
+    parser.add_argument("--kinds", nargs="+", choices=[*ORDER, "dynamic"], help="read only these, and no scaling")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--keep", type=Path, required=True, help="file of finished passes, which are not repeated")
+    parser.add_argument("--report-only", action="store_true", help="read nothing")
+    parser.add_argument("--plot", type=Path, help="draw it, as PNG")
+    options = parser.parse_args()
+    report = measure(options)
+    publish(report, options.out, table)
+    if options.plot is not None:
+        draw(report, options.plot)
+
+
+if __name__ == "__main__":
+    main()

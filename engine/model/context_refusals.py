@@ -1,0 +1,31 @@
+"""Which contexts a model cannot have, as far as its description tells, and why. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from windlass.engine.model.spec import ModelSpec
+
+_WHOLE = "every token of this model sees the whole text, of which none can be left out"
+_LEARNED = "the positions of this model are learned and part of every key and value, none of which can move"
+_SINKS = (
+    "scores of this model lose by the distance of their keys, so that it would see nothing of tokens kept from far away"
+)
+
+
+class ContextRefusals(TypedDict):
+    """The fields of `ContextSizes` and `ModelInfo` that say so; None where nothing is against it."""
+
+    shift_refusal: str | None
+    window_refusal: str | None
+    sinks_refusal: str | None
+
+
+def context_refusals(spec: ModelSpec) -> ContextRefusals:
+    """Why no sequence of this model may drop tokens or take them up elsewhere, have an attention window, or sinks beside it."""
+    whole = _WHOLE if spec.sees_whole_texts else None
+    return ContextRefusals(
+        shift_refusal=whole or (_LEARNED if spec.positions else None),
+        window_refusal=whole,
+        sinks_refusal=whole or (_SINKS if spec.loses_by_distance else None),
+    )

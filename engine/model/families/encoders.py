@@ -1,0 +1,282 @@
+"""Encoders that rotate: ModernBERT, EuroBERT, RoFormer, NomicBERT. Tokens see the whole text; they embed and classify."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import LayerFacts
+from windlass.engine.model.config_json.rules import GPT_NAMES, ConfigRules, renamed
+from windlass.engine.model.config_json.values import Config, read_flag, read_size
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, FamilyHead, Flag
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.head_spec import HeadNames
+from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.spec import LayerNorms, OuterNames
+from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+_FORM = NormForm(centered=True, bias=True)
+
+
+def _rewrite_modernbert(config: Config) -> dict[str, Any]:
+    """`local_attention` counts the tokens on both sides; a window here those on one side and the token itself."""
+    return {**config, "sliding_window": read_size(config, "local_attention", 128) // 2 + 1}
+
+
+def _every_nth_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+    """The first of every `global_attn_every_n_layers` layers sees everything; the others rotate by a theta of their own."""
+    interval = read_size(config, "global_attn_every_n_layers", 3)
+    kinds = facts.given or [SLIDING_ATTENTION if i % interval else FULL_ATTENTION for i in range(facts.count)]
+    return kinds, list(kinds)
+
+
+def _modernbert(family: Family, config: Config) -> Family:
+    """Norms have biases where `norm_bias` says so; the first layer takes the embedding's norm for its own."""
+    form = NormForm(centered=True, bias=read_flag(config, "norm_bias"))
+    norms = replace(family.norms, form=form)
+    return replace(family, norms=norms, first_norms=replace(norms, mixer=None), embedding_norm=form)
+
+
+_MODERNBERT_HEAD = FamilyHead(
+    HeadNames(out="classifier", dense="head.dense", norm="head.norm"),
+    pooling="first",
+    pooling_key="classifier_pooling",
+    poolings={"cls": "first", "mean": "mean"},
+    out_bias=True,
+    dense_bias=Flag("classifier_bias"),
+    activation_key="classifier_activation",
+)
+
+MODERNBERT = Family(
+    architecture="ModernBertModel",
+    title="ModernBERT",
+    model_type="modernbert",
+    other_names=("ModernBertForMaskedLM",),
+    causal=False,
+    rules=ConfigRules(
+        layer_pattern=_every_nth_global,
+        max_position_embeddings=8192,
+        hidden_size=768,
+        num_hidden_layers=22,
+        num_attention_heads=12,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_theta=160_000.0,
+        local_rope_theta=10_000.0,
+        rewrite=_rewrite_modernbert,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    activation="gelu",
+    activation_key="hidden_activation",
+    attention_names=AttentionNames(qkv="attn.Wqkv", out="attn.Wo"),
+    feed_forward_names=GatedNames(gate_up="mlp.Wi", down="mlp.Wo"),
+    norms=LayerNorms(mixer="attn_norm", feed_forward="mlp_norm"),
+    norm_eps_key="norm_eps",
+    outer_names=OuterNames(
+        "model.embeddings.tok_embeddings",
+        "model.layers",
+        "model.final_norm",
+        embedding_norm="model.embeddings.norm",
+    ),
+    text_head=_MODERNBERT_HEAD,
+    token_head=_MODERNBERT_HEAD,
+    unused_heads=("head.", "decoder."),
+    variant=_modernbert,
+    reads=frozenset(
+        "norm_bias local_attention global_attn_every_n_layers classifier_pooling classifier_bias classifier_activation "
+        "decoder_bias mlp_dropout deterministic_flash_attn sparse_prediction sparse_pred_ignore_index "
+        "initializer_cutoff_factor reference_compile repad_logits_with_grad position_embedding_type".split()
+    ),
+)
+
+EUROBERT = Family(
+    architecture="EuroBertModel",
+    title="EuroBERT",
+    model_type="eurobert",
+    other_names=("EuroBertForMaskedLM",),
+    causal=False,
+    rules=ConfigRules(
+        max_position_embeddings=8192,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        rms_norm_eps=1e-5,
+        rewrite=renamed({"clf_pooling": "classifier_pooling"}),
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    text_head=FamilyHead(
+        HeadNames(out="classifier", dense="dense"),
+        pooling="late",
+        pooling_key="classifier_pooling",
+        poolings={"late": "late", "bos": "first", "mean": "mean"},
+        out_bias=True,
+        dense_bias=True,
+    ),
+    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
+    unused_heads=("lm_head.",),
+    reads=frozenset({"classifier_pooling", "mask_token_id"}),
+)
+
+
+def _roformer(family: Family, config: Config) -> Family:
+    """Refuses what published encoders of the family do not have."""
+    for key in ("rotary_value", "is_decoder"):
+        if read_flag(config, key):
+            raise LoadError(
+                f"config.json sets {key}=true: only RoFormer encoders whose values do not rotate are supported"
+            )
+    hidden = read_size(config, "hidden_size", family.rules.hidden_size)
+    if (narrow := read_size(config, "embedding_size", hidden)) != hidden:
+        raise LoadError(
+            f"config.json: embedding_size {narrow} is not hidden_size {hidden}: embeddings that are widened are not supported"
+        )
+    return family
+
+
+_DROPOUTS = "hidden_dropout_prob attention_probs_dropout_prob type_vocab_size"
+
+ROFORMER = Family(
+    architecture="RoFormerModel",
+    title="RoFormer",
+    model_type="roformer",
+    other_names=("RoFormerForMaskedLM",),
+    causal=False,
+    rules=ConfigRules(
+        max_position_embeddings=1536,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        rms_norm_eps=1e-12,
+        tie_word_embeddings=True,
+    ),
+    qkv_bias=True,
+    out_bias=True,
+    feed_forward_bias=True,
+    activation="gelu",
+    interleaved=True,
+    attention_names=AttentionNames(
+        q="attention.self.query", k="attention.self.key", v="attention.self.value", out="attention.output.dense"
+    ),
+    feed_forward_names=PlainNames(up="intermediate.dense", down="output.dense"),
+    norms=LayerNorms(mixer=None, feed_forward="attention.output.LayerNorm", output="output.LayerNorm", form=_FORM),
+    embedding_norm=_FORM,
+    norm_eps_key="layer_norm_eps",
+    outer_names=OuterNames(
+        "roformer.embeddings.word_embeddings",
+        "roformer.encoder.layer",
+        None,
+        embedding_norm="roformer.embeddings.LayerNorm",
+        token_types="roformer.embeddings.token_type_embeddings",
+    ),
+    token_types=True,
+    text_head=FamilyHead(
+        HeadNames(out="classifier.out_proj", dense="classifier.dense"),
+        pooling="first",
+        out_bias=True,
+        dense_bias=True,
+        activation_key="hidden_act",
+    ),
+    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
+    # The sines of every position, which follow from config.json.
+    unused=("roformer.encoder.embed_positions.", "encoder.embed_positions."),
+    unused_heads=("cls.",),
+    variant=_roformer,
+    reads=frozenset({"rotary_value", "embedding_size", *_DROPOUTS.split()}),
+)
+
+_nomic_names = renamed(
+    {
+        **GPT_NAMES,
+        "layer_norm_epsilon": "layer_norm_eps",
+        "activation_function": "hidden_act",
+    }
+)
+# Of the files that came with a program: what another model would be made of, with what published ones have.
+_NOMIC_SETTLED = {
+    "prenorm": False,
+    "parallel_block": False,
+    "use_rms_norm": False,
+    "rotary_emb_interleaved": False,
+    "rotary_emb_fraction": 1.0,
+    "rotary_emb_scale_base": None,
+    "rotary_scaling_factor": None,
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+    "causal": False,
+    "scale_attn_by_inverse_layer_idx": False,
+}
+
+
+def _rewrite_nomic(config: Config) -> dict[str, Any]:
+    found = _nomic_names(config)
+    if found.get("hidden_act") == "swiglu":  # a gate with silu, which its class has in any case
+        found["hidden_act"] = "silu"
+    return found
+
+
+def _nomic(family: Family, config: Config) -> Family:
+    for key, value in _NOMIC_SETTLED.items():
+        if config.get(key) not in (None, value):
+            raise LoadError(
+                f"config.json sets {key}={config[key]!r}: published NomicBERT models do not, and it is not supported"
+            )
+    return family
+
+
+NOMIC_BERT = Family(
+    architecture="NomicBertModel",
+    title="NomicBERT (nomic-embed-text)",
+    model_type="nomic_bert",
+    other_names=("NomicBertForMaskedLM", "NomicBertForPreTraining"),
+    causal=False,
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        hidden_size=768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        rms_norm_eps=1e-12,
+        tie_word_embeddings=True,
+        rope_theta=1000.0,
+        intermediate_factor=4,
+        rewrite=_rewrite_nomic,
+    ),
+    attention_names=AttentionNames(qkv="attn.Wqkv", out="attn.out_proj"),
+    feed_forward_names=GatedNames(gate="mlp.fc12", up="mlp.fc11", down="mlp.fc2"),
+    norms=LayerNorms(mixer=None, feed_forward="norm1", output="norm2", form=_FORM),
+    embedding_norm=_FORM,
+    norm_eps_key="layer_norm_eps",
+    outer_names=OuterNames(
+        "nomic_bert.embeddings.word_embeddings",
+        "nomic_bert.encoder.layers",
+        None,
+        embedding_norm="nomic_bert.emb_ln",
+        token_types="nomic_bert.embeddings.token_type_embeddings",
+    ),
+    token_types=True,
+    text_head=FamilyHead(
+        HeadNames(out="classifier", dense="nomic_bert.pooler.dense"),
+        pooling="first",
+        out_bias=True,
+        dense_bias=True,
+        activation="tanh",
+    ),
+    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
+    unused_heads=("cls.",),
+    variant=_nomic,
+    reads=frozenset(
+        (
+            *_NOMIC_SETTLED,
+            *_DROPOUTS.split(),
+            *"attn_pdrop embd_pdrop resid_pdrop use_flash_attn use_xentropy fused_bias_fc fused_dropout_add_ln dense_seq_output "
+            "last_layer_subset pad_vocab_size_multiple scale_attn_weights max_trained_positions reorder_and_upcast_attn".split(),
+        )
+    ),
+)

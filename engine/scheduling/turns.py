@@ -1,0 +1,41 @@
+"""Whose turn it is: every request gets a place in virtual time, so that callers who all want more than there is get it evenly.
+
+Start-time fair queueing (Goyal, Vin and Cheng, 1996), with tokens as the work: a request starts where the caller's last one
+ends, or now if that is over, and ends its tokens later. Whoever sent a hundred requests so stands behind another's first, and
+the requests of one caller keep their order. Knows callers by name and nothing of what they are to whom.
+"""
+
+from __future__ import annotations
+
+_FEW = 64  # callers that are remembered without looking whether they still matter
+
+
+class Turns:
+    """Virtual time is counted in tokens of a caller whose share is 1."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._ends: dict[str, float] = {}  # where each caller's last request ends
+        self._look_at = _FEW
+
+    def __len__(self) -> int:
+        """Callers that are remembered."""
+        return len(self._ends)
+
+    def take(self, caller: str, tokens: int, share: float = 1.0) -> float:
+        """Where a request of so many tokens starts; lower is served first. share: what the caller gets beside one of 1."""
+        start = max(self._now, self._ends.get(caller, 0.0))
+        self._ends[caller] = start + tokens / share
+        if len(self._ends) > self._look_at:
+            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            self._look_at = max(_FEW, 2 * len(self._ends))
+        return start
+
+    def begin(self, start: float) -> None:
+        """A request that starts there is being served: whoever comes now starts no earlier."""
+        self._now = max(self._now, start)
+
+    def give_back(self, caller: str, tokens: int, share: float = 1.0) -> None:
+        """So many of a request's tokens were not needed after all."""
+        if caller in self._ends:
+            self._ends[caller] -= tokens / share

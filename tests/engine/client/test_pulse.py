@@ -1,0 +1,44 @@
+"""Which processes do nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from windlass.engine.client.pulse import Pulse
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def looks(pulse: Pulse, times: int = 5) -> list[bool]:
+    found = []
+    for _ in range(times):
+        time.sleep(0.1)
+        found.append(pulse.lifeless())
+    return found
+
+
+@pytest.mark.parametrize(("code", "asleep"), [("import time; time.sleep(60)", True), ("while True: pass", False)])
+def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", f"print(1, flush=True)\n{code}"], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            pulse = Pulse(process.pid)
+            assert not pulse.lifeless()  # nothing to compare with yet
+            assert looks(pulse)[-1] is asleep
+            process.send_signal(signal.SIGSTOP)
+            assert looks(pulse)[-1]
+            process.send_signal(signal.SIGCONT)
+            assert looks(pulse)[-1] is asleep
+        finally:
+            process.kill()
+
+
+def test_nothing_is_said_of_a_process_that_is_gone() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    assert looks(Pulse(process.pid), 2) == [False, False]

@@ -1,0 +1,195 @@
+"""Models without rotation against transformers: whole, in chunks, moved as far as they can be; and what they refuse."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_unrotated import FAMILIES, logits_of, make_unrotated
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.rotary.scaling import RopeScaling
+
+TOLERANCE = 1e-5  # of the largest reference logit
+PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_unrotated(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_unrotated("gpt2", tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model of one layer keys and values know their own token only, so what was dropped leaves nothing behind."""
+    return make_unrotated("bloom", tmp_path_factory.mktemp("one"), n_layer=1)
+
+
+def error(core: EngineCore, directory: Path) -> float:
+    result = run(core, [greedy("a", PROMPT, 9)])["a", 0]
+    expected = logits_of(directory, PROMPT + result.token_ids)[len(PROMPT) - 1 : -1]
+    assert torch.isfinite(expected).all() and float(expected.std()) > 0
+    return float((torch.stack(result.logits) - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("budget", [64, 7, 1])
+def test_logits_are_those_of_transformers(family: Path, budget: int) -> None:
+    assert error(make_core(family, max_num_batched_tokens=budget), family) < TOLERANCE
+
+
+def test_the_same_bits_in_any_chunks(family: Path) -> None:
+    found = []
+    for budget in (64, 7):
+        core = make_core(family, deterministic=True, max_num_batched_tokens=budget)
+        found.append(torch.stack(run(core, [greedy("a", PROMPT, 3)])["a", 0].logits))
+    assert torch.equal(*found)
+    assert error(core, family) < TOLERANCE
+
+
+def test_batched_and_with_prefix_hits(family: Path) -> None:
+    core = make_core(family)
+    alone = run(core, [greedy("a", PROMPT, 6)])["a", 0]
+    beside = run(core, [greedy("b", PROMPT, 6), greedy("c", PROMPT[5:], 9), greedy("d", PROMPT[:3], 9)])
+    assert beside["b", 0].outputs[0].cached_tokens >= 32
+    difference = torch.stack(beside["b", 0].logits) - torch.stack(alone.logits)
+    assert difference.abs().max() / torch.stack(alone.logits).abs().max() < TOLERANCE
+    expected = logits_of(family, PROMPT[:3] + beside["d", 0].token_ids)[2:-1]
+    assert (torch.stack(beside["d", 0].logits) - expected).abs().max() / expected.abs().max() < TOLERANCE
+
+
+def test_every_vector_and_every_position_counts(family: Path, tmp_path: Path) -> None:
+    tensors = load_file(family / "model.safetensors")
+    request = greedy("a", PROMPT, 1)
+    expected = run(make_core(family), [request])["a", 0].logits[0]
+    names = [name for name, tensor in tensors.items() if tensor.dim() == 1 and (".1." in name or ".h." not in name)]
+    assert len(names) > 3
+    for name in [*names, *(name for name in tensors if name.endswith("wpe.weight"))]:
+        other = tmp_path / "other"
+        shutil.rmtree(other, ignore_errors=True)
+        shutil.copytree(family, other)
+        save_file({**tensors, name: torch.zeros_like(tensors[name])}, other / "model.safetensors")
+        logits = run(make_core(other), [request])["a", 0].logits[0]
+        assert (logits - expected).abs().max() / expected.abs().max() > 10 * TOLERANCE, name
+
+
+def test_other_slopes_show(one_layer: Path) -> None:
+    core = make_core(one_layer)
+    shared = core.runner.decoder._attention
+    shared._kinds = [kind._replace(slopes=tuple(slope * 1.2 for slope in kind.slopes)) for kind in shared._kinds]
+    assert error(core, one_layer) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom"])
+def test_classes(name: str, head: str, tmp_path: Path) -> None:
+    directory = make_unrotated(name, tmp_path, head=head, id2label={0: "a", 1: "b", 2: "c"}, pad_token_id=0)
+    per_token = head == "ForTokenClassification"
+    rule = PoolingRule("classify tokens" if per_token else "classify")
+    core = make_core(directory, max_num_batched_tokens=16)
+    (output,) = run(core, [replace(greedy("a", PROMPT, 0), pooling=rule)])["a", 0].outputs
+    assert output.pooled is not None
+    found = torch.from_numpy(np.frombuffer(output.pooled.values, "<f4").reshape(-1, 3).copy())
+    auto = (
+        transformers.AutoModelForTokenClassification if per_token else transformers.AutoModelForSequenceClassification
+    )
+    model = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits.reshape(-1, 3)
+    assert (found - expected).abs().max() / expected.abs().max() < TOLERANCE
+
+
+# -- moving -----------------------------------------------------------------------------------------------------------
+
+
+def test_alibi_shifts(one_layer: Path) -> None:
+    """The kept tokens close up to the rest: logits are those of the text that is left, as far as it goes."""
+    core = make_core(one_layer, max_model_len=64)
+    rule = ContextRule(overflow="shift", keep_tokens=16)
+    result = run(core, [greedy("a", PROMPT, 60, context=rule)])["a", 0]
+    text, dropped = PROMPT + result.token_ids, 0
+    for step, logits in enumerate(result.logits):
+        length = len(PROMPT) + step
+        while length - 1 - dropped >= 64:  # slots are taken: the oldest block behind the kept one goes
+            dropped += 16
+        left = text[:16] + text[16 + dropped : length]
+        expected = logits_of_last(one_layer, left)
+        assert (logits - expected).abs().max() / expected.abs().max() < TOLERANCE, step
+    assert dropped == core.stats().dropped_tokens >= 32
+
+
+_models: dict[Path, transformers.PreTrainedModel] = {}
+
+
+@torch.no_grad()
+def logits_of_last(directory: Path, ids: list[int]) -> torch.Tensor:
+    if directory not in _models:
+        auto = transformers.AutoModelForCausalLM
+        _models[directory] = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    return _models[directory](torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+def test_alibi_takes_passages_from_anywhere(one_layer: Path) -> None:
+    core = make_core(one_layer)
+    passage = torch.randint(3, 128, (96,), generator=torch.Generator().manual_seed(5)).tolist()
+    reuse = PassageReuse(at_least=32, scope="s")
+    run(core, [greedy("a", PROMPT[:7] + passage, 1, reuse=reuse)])
+    prompt = PROMPT[:23] + passage + PROMPT[30:]
+    result = run(core, [greedy("b", prompt, 5, reuse=reuse)])["b", 0]
+    assert core.stats().reused_tokens >= 32
+    expected = logits_of(one_layer, prompt + result.token_ids)[len(prompt) - 1 : -1]
+    assert (torch.stack(result.logits) - expected).abs().max() / expected.abs().max() < TOLERANCE
+
+
+def test_alibi_under_a_window(one_layer: Path) -> None:
+    core = make_core(one_layer)
+    result = run(core, [greedy("a", PROMPT, 5, context=ContextRule(attention_window=8))])["a", 0]
+    for step, logits in enumerate(result.logits):
+        expected = logits_of_last(one_layer, (PROMPT + result.token_ids)[: len(PROMPT) + step][-8:])
+        assert (logits - expected).abs().max() / expected.abs().max() < TOLERANCE
+    with pytest.raises(RequestError, match="lose by the distance"):
+        core.add(greedy("b", PROMPT, 5, context=ContextRule(attention_window=8, attention_sinks=16)))
+
+
+# -- what they refuse --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_scaled(family: Path) -> None:
+    core = make_core(family)
+    for kind in ({"rope_type": "yarn", "factor": 4.0}, {"rope_type": "default", "rope_theta": 5e5}):
+        with pytest.raises(RequestError, match="does not rotate") as caught:
+            core.add(greedy("a", PROMPT, rope_scaling=RopeScaling.from_dict(kind)))
+        assert caught.value.param == "rope_scaling"
+    run(core, [greedy("b", PROMPT, 1, rope_scaling=RopeScaling())])  # none is none
+    with pytest.raises(LoadError, match="does not rotate"):
+        make_core(family, rope_scaling=RopeScaling.from_dict({"rope_type": "linear", "factor": 2.0}))
+    assert core.info.rotary_ladder is None
+
+
+def test_learned_positions_stay_where_they_are(gpt2: Path) -> None:
+    core = make_core(gpt2)
+    with pytest.raises(RequestError, match="learned") as caught:
+        core.add(greedy("a", PROMPT, context=ContextRule(overflow="shift")))
+    assert caught.value.param == "context_overflow"
+    with pytest.raises(RequestError, match="learned") as caught:
+        core.add(greedy("a", PROMPT, reuse=PassageReuse(at_least=32, scope="s")))
+    assert caught.value.param == "cache_reuse"
+    with pytest.raises(LoadError, match="a table of 256"):
+        make_core(gpt2, max_model_len=257)
+    assert core.info.max_model_len == 256
+    window = run(core, [greedy("b", PROMPT, 5, context=ContextRule(attention_window=64))])["b", 0]
+    assert window.token_ids == run(core, [greedy("c", PROMPT, 5)])["c", 0].token_ids

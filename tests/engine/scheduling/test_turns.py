@@ -1,0 +1,143 @@
+"""Callers share what there is: fair queueing by tokens, on its own and in the scheduler."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from helpers.fake_executor import FakeExecutor, add, make_request, make_scheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.engine.api.request import RequestOutput
+from windlass.engine.errors import QueueFullError
+from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.engine.scheduling.turns import Turns
+
+
+def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
+    plan = scheduler.schedule()
+    return scheduler.update(plan, executor.execute(plan))
+
+
+def ends_of(scheduler: Scheduler, executor: FakeExecutor) -> list[str]:
+    """Run to the end; ids in the order in which they finish."""
+    ends = []
+    while scheduler.has_work():
+        ends += [output.request_id for output in step(scheduler, executor) if output.finish_reason]
+    return ends
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.fixed_dictionaries({name: st.lists(st.integers(1, 50), min_size=30, max_size=30) for name in "ab"}),
+    shares=st.fixed_dictionaries({name: st.sampled_from([0.5, 1.0, 3.0]) for name in "ab"}),
+)
+def test_two_backlogged_callers_are_served_as_their_shares_are(
+    lengths: dict[str, list[int]], shares: dict[str, float]
+) -> None:
+    """The paper's bound: served tokens over shares differ by no more than one request of each, as long as both wait."""
+    turns = Turns()
+    waiting = [
+        (turns.take(name, tokens, shares[name]), i, name, tokens)
+        for name in "ab"
+        for i, tokens in enumerate(lengths[name])
+    ]
+    bound = sum(max(lengths[name]) / shares[name] for name in "ab")
+    served: dict[str, float] = defaultdict(float)
+    while waiting:
+        chosen = min(waiting)
+        waiting.remove(chosen)
+        start, _, name, tokens = chosen
+        turns.begin(start)
+        served[name] += tokens / shares[name]
+        if {one[2] for one in waiting} == {"a", "b"}:
+            assert abs(served["a"] - served["b"]) <= bound + 1e-9
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
+def test_one_caller_keeps_its_order(lengths: list[int]) -> None:
+    turns = Turns()
+    starts = [turns.take("a", tokens) for tokens in lengths]
+    assert starts == sorted(starts)
+
+
+def test_who_comes_late_stands_behind_what_runs_and_before_the_backlog() -> None:
+    turns = Turns()
+    starts = [turns.take("many", 10) for _ in range(100)]
+    for start in starts[:4]:
+        turns.begin(start)
+    late = turns.take("one", 10)
+    assert starts[3] <= late < starts[4]
+    # Idle time is not saved up: whoever was away does not get it all back at once.
+    assert turns.take("away", 10) == late
+
+
+def test_tokens_that_were_not_needed_are_not_counted() -> None:
+    turns = Turns()
+    turns.take("a", 1000)
+    turns.give_back("a", 990)
+    assert turns.take("a", 1) == 10
+    turns.give_back("nobody", 5)  # forgotten meanwhile
+
+
+def test_callers_who_do_not_matter_any_more_are_forgotten() -> None:
+    turns = Turns()
+    for i in range(10_000):
+        turns.begin(turns.take(f"caller {i}", 5))
+        turns.begin(turns.take("regular", 5))
+    assert len(turns) < 200
+
+
+def test_the_scheduler_serves_callers_in_turn() -> None:
+    scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
+    for i in range(6):
+        add(executor, replace(make_request(f"many-{i}", [i], max_tokens=3), caller="many"))
+    first = step(scheduler, executor)
+    for i in range(2):
+        add(executor, replace(make_request(f"late-{i}", [i], max_tokens=3), caller="late"))
+    assert not any(output.finish_reason for output in first)
+    assert ends_of(scheduler, executor) == [
+        "many-0",
+        "late-0",
+        "many-1",
+        "late-1",
+        "many-2",
+        "many-3",
+        "many-4",
+        "many-5",
+    ]
+
+
+def test_a_priority_counts_for_more_than_a_turn() -> None:
+    scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
+    for i in range(3):
+        add(executor, replace(make_request(f"a-{i}", [i], max_tokens=1, priority=-1), caller="a"))
+    add(executor, replace(make_request("b-0", [1], max_tokens=1), caller="b"))
+    assert ends_of(scheduler, executor) == ["a-0", "a-1", "a-2", "b-0"]
+
+
+def test_answers_shorter_than_allowed_are_counted_as_long_as_they_were() -> None:
+    """A caller whose requests end early is not set back by the lengths it allowed."""
+    scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
+    for i in range(3):
+        request_id = f"short-{i}"
+        add(executor, replace(make_request(request_id, [i], max_tokens=150), caller="short"))
+        step(scheduler, executor)
+        scheduler.abort(request_id)
+    add(executor, replace(make_request("short", [1], max_tokens=1), caller="short"))
+    for name in ("other-0", "other-1"):
+        add(executor, replace(make_request(name, [2] * 40, max_tokens=1), caller="other"))
+    assert ends_of(scheduler, executor) == ["other-0", "short", "other-1"]
+
+
+def test_waiting_requests_have_a_bound_on_their_tokens_together() -> None:
+    scheduler, executor, _ = make_scheduler(max_num_seqs=1, max_waiting_tokens=100)
+    add(executor, make_request("running", [1], max_tokens=4))
+    step(scheduler, executor)
+    add(executor, make_request("long", [1] * 120, max_tokens=4))  # alone it may be as long as the context allows
+    with pytest.raises(QueueFullError, match="120 tokens are waiting"):
+        add(executor, make_request("more", [1], max_tokens=4))
+    ends_of(scheduler, executor)
+    add(executor, make_request("more", [1], max_tokens=4))

@@ -1,0 +1,151 @@
+"""Limits of named callers: rates against a simulation by hand, concurrency, and what a new file changes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.server.errors import ApiError
+from windlass.server.exchange.callers import Callers
+from windlass.server.options.key_file import ApiKey
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key(name: str = "alice", **limits: object) -> ApiKey:
+    return ApiKey(digest=name, name=name, admin=False, **limits)  # type: ignore[arg-type]
+
+
+def retry_after(error: pytest.ExceptionInfo[ApiError]) -> int:
+    assert (error.value.status, error.value.code) == (429, "rate_limit_exceeded")
+    return int(error.value.headers["retry-after"])
+
+
+def test_requests_a_minute() -> None:
+    clock = Clock()
+    callers = Callers([key(requests_per_minute=2), key("bob")], clock)
+    callers.admit("alice")
+    callers.admit("alice")
+    with pytest.raises(ApiError) as error:
+        callers.admit("alice")
+    assert retry_after(error) == 30
+    callers.admit("bob")
+    clock.now += 30
+    callers.admit("alice")
+    clock.now += 1000  # no more than a minute's worth is saved up
+    callers.admit("alice")
+    callers.admit("alice")
+    with pytest.raises(ApiError):
+        callers.admit("alice")
+    assert callers.usage["alice"].requests == 5
+    assert callers.usage["alice"].refused == {"requests_per_minute": 2}
+
+
+def test_answers_are_paid_for_by_waiting() -> None:
+    clock = Clock()
+    callers = Callers([key(tokens_per_minute=600)], clock)
+    callers.take_prompts("alice", 100)
+    callers.take_generated("alice", 700)  # 200 more than there was
+    with pytest.raises(ApiError) as error:
+        callers.take_prompts("alice", 50)
+    assert retry_after(error) == 25
+    clock.now += 24.9
+    with pytest.raises(ApiError):
+        callers.take_prompts("alice", 50)
+    clock.now += 0.2
+    callers.take_prompts("alice", 50)
+
+
+def test_a_prompt_longer_than_a_minutes_worth_waits_for_a_whole_one() -> None:
+    clock = Clock()
+    callers = Callers([key(tokens_per_minute=100)], clock)
+    callers.take_prompts("alice", 1000)
+    with pytest.raises(ApiError) as error:
+        callers.take_prompts("alice", 1)
+    assert retry_after(error) == math.ceil((900 + 1) * 0.6)
+
+
+@given(
+    rate=st.integers(1, 1000),
+    events=st.lists(st.tuples(st.floats(0, 100), st.integers(1, 300)), min_size=1, max_size=40),
+)
+def test_over_any_time_no_more_is_let_in_than_the_rate_and_a_minutes_worth(
+    rate: int, events: list[tuple[float, int]]
+) -> None:
+    clock = Clock()
+    callers = Callers([key(tokens_per_minute=rate)], clock)
+    let_in = 0.0
+    largest = max(tokens for _, tokens in events)
+    for pause, tokens in events:
+        clock.now += pause
+        try:
+            callers.take_prompts("alice", tokens)
+        except ApiError as error:
+            seconds = int(error.headers["retry-after"])
+            later = Clock()
+            later.now = clock.now + seconds
+            saved = callers._clock
+            callers._clock = later
+            callers.take_prompts("alice", tokens)  # what it says is true
+            callers._clock, clock.now = saved, later.now
+        let_in += tokens
+        assert let_in <= rate + rate * clock.now / 60 + largest + 1e-6
+
+
+def test_concurrency() -> None:
+    callers = Callers([key(concurrency=2), key("bob")], Clock())
+    with callers.running("alice"), callers.running("bob"):
+        callers.admit("alice")
+        with callers.running("alice"):
+            with pytest.raises(ApiError) as error:
+                callers.admit("alice")
+            assert retry_after(error) == 1
+            with pytest.raises(ApiError):
+                callers.running("alice").__enter__()
+            callers.admit("bob")
+        callers.admit("alice")
+    assert not callers._in_flight
+
+
+def test_priorities() -> None:
+    callers = Callers([key(priority=5), key("bob")], Clock())
+    assert [callers.priority("alice", asked) for asked in (None, 5, 9)] == [5, 5, 9]
+    assert [callers.priority("bob", asked) for asked in (None, -7)] == [0, -7]
+    assert callers.priority("127.0.0.1", None) == 0
+    with pytest.raises(ApiError, match="priority must be 5 or higher"):
+        callers.priority("alice", 4)
+
+
+def test_who_may_administer() -> None:
+    assert Callers([]).may_administer("")
+    callers = Callers([ApiKey.plain("k"), key(), ApiKey(digest="root", name="root", admin=True)])
+    assert callers.may_administer(ApiKey.plain("k").digest) and callers.may_administer("root")
+    assert not callers.may_administer("alice") and not callers.may_administer("") and not callers.may_administer("gone")
+
+
+def test_a_new_file_keeps_what_those_who_stay_have_used() -> None:
+    clock = Clock()
+    callers = Callers([key(requests_per_minute=1), key("bob", requests_per_minute=1)], clock)
+    callers.admit("alice")
+    callers.admit("bob")
+    with callers.running("alice"):
+        callers.replace([ApiKey(digest="new", name="alice", requests_per_minute=1, concurrency=1, admin=False)])
+        assert callers.find("alice") is None and callers.find("bob") is None and callers.find("new") is not None
+        with pytest.raises(ApiError):
+            callers.admit("new")  # another key of the same caller, who has had this minute's request
+        clock.now += 60
+        with pytest.raises(ApiError, match="in progress"):
+            callers.admit("new")
+    callers.admit("new")
+    assert set(callers.usage) == {"alice"} and callers.usage["alice"].requests == 2
+    callers.replace([key("bob", requests_per_minute=1)])
+    callers.admit("bob")  # who was away begins anew

@@ -1,0 +1,37 @@
+"""A loop that stands still is noticed while it does, with the place that holds it up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from windlass.server.http.loop_watch import LoopWatch
+
+pytestmark = pytest.mark.anyio
+
+
+def hold_up(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogCaptureFixture) -> None:
+    late: list[float] = []
+    caplog.set_level(logging.WARNING, "windlass.server")
+    watch = LoopWatch(late.append, stall=0.4)
+    watch.start()
+    await asyncio.sleep(0.3)
+    assert not caplog.records and late
+    hold_up(1.0)
+    stalled = [record for record in caplog.records if "has stood still" in record.message]
+    assert len(stalled) == 1 and "test_loop_watch.py" in stalled[0].message and "hold_up" in stalled[0].message
+    async with asyncio.timeout(10):
+        while not any("runs again after" in record.message for record in caplog.records):
+            await asyncio.sleep(0.05)
+    assert max(late) > 0.8
+    watch.stop()
+    count = len(late)
+    await asyncio.sleep(0.3)
+    assert len(late) <= count + 1

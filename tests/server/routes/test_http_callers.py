@@ -1,0 +1,143 @@
+"""Named keys and their limits over HTTP: 429s with Retry-After, priorities, shares, administration, metrics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from helpers.live_server import Live, live_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from windlass.server.options.key_file import ApiKey
+
+
+def named(name: str, **fields: object) -> ApiKey:
+    return ApiKey(digest=ApiKey.plain(f"key of {name}").digest, name=name, **{"admin": False, **fields})  # type: ignore[arg-type]
+
+
+def of(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key of {name}"}
+
+
+@pytest.fixture
+def live() -> Iterator[Live]:
+    callers = (
+        named("root", admin=True),
+        named("free"),
+        named("slow", requests_per_minute=1),
+        named("short", tokens_per_minute=10),
+        named("single", concurrency=1),
+        named("late", priority=3, share=0.25),
+    )
+    with live_server(callers=callers) as live:
+        yield live
+
+
+def complete(live: Live, name: str, **fields: object) -> httpx.Response:
+    return live.post("/v1/completions", {"prompt": "hello", "max_tokens": 3, **fields}, headers=of(name))
+
+
+def test_a_key_is_asked_for_and_knows_who_it_is(live: Live) -> None:
+    assert live.http.get("/v1/models").status_code == 401
+    assert live.http.get("/v1/models", headers=of("nobody")).status_code == 401
+    assert complete(live, "free").status_code == complete(live, "late").status_code == 200
+    first, second = live.engine.requests
+    assert (first.priority, first.share, second.priority, second.share) == (0, 1.0, 3, 0.25)
+    assert first.caller != second.caller and "key of" not in first.caller + second.caller
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_requests_a_minute(live: Live, path: str) -> None:
+    body = {"prompt": "a", "max_tokens": 2} if path == "/v1/completions" else {"input": "a"}
+    assert live.post(path, body, headers=of("slow")).status_code == 200
+    refused = live.post(path, body, headers=of("slow"))
+    assert refused.status_code == 429 and 55 <= int(refused.headers["retry-after"]) <= 60
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert "1 requests a minute" in error["message"]
+    assert live.post(path, body, headers=of("free")).status_code == 200
+
+
+def test_tokens_a_minute_count_prompts_and_answers(live: Live) -> None:
+    assert complete(live, "short", prompt=[65] * 6, max_tokens=3).status_code == 200
+    refused = complete(live, "short", prompt=[65] * 6, max_tokens=1)
+    assert refused.status_code == 429  # 6 and 3 are gone
+    assert 25 <= int(refused.headers["retry-after"]) <= 30
+    assert len(live.engine.requests) == 1
+    assert live.state.callers.usage["short"].generated_tokens == 3
+
+
+def test_a_stream_is_refused_before_it_begins(live: Live) -> None:
+    assert complete(live, "short", prompt=[65] * 10).status_code == 200
+    refused = complete(live, "short", prompt=[65] * 10, stream=True)
+    assert refused.status_code == 429 and refused.headers["content-type"] == "application/json"
+
+
+def test_concurrency_is_exact_and_ends_with_the_request(live: Live) -> None:
+    live.engine.delay = 0.02
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: statuses.append(complete(live, "single", max_tokens=20).status_code))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert live.engine.most_running == 1 and statuses.count(200) >= 1 and set(statuses) <= {200, 429}
+    assert complete(live, "single").status_code == 200
+
+
+def test_a_client_that_leaves_gives_its_place_back(live: Live) -> None:
+    live.engine.delay, live.engine.reply = 0.02, [65] * 500
+    body = {"prompt": "hello", "max_tokens": 500, "stream": True}
+    with httpx.stream("POST", f"{live.url}/v1/completions", json=body, headers=of("single")) as response:
+        lines = response.iter_lines()  # held on to: httpx closes the stream with it
+        next(lines)
+        assert complete(live, "single").status_code == 429
+    live.wait(lambda: live.engine.running == 0)
+    live.wait(lambda: not live.state.callers._in_flight)
+    assert complete(live, "single").status_code == 200
+    assert live.state.callers.usage["single"].generated_tokens >= 4
+
+
+def test_a_priority_better_than_the_keys_is_refused(live: Live) -> None:
+    refused = complete(live, "late", priority=2)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+    assert complete(live, "late", priority=4).status_code == 200
+    assert live.engine.requests[-1].priority == 4
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/metrics", None),
+        ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": "x"}),
+    ],
+)
+def test_what_concerns_everybody_takes_an_administrator(live: Live, method: str, path: str, body: object) -> None:
+    refused = live.http.request(method, path, json=body, headers=of("free"))
+    assert refused.status_code == 403 and refused.json()["error"]["code"] == "admin_key_needed"
+    allowed = live.http.request(method, path, json=body, headers=of("root"))
+    assert allowed.status_code != 401 and "admin_key_needed" not in allowed.text
+
+
+def test_metrics_by_caller(live: Live) -> None:
+    complete(live, "slow", prompt=[65] * 5, max_tokens=2)
+    complete(live, "slow")
+    text = live.http.get("/metrics", headers=of("root")).text
+    assert "key of" not in text
+    found = {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "caller" in sample.labels
+    }
+    assert found["windlass_caller_requests_total", "slow"] == 1
+    assert found["windlass_caller_tokens_total", "prompt", "slow"] == 5
+    assert found["windlass_caller_tokens_total", "generated", "slow"] == 2
+    assert found["windlass_caller_refused_total", "requests_per_minute", "slow"] == 1
+    assert found["windlass_caller_requests_total", "free"] == 0
