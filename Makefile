@@ -14,7 +14,7 @@ BIN    := $(VENV)/bin
 # Tests and servers share two cores on small machines; a spinning thread pool each would slow all of them.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help serve test test-slow soak check format bench clean
+.PHONY: help serve test test-slow soak check format docs bench clean
 
 help:
 	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
@@ -22,6 +22,7 @@ help:
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
 	@echo "make test-slow  the slow tests; make soak: attacks in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"
+	@echo "make docs       the documentation as a site in build/docs, its links checked"
 	@echo "make bench      beside the peers in work/peers (BENCH=options)"
 	@echo "make clean      away with $(VENV), the compiled kernels and what the tools keep"
 
@@ -71,6 +72,11 @@ check: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+docs: $(VENV)/.installed-docs
+	@echo "== making the site"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "== open build/docs/index.html"
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/prepare_peers.py

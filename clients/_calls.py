@@ -15,12 +15,13 @@ from windlass.clients._failures import request_id_of
 from windlass.clients._parse import parse
 from windlass.clients._whole import MessageAccumulator, ResponseAccumulator, Whole
 from windlass.clients.infill_types import Infill, InfillAccumulator
+from windlass.clients.looking_types import AttentionMap, CachePages
 from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import Timeout
 from windlass.clients.response_types import Response, ResponseEvent, ResponseItems
 from windlass.clients.rope import RopeScaling
-from windlass.clients.rotary_types import RotaryInspection, RotarySettings
+from windlass.clients.rotary_types import RotaryCurves, RotaryInspection, RotarySettings
 from windlass.clients.types import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -277,6 +278,19 @@ def inspect(
     fixed = {"rope_scaling": rope_scaling, "length": length, "rope_update": rope_update, "model": model}
     body = build_body(fixed, {}, None)
     return Call(method="POST", path="/v1/rotary/inspect", body=body, answer=_parsed(RotaryInspection))
+
+
+def curves(fixed: Mapping[str, Any]) -> Call[RotaryCurves]:
+    body = build_body(fixed, {}, None)
+    return Call(method="POST", path="/v1/rotary/curves", body=body, answer=_parsed(RotaryCurves))
+
+
+def cache() -> Call[CachePages]:
+    return Call(method="GET", path="/v1/cache", answer=_parsed(CachePages))
+
+
+def attention(fixed: Mapping[str, Any]) -> Call[AttentionMap]:
+    return Call(method="POST", path="/v1/attention", body=build_body(fixed, {}, None), answer=_parsed(AttentionMap))
 
 
 def probe(path: str) -> Call[Health]:

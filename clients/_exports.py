@@ -19,6 +19,7 @@ from windlass.clients.errors import (
     StreamError,
 )
 from windlass.clients.infill_types import Infill, InfillTimings
+from windlass.clients.looking_types import AttentionMap, CacheGroup, CachePages, CacheSequence
 from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent, MessageUsage
 from windlass.clients.metrics import Metrics, MetricSample
 from windlass.clients.options import (
@@ -65,6 +66,7 @@ from windlass.clients.rotary_types import (
     ContextUse,
     Rotary,
     RotaryChosen,
+    RotaryCurves,
     RotaryGroup,
     RotaryInspection,
     RotaryInspectionGroup,
@@ -99,8 +101,12 @@ __all__ = [
     "APITimeoutError",
     "AsyncClient",
     "AsyncStream",
+    "AttentionMap",
     "AuthenticationError",
     "BadRequestError",
+    "CacheGroup",
+    "CachePages",
+    "CacheSequence",
     "ChatChoice",
     "ChatChunkChoice",
     "ChatCompletion",
@@ -162,6 +168,7 @@ __all__ = [
     "RopeScaling",
     "Rotary",
     "RotaryChosen",
+    "RotaryCurves",
     "RotaryGroup",
     "RotaryInspection",
     "RotaryInspectionGroup",

@@ -14,6 +14,7 @@ from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run_async
 from windlass.clients._rules import CallRules
 from windlass.clients.async_infill import AsyncInfillMethods
+from windlass.clients.async_looking import AsyncLookingMethods
 from windlass.clients.async_retrieval import AsyncRetrievalMethods
 from windlass.clients.async_tokens import AsyncTokenMethods
 from windlass.clients.message_types import Message, MessageEvent
@@ -48,7 +49,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class AsyncClient(AsyncInfillMethods, AsyncRetrievalMethods, AsyncTokenMethods):
+class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods, AsyncTokenMethods):
     """`Client` for asyncio and trio: the same arguments, and methods to await."""
 
     def __init__(

@@ -14,6 +14,7 @@ from windlass.clients._calls import Call, StreamCall
 from windlass.clients._drivers import run
 from windlass.clients._rules import CallRules
 from windlass.clients.infill import InfillMethods
+from windlass.clients.looking import LookingMethods
 from windlass.clients.message_types import Message, MessageEvent
 from windlass.clients.metrics import Metrics
 from windlass.clients.options import (
@@ -48,7 +49,7 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 
-class Client(InfillMethods, RetrievalMethods, TokenMethods):
+class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
     """A synchronous client; use it from any number of threads, and close it or use it in a `with` block.
 
     base_url: of the server, with or without /v1 (default: WINDLASS_BASE_URL, else http://127.0.0.1:8000).

@@ -233,6 +233,7 @@ class DetokenizeOptions(TypedDict, total=False):
 
     skip_special_tokens: bool | None
     return_offsets: bool | None
+    return_token_strs: bool | None
 
 
 class PromptOptions(TypedDict, total=False):

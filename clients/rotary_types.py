@@ -119,3 +119,26 @@ class RotaryInspection(RotaryInspectionGroup):
     length: int | None = None
     auto: RotaryChosen | None = None
     groups: dict[str, RotaryInspectionGroup] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryCurves:
+    """What the frequencies of one group of layers come to. cos, sin: a row a position, a column a rotated pair.
+
+    slow_pairs: pairs that turn less than once within trained_length tokens. decay_bound: RoFormer's, mean_cosine: the score of
+    equal vectors of ones, both by distance and over their values at 0.
+    """
+
+    group: str
+    rope_type: str
+    length: int
+    trained_length: int
+    rotary_dim: int
+    slow_pairs: int
+    fingerprint: str | None = None
+    positions: tuple[int, ...] = ()
+    cos: tuple[tuple[float, ...], ...] = ()
+    sin: tuple[tuple[float, ...], ...] = ()
+    distances: tuple[int, ...] = ()
+    decay_bound: tuple[float, ...] = ()
+    mean_cosine: tuple[float, ...] = ()

@@ -251,6 +251,7 @@ class Model:
     kv_cache_dtype: str | None = None
     quantization: str | None = None
     sampling_defaults: dict[str, float] | None = None
+    recommended_sampling: dict[str, float] | None = None
     context: dict[str, Any] | None = None
     rotary: dict[str, Any] | None = None
     rotary_auto: dict[str, Any] | None = None
@@ -278,10 +279,11 @@ class Tokenization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Detokenization:
-    """Text of token ids. offsets: per token what it adds, [start, end) in characters."""
+    """Text of token ids. offsets: per token what it adds, [start, end) in characters. token_strs: the text of each alone."""
 
     prompt: str
     offsets: tuple[tuple[int, int], ...] | None = None
+    token_strs: tuple[str, ...] | None = None
 
     @property
     def text(self) -> str:

@@ -37,7 +37,8 @@ windlass rope picture encodings --learned /path/to/gpt2 --out encodings.png
 
 They need matplotlib: `pip install -c constraints.txt -e '.[plots]'`. `--scaling` may be repeated for `scalings` and
 `extrapolation`, which lay several side by side. In Python: `windlass.server.cli.rope.gallery.command.draw`. This page is made by
-`docs/make_gallery.py`. What the scalings are: [rotary scaling](rotary.md);
+`docs/make_gallery.py`. What they mean, step by step: [the guide](guide/index.md).
+What the scalings are: [rotary scaling](rotary.md);
 what they come to on a real model: [longer than a model was trained for](longer-context.md).
 """
 

@@ -38,7 +38,7 @@ def main() -> None:
         ["generate", "Name the capital of Japan.", "--chat", "--temperature", "0"],
         [
             "generate",
-            "Why do leaves fall in autumn?",
+            "What is the opposite of cold?",
             "--chat",
             "--max-tokens",
             "60",

@@ -43,7 +43,7 @@ from windlass.server.protocol.text import DetokenizeRequest, TokenizeRequest
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def read(name: str) -> str:
@@ -298,7 +298,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -345,7 +345,7 @@ def commands_on(page: str) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_says_how_to_have_its_commands_before_the_first_of_them(page):
     """A clone has windlass in .venv/bin, not on the path."""
     text = page.read_text(encoding="utf-8")

@@ -12,6 +12,10 @@ FLOORS = ("server", "engine", "kernels", "clients")
 # Objects of the API. The client describes them for whoever reads an answer, the server, or the engine for scalings, for
 # whoever writes it: one thing, seen from both sides.
 OF_THE_API = {
+    "AttentionMap",
+    "CacheGroup",
+    "CachePages",
+    "CacheSequence",
     "ChatChoice",
     "ChatChunkChoice",
     "ChatCompletion",
@@ -37,6 +41,7 @@ OF_THE_API = {
     "RopeScaling",
     "Rotary",
     "RotaryChosen",
+    "RotaryCurves",
     "RotaryGroup",
     "RotaryInspection",
     "RotarySettings",
@@ -45,7 +50,16 @@ OF_THE_API = {
 }
 CLIENT_TYPES = {
     f"clients/{name}.py"
-    for name in ("chat_types", "infill_types", "message_types", "response_types", "rope", "rotary_types", "types")
+    for name in (
+        "chat_types",
+        "infill_types",
+        "looking_types",
+        "message_types",
+        "response_types",
+        "rope",
+        "rotary_types",
+        "types",
+    )
 }
 
 

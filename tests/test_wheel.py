@@ -75,6 +75,9 @@ def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: 
         "kernels/torch/reference.py",
     ):
         assert f"windlass/{package}" in names
+    page = clone / "server" / "app" / "ui"
+    files = {f"windlass/server/app/ui/{path.relative_to(page)}" for path in page.rglob("*") if path.is_file()}
+    assert files - {name for name in files if "__pycache__" in name} <= names and len(files) > 20
     assert not names & names_in(client) and not any(name.startswith("windlass/clients") for name in names)
     assert "windlass/py.typed" in names and "windlass/models/demo/model.safetensors" in names
     assert shutil.which("g++") is None or any(name.endswith(".so") for name in names)

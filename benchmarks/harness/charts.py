@@ -54,21 +54,30 @@ def caption(run: dict[str, Any]) -> str:
     )
 
 
+BAR = 0.3  # inches of a bar and its gap
+
+
 def draw_bars(report: dict[str, Any]) -> Figure:
-    """One panel per measure. Bars are medians, whiskers minimum and maximum, red marks the memory's bound."""
+    """One panel per measure, as high as it has bars: medians, whiskers to minimum and maximum, red at the memory's bound."""
     pairs = newest_results(report)
     if not pairs:
         raise ValueError("the report holds no results")
-    measures = list(dict.fromkeys(result["measure"] for _, result in pairs))
-    columns = min(2, len(measures))
-    rows = -(-len(measures) // columns)
-    most = max(sum(r["measure"] == m for _, r in pairs) for m in measures)
-    figure = new_figure(5.6 * columns, rows * (0.9 + 0.32 * most) + 0.7)
-    grid = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes, measure in zip(grid, measures, strict=False):
-        _draw_measure(axes, measure, [result for _, result in pairs if result["measure"] == measure], most)
-    for axes in grid[len(measures) :]:
-        axes.set_visible(False)
+    by_measure: dict[str, list[dict[str, Any]]] = {}
+    for _, result in pairs:
+        by_measure.setdefault(result["measure"], []).append(result)
+    # Panels of about as many bars stand beside each other, so that none is mostly empty.
+    panels = sorted(by_measure.items(), key=lambda item: -len(item[1]))
+    columns = min(2, len(panels))
+    rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
+    heights = [0.75 + BAR * max(len(results) for _, results in row) for row in rows]
+    figure = new_figure(5.6 * columns, sum(heights) + 0.5)
+    grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+    for row, all_axes in zip(rows, grid, strict=True):
+        most = max(len(results) for _, results in row)
+        for axes, (measure, results) in zip(all_axes, row, strict=False):
+            _draw_measure(axes, measure, results, most)
+        for axes in all_axes[len(row) :]:
+            axes.set_visible(False)
     dates = sorted({run["date"] for run, _ in pairs})
     newest = max((run for run, _ in pairs), key=lambda run: run["date"])
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}, rates of the last"
@@ -94,13 +103,15 @@ def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]], rows:
             color=INK,
             fontsize=8,
         )
-    axes.set_yticks(range(len(results)), [result["contestant"] for result in results])
+    # A long name takes two lines, or it would reach the edge of the picture.
+    axes.set_yticks(range(len(results)), [result["contestant"].replace(", ", ",\n", 1) for result in results])
     axes.set_ylim(rows - 0.4, -0.6)  # the same bar height in every panel, first on top
     axes.set_xlim(0, longest * 1.16 or 1)
     unit = results[0]["unit"]
     bounded = any(result.get("bound") for result in results)
     axes.set_title(f"{measure}, {unit}" + (" (red: what memory allows)" if bounded else ""), fontsize=9)
     style(axes)
+    axes.tick_params(axis="y", labelsize=7)
     axes.grid(visible=False, axis="y")
 
 
@@ -138,8 +149,14 @@ def draw_latencies(report: dict[str, Any]) -> Figure:
     """Inter-token latency of every stream over time, while a long prompt prefills beside them, and its distribution."""
     figure = new_figure(9.0, 3.8)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    # Streams take each step together, so points of all of them lie on one another: the first stands for those that agree with it.
+    first, *others = report["streams"]
+    alike = sum(other["milliseconds"] == first["milliseconds"] for other in others)
     for index, stream in enumerate(report["streams"]):
-        left.plot(stream["at"], stream["milliseconds"], ".", markersize=3, alpha=0.7, label=f"stream {index + 1}")
+        if index and stream["milliseconds"] == first["milliseconds"]:
+            continue
+        label = f"stream {index + 1}" + (f" and {alike} that took the same steps" if not index and alike else "")
+        left.plot(stream["at"], stream["milliseconds"], ".", markersize=3, alpha=0.7, label=label)
     left.axvspan(*report["prefill_span"], color=INK, alpha=0.12, linewidth=0)
     left.set_xlabel("seconds (grey: the prompt prefills)")
     left.set_ylabel("milliseconds since the previous token")

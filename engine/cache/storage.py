@@ -26,6 +26,7 @@ class KVStorage:
         dtype: torch.dtype,
         backend: Backend,
     ) -> None:
+        self.dtype = dtype
         self._pages: dict[int, KVPages] = {}
         self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
         self._parked: dict[

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Protocol
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 
@@ -50,6 +51,10 @@ class EngineClient(Protocol):
 
     def drop_adapter(self, adapter_id: int) -> None:
         """Take no further requests for an adapter; it goes when none runs. Returns at once; unknown ids are ignored."""
+        ...
+
+    async def look(self, question: EngineQuestion[A]) -> A:
+        """What the engine answers somebody who looks on, between two steps; raises RequestError and EngineDeadError."""
         ...
 
     async def stats(self) -> EngineStats:

@@ -14,8 +14,10 @@ from queue import SimpleQueue
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
+from windlass.engine.client.looks import LookCalls
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.loop import CoreFactory, EngineLoop, ProgressCallback, default_core
 from windlass.engine.core.wire import (
@@ -58,6 +60,7 @@ class InlineClient:
         self._loaded = asyncio.Event()
         self._router = RequestRouter(self._inbox.put, self._require_engine)
         self._adapters = AdapterCalls(self._inbox.put, self._require_engine, config)
+        self._looks = LookCalls(self._inbox.put, self._require_engine)
         self._stats = StatsAccumulator()
         self._stats_waiters: list[asyncio.Future[None]] = []
 
@@ -108,6 +111,10 @@ class InlineClient:
         """See `EngineClient.drop_adapter`."""
         self._adapters.drop(adapter_id)
 
+    async def look(self, question: EngineQuestion[A]) -> A:
+        """See `EngineClient.look`."""
+        return await self._looks.look(question)
+
     async def stats(self) -> EngineStats:
         """Statistics after the step that runs; `*_seconds` samples are those since the previous call."""
         self._require_engine()
@@ -156,7 +163,7 @@ class InlineClient:
     def _receive(self, message: Message) -> None:
         if isinstance(message, StepDone) and message.stats is not None:
             self._stats.add(message.stats)
-        if self._router.deliver(message) or self._adapters.deliver(message):
+        if any(part.deliver(message) for part in (self._router, self._adapters, self._looks)):
             return
         match message:
             case Stats(stats):
@@ -183,6 +190,7 @@ class InlineClient:
     def _let_go(self, reason: str) -> None:
         self._router.fail_all(lambda: EngineDeadError(reason))
         self._adapters.fail_all(lambda: EngineDeadError(reason))
+        self._looks.fail_all(lambda: EngineDeadError(reason))
         for waiter in self._stats_waiters:
             if not waiter.done():
                 waiter.set_result(None)

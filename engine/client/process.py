@@ -15,9 +15,11 @@ from collections.abc import AsyncGenerator
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
+from windlass.engine.client.looks import LookCalls
 from windlass.engine.client.pulse import Pulse
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.loop import ProgressCallback
@@ -92,6 +94,7 @@ class ProcessClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._router = RequestRouter(self._send, self._require_engine)
         self._adapters = AdapterCalls(self._send, self._require_engine, config)
+        self._looks = LookCalls(self._send, self._require_engine)
         self._stats = StatsAccumulator()
         self._stats_waiter: asyncio.Future[None] | None = None
 
@@ -138,6 +141,10 @@ class ProcessClient:
         """See `EngineClient.drop_adapter`."""
         self._adapters.drop(adapter_id)
 
+    async def look(self, question: EngineQuestion[A]) -> A:
+        """See `EngineClient.look`."""
+        return await self._looks.look(question)
+
     async def stats(self) -> EngineStats:
         """Fresh statistics, or the last known ones while a step takes longer than STATS_TIMEOUT.
 
@@ -159,6 +166,7 @@ class ProcessClient:
         self._send(Close())
         self._router.fail_all(lambda: EngineDeadError("the engine was closed"))
         self._adapters.fail_all(lambda: EngineDeadError("the engine was closed"))
+        self._looks.fail_all(lambda: EngineDeadError("the engine was closed"))
         if self._supervisor is not None:
             if self._info is None and self._child is not None:
                 self._child.process.kill()  # it may load for minutes, and nobody waits for it any more
@@ -302,7 +310,7 @@ class ProcessClient:
             self._slowest_step = max(self._slowest_step, message.seconds)
             if message.stats is not None:
                 self._stats.add(message.stats)
-        if self._router.deliver(message) or self._adapters.deliver(message):
+        if any(part.deliver(message) for part in (self._router, self._adapters, self._looks)):
             return
         match message:
             case Stats(stats):
@@ -348,6 +356,7 @@ class ProcessClient:
             lambda: EngineDeadError("the engine process ended while this request was running; send it again")
         )
         self._adapters.fail_all(lambda: EngineDeadError("the engine process ended while it loaded this adapter"))
+        self._looks.fail_all(lambda: EngineDeadError("the engine process ended before it answered; ask again"))
         self._stats.forget_engine()
         self._resolve_stats()
 

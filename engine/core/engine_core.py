@@ -17,6 +17,7 @@ import torch
 from windlass._version import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.api.validation import check_distances, check_task, validate_request
 from windlass.engine.cache.blocks import BlockManager
@@ -26,6 +27,7 @@ from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.compiling import CompilingRequests
+from windlass.engine.core.looking import look
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.drafter import DraftModel
 from windlass.engine.execution.runner import Runner
@@ -206,6 +208,10 @@ class EngineCore:
             adapters_loaded=len(self.adapters.loaded),
             adapter_bytes=self.adapters.loaded.num_bytes,
         )
+
+    def look(self, question: EngineQuestion[A]) -> A:
+        """See `windlass.engine.core.looking`."""
+        return look(question, self.scheduler, self.blocks, self.runner, self._planner)
 
     def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
         """Read and check an adapter beside the steps; `add_adapter` takes the result. It fails with RequestError."""

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.core.threads import prepare_this_process
 from windlass.engine.core.wire import (
@@ -28,8 +29,10 @@ from windlass.engine.core.wire import (
     DropAdapter,
     EndSample,
     LoadAdapter,
+    Look,
     Message,
     Rejected,
+    Seen,
     Stats,
     StepDone,
     portable_error,
@@ -71,6 +74,10 @@ class Core(Protocol):
 
     def drop_adapter(self, adapter_id: int) -> None:
         """Let no further request use it; unknown ids are ignored."""
+        ...
+
+    def look(self, question: EngineQuestion[A]) -> A:
+        """Answer somebody who looks on; changes nothing that a request could notice. Raises RequestError."""
         ...
 
     def has_work(self) -> bool: ...
@@ -156,6 +163,8 @@ class EngineLoop:
                 self._emit(AdapterLoaded(adapter_id, self._add_adapter(found)))
             case DropAdapter(adapter_id):
                 self._core.drop_adapter(adapter_id)
+            case Look(look_id, question):
+                self._emit(Seen(look_id, self._look(question)))
             case AskStats():
                 self._emit(Stats(self._snapshot()))
             case _:
@@ -178,6 +187,15 @@ class EngineLoop:
             return portable_error(error)
         except Exception as error:  # what is wrong with a file must not end the streams
             _logger.exception("an adapter could not be loaded")
+            return portable_error(error)
+
+    def _look(self, question: EngineQuestion[Any]) -> Any:
+        try:
+            return self._core.look(question)
+        except EngineError as error:
+            return portable_error(error)
+        except Exception as error:  # whoever looks on must not end the streams
+            _logger.exception("a question could not be answered")
             return portable_error(error)
 
     def _step(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from windlass.engine import errors
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 
 _LENGTH = struct.Struct("!I")
@@ -52,6 +53,14 @@ class EndSample:
 @dataclass(frozen=True, slots=True)
 class AskStats:
     """Answered by `Stats` between two steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A question of somebody who looks on, answered by `Seen` between two steps."""
+
+    look_id: int
+    question: EngineQuestion[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +124,14 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """The answer of a `Look`, or why there is none."""
+
+    look_id: int
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     stats: EngineStats
 
@@ -152,6 +169,7 @@ Message = (
     | Abort
     | EndSample
     | AskStats
+    | Look
     | LoadAdapter
     | DropAdapter
     | Close
@@ -161,6 +179,7 @@ Message = (
     | Rejected
     | Aborted
     | AdapterLoaded
+    | Seen
     | Stats
     | StepDone
     | PromptLogprobs

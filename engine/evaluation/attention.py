@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from windlass.engine.api.looks import MAX_ATTENTION_TOKENS, AttentionPicture, AttentionQuestion
 from windlass.engine.errors import RequestError
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.mixers.attention import Attention
+from windlass.engine.rotary.policy import RotaryPlan, RotaryStage, joint_fingerprint
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import Backend
 
@@ -46,28 +48,64 @@ def attention_weights(
     scaling: None is the model's own; frequencies are those of the whole text. Raises RequestError for a layer that there is not,
     or that does not attend with queries and keys of plain softmax.
     """
+    return _attention(scorer, token_ids, layer, scorer.plan(len(token_ids), scaling, "frozen"), slice(None))[0]
+
+
+def attention_picture(scorer: Scorer, question: AttentionQuestion, plan: RotaryPlan) -> AttentionPicture:
+    """One head of `attention_weights`, and its scores before the softmax, under a plan. Raises RequestError."""
+    tokens, head = len(question.token_ids), question.head
+    if not 2 <= tokens <= MAX_ATTENTION_TOKENS:
+        raise RequestError(
+            f"{tokens} tokens: attention is shown of texts of 2 to {MAX_ATTENTION_TOKENS} tokens",
+            "prompt",
+            "prompt_too_long",
+        )
+    mixer = _plain_mixer(scorer, question.layer, plan.stage(tokens))
+    heads = mixer.spec.num_heads
+    if not 0 <= head < heads:
+        raise RequestError(f"head {head}: layer {question.layer} has heads 0 to {heads - 1}", "head")
+    weights, scores = _attention(scorer, question.token_ids, question.layer, plan, slice(head, head + 1))
+    return AttentionPicture(
+        num_tokens=tokens,
+        num_layers=len(scorer.decoder.layers),
+        num_heads=heads,
+        weights=weights[0].contiguous().numpy().tobytes(),
+        scores=scores[0].contiguous().numpy().tobytes(),
+        fingerprint=joint_fingerprint(plan.stage(tokens).specs),
+    )
+
+
+def _plain_mixer(scorer: Scorer, layer: int, stage: RotaryStage) -> Attention:
+    """The attention of a layer, if its scores are products of rotated queries and keys; RequestError otherwise."""
     layers = scorer.decoder.layers
     if not 0 <= layer < len(layers):
         raise RequestError(f"layer {layer}: this model has layers 0 to {len(layers) - 1}", "layer")
     mixer = layers[layer].mixer
-    plan = scorer.plan(len(token_ids), scaling, "frozen")
-    moved = any(not spec.distances.is_plain for spec in plan.stage(len(token_ids)).specs)
+    moved = any(not spec.distances.is_plain for spec in stage.specs)
     if not isinstance(mixer, Attention) or mixer.spec.qk_norm == "after" or moved:
         raise RequestError(f"the queries and keys of layer {layer} are not those of plain attention", "layer")
+    return mixer
+
+
+def _attention(
+    scorer: Scorer, token_ids: Sequence[int], layer: int, plan: RotaryPlan, heads: slice
+) -> tuple[Tensor, Tensor]:
+    """Weights and scores of the heads of a layer, [H, T, T] each."""
+    mixer = _plain_mixer(scorer, layer, plan.stage(len(token_ids)))
     watch = _Witness(scorer.decoder.backend)
-    layers[layer].mixer = mixer.with_backend(cast(Backend, watch))
+    scorer.decoder.layers[layer].mixer = mixer.with_backend(cast(Backend, watch))
     try:
         scorer.hidden(token_ids, plan)
     finally:
-        layers[layer].mixer = mixer
-    return _softmax(torch.cat(watch.queries), torch.cat(watch.keys), mixer)
+        scorer.decoder.layers[layer].mixer = mixer
+    return _softmax(torch.cat(watch.queries), torch.cat(watch.keys), mixer, heads)
 
 
-def _softmax(q: Tensor, k: Tensor, mixer: Attention) -> Tensor:
+def _softmax(q: Tensor, k: Tensor, mixer: Attention, heads: slice) -> tuple[Tensor, Tensor]:
     """As `AttentionCall` says it: scale, soft cap, then what is hidden. q: [T, Hq, D], k: [T, Hkv, D]."""
     spec = mixer.spec
-    k = k.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)
-    scores = torch.einsum("ihd,jhd->hij", q, k) * spec.scale
+    k = k.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=1)[:, heads]
+    scores = torch.einsum("ihd,jhd->hij", q[:, heads], k) * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     index = torch.arange(q.shape[0])
@@ -76,7 +114,8 @@ def _softmax(q: Tensor, k: Tensor, mixer: Attention) -> Tensor:
     if spec.window is not None:
         hidden |= distance >= spec.window
     scores = scores.masked_fill(hidden, -torch.inf)
+    found = scores
     if mixer.weights.sinks is not None:
-        sinks = mixer.weights.sinks[:, None, None].expand(-1, q.shape[0], 1)
-        scores = torch.cat((scores, sinks), dim=-1)
-    return scores.softmax(-1)[..., : q.shape[0]].cpu()
+        sinks = mixer.weights.sinks[heads, None, None].expand(-1, q.shape[0], 1)
+        found = torch.cat((scores, sinks), dim=-1)
+    return found.softmax(-1)[..., : q.shape[0]].cpu(), scores.cpu()

@@ -172,6 +172,11 @@ class Scheduler:
         return len(self._requests) > 0
 
     @property
+    def running(self) -> abc.Sequence[Sequence]:
+        """The sequences that run, the best rank first."""
+        return self._places.running
+
+    @property
     def num_running(self) -> int:
         return len(self._places.running)
 

@@ -29,7 +29,18 @@ from windlass.server.errors import ApiError, error_response, from_exception, int
 from windlass.server.exchange.request_id import RequestIdMiddleware
 from windlass.server.exchange.state import ServerState
 from windlass.server.options.settings import ServerSettings
-from windlass.server.routes import adapters, chat, completions, health, messages, models, responses, rotary, text
+from windlass.server.routes import (
+    adapters,
+    chat,
+    completions,
+    health,
+    looking,
+    messages,
+    models,
+    responses,
+    rotary,
+    text,
+)
 from windlass.server.routes.fill_in import infill
 from windlass.server.routes.retrieval import classes, embeddings, ranking
 
@@ -49,6 +60,7 @@ _ROUTES = (
     models,
     adapters,
     rotary,
+    looking,
     health,
 )
 

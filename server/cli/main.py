@@ -130,7 +130,7 @@ def bench_engine(
     check_model(engine, path)
     config = engine.to_config(path)
     prepare_this_process(config.compute.cores)
-    from windlass.engine.evaluation.bench import run_engine_benchmark  # it brings torch: this process is no server
+    from windlass.engine.offline.bench import run_engine_benchmark  # it brings torch: this process is no server
 
     display = LoadingDisplay()
     try:

@@ -189,6 +189,11 @@ class ServerMetrics:
         if self._vllm is not None:
             self._vllm.ended("abort" if code == "client_disconnected" else "error")
 
+    @property
+    def last_stats(self) -> EngineStats | None:
+        """Those of the last `refresh` that got some."""
+        return self._collector.stats
+
     async def refresh(self) -> EngineStats | None:
         """Fresh engine statistics, which the next answer will show; None where the engine gives none in time.
 

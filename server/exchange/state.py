@@ -18,6 +18,7 @@ from windlass.server.exchange.adapters import ServedAdapter, ServedAdapters
 from windlass.server.exchange.caller_metrics import CallerCollector
 from windlass.server.exchange.callers import Callers
 from windlass.server.exchange.metrics import ServerMetrics
+from windlass.server.exchange.recent import OneAtATime, Recent
 from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
@@ -63,6 +64,8 @@ class ServerState:
         self.text = TextService(tokenizer, settings)
         self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
         self.responses = ResponseStore(most=MOST_RESPONSES, max_bytes=settings.response_store_bytes)
+        self.shown_cache: Recent[bytes] = Recent()
+        self.attention_turn = OneAtATime()
         self._fingerprint: tuple[ModelInfo, str] | None = None
         self._exchanges: set[Stoppable] = set()
         self._serial = itertools.count()

@@ -34,11 +34,12 @@ class LoopWatch:
         self._loop_thread = threading.get_ident()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self) -> LoopWatch:
         self._loop_thread = threading.get_ident()
         self._beat_at = time.monotonic()
         self._task = asyncio.get_running_loop().create_task(self._beat(), name="loop-watch")
         threading.Thread(target=self._watch, name="loop-watch", daemon=True).start()
+        return self
 
     def stop(self) -> None:
         self._ended.set()

@@ -110,6 +110,11 @@ class ServerOptions:
         option("--api-keys", panel=ACCESS, metavar="FILE", help="Named keys with limits (TOML): rates, concurrency, shares, "
                "priorities, and who may administer. Read again on SIGHUP."),
     ] = None  # fmt: skip
+    attention_maps: Annotated[
+        bool,
+        option("--attention-maps/--no-attention-maps", panel=ACCESS, help="Answer /v1/attention, which shows what a layer "
+               "attends to in a short text; other requests wait meanwhile. Of named keys only administrators' may ask."),
+    ] = False  # fmt: skip
     cors_origin: Annotated[
         list[str] | None,
         option("--cors-origin", panel=ACCESS, help="Origin whose pages may call the API, such as "
@@ -240,6 +245,7 @@ class ServerOptions:
             other_model_names=names[1:],
             api_keys=self._plain_keys(),
             callers=() if self.api_keys is None else read_key_file(self.api_keys),
+            attention_maps=self.attention_maps,
             cors_origins=tuple(split(self.cors_origin)),
             default_max_tokens=self.default_max_tokens,
             context_overflow=cast(ContextOverflow, self.context_overflow),

@@ -69,6 +69,8 @@ class ServerSettings:
     metrics_names: whose names /metrics has: our own, those that dashboards made for vLLM ask for, or both.
     adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
     later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
+    attention_maps: whether /v1/attention answers.
+    recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
 
     served_model_name: str
@@ -117,6 +119,8 @@ class ServerSettings:
     max_loras: int = 8
     lora_folder: Path | None = None
     adapter_drain_seconds: float = 30.0
+    attention_maps: bool = False
+    recommended_sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def asks_for_keys(self) -> bool:

@@ -266,6 +266,10 @@ class Model(StrictModel):
     num_parameters: int | None
     draft_model: ModelDraft | None
     sampling_defaults: SamplingSettings
+    recommended_sampling: Annotated[
+        dict[str, float] | None,
+        Field(description="What its authors recommend for chats: where people start, not what the API draws by."),
+    ]
     context: ContextSettings
     rotary: ModelRotary | None
     rotary_auto: Annotated[

@@ -68,3 +68,40 @@ class RotaryInspection(InspectedGroup):
     length: int
     auto: Annotated[RotaryChosen | None, Field(description="Under `auto`: what the scaling was chosen by.")] = None
     groups: dict[str, InspectedGroup] | None = None
+
+
+Place = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class RotaryCurvesRequest(RotaryInspectRequest):
+    """As an inspection, and where to look: cosines and sines at `positions`, curves at `distances`.
+
+    `group`: of layers, where a model has several; the first by default.
+    """
+
+    group: Annotated[str, Field(max_length=64)] | None = None
+    positions: Annotated[list[Place], Field(max_length=128, fail_fast=True, default_factory=list)]
+    distances: Annotated[list[Place], Field(max_length=512, fail_fast=True, default_factory=list)]
+
+
+class RotaryCurves(StrictModel):
+    """What the frequencies of one group of layers come to. A row of `cos` and `sin` is a position, a column a rotated pair."""
+
+    group: str
+    rope_type: str
+    length: int
+    fingerprint: str
+    trained_length: int
+    rotary_dim: int
+    slow_pairs: Annotated[int, Field(description="Pairs that turn less than once within `trained_length` tokens.")]
+    positions: list[int]
+    cos: list[list[float]]
+    sin: list[list[float]]
+    distances: list[int]
+    decay_bound: Annotated[
+        list[float],
+        Field(description="RoFormer's bound on a score by distance, over its own value at distance 0."),
+    ]
+    mean_cosine: Annotated[
+        list[float], Field(description="The score of equal vectors of ones by distance, over its value at distance 0.")
+    ]

@@ -59,7 +59,7 @@ class TokenizeAnswer(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """`tokens`: ids, special ones kept unless `skip_special_tokens`."""
+    """`tokens`: ids, special ones kept unless `skip_special_tokens`. `return_token_strs`: also the text of each alone."""
 
     model: str | None = None
     # What is inside is looked at beside the event loop: there may be millions of them.
@@ -68,13 +68,15 @@ class DetokenizeRequest(StrictModel):
     ]
     skip_special_tokens: bool | None = None
     return_offsets: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeAnswer(StrictModel):
-    """`offsets[i]` is the [start, end) of what token i adds to the text, in characters."""
+    """`offsets[i]` is the [start, end) of what token i adds to the text, in characters; `token_strs[i]` its own text."""
 
     prompt: str
     offsets: list[Span] | None = None
+    token_strs: list[str] | None = None
 
 
 class TemplateRequest(StrictModel):

@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.types import Receive
 
-from windlass.server.errors import ApiError, bad_request
+from windlass.engine.api.request import ModelInfo
+from windlass.server.errors import ApiError, bad_request, unavailable
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
 
@@ -35,6 +36,18 @@ def caller_of(request: Request) -> str:
 def owner_of(request: Request) -> str:
     """Whose request it is, for what is kept for its caller: a digest of the API key; empty where no keys are asked for."""
     return request.scope.get(CALLER) or ""
+
+
+def loaded_model(state: ServerState) -> ModelInfo:
+    """What the engine has loaded; raises ApiError 503 before it has."""
+    info = state.engine.info
+    if info is None:
+        raise unavailable(
+            f"the engine is {state.engine.state}",
+            code="engine_unavailable",
+            retry_after=state.settings.retry_after_seconds,
+        )
+    return info
 
 
 def require_admin(request: Request) -> None:

@@ -84,6 +84,7 @@ def describe_model(state: ServerState) -> dict[str, Any]:
         None if draft is None else {name: getattr(draft, name) for name in ModelDraft.model_fields}
     )
     described["sampling_defaults"] = asdict(state.settings.sampling)
+    described["recommended_sampling"] = dict(state.settings.recommended_sampling) or None
     described["context"] = {name: getattr(state.settings, name) for name in _CONTEXT_DEFAULTS} | {
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS
     }

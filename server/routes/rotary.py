@@ -1,4 +1,4 @@
-"""`GET /v1/rotary` and `POST /v1/rotary/inspect`: what the model rotates by, and what a scaling would make of it."""
+"""`/v1/rotary`, `/v1/rotary/inspect` and `/v1/rotary/curves`: what the model rotates by, and what a scaling makes of it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.api.request import ModelInfo
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint
 from windlass.engine.rotary.scaling import RotarySpec
-from windlass.server.errors import unavailable
+from windlass.server.errors import bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import (
@@ -24,8 +23,14 @@ from windlass.server.generation.request_rotation import (
     planner_of,
     read_rotation,
 )
-from windlass.server.protocol.rotary import RotaryInspection, RotaryInspectRequest, RotarySettings
-from windlass.server.routes.common import BODY_ERRORS, answers, body_of, state_of
+from windlass.server.protocol.rotary import (
+    RotaryCurves,
+    RotaryCurvesRequest,
+    RotaryInspection,
+    RotaryInspectRequest,
+    RotarySettings,
+)
+from windlass.server.routes.common import BODY_ERRORS, answers, body_of, loaded_model, state_of
 
 router = APIRouter()
 
@@ -34,7 +39,7 @@ router = APIRouter()
 async def rotary(request: Request) -> Response:
     """The model's own rotation, this server's default and profiles, and what requests may set."""
     state = state_of(request)
-    info, settings = _loaded(state), state.settings
+    info, settings = loaded_model(state), state.settings
     check_rotates(info)
     planner = planner_of(settings, info)
     default = planner.plan(1 if planner.auto else info.max_model_len)
@@ -62,11 +67,61 @@ async def inspect(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, RotaryInspectRequest, stall_seconds=state.settings.body_stall_seconds)
     state.check_model(body.model)
-    info = _loaded(state)
+    return _json(await state.text.on_thread(_inspect, *_planned(state, body)))
+
+
+@router.post(
+    "/v1/rotary/curves",
+    openapi_extra=body_of(RotaryCurvesRequest),
+    responses=answers(RotaryCurves, errors=BODY_ERRORS),
+)
+async def curves(request: Request) -> Response:
+    """What a scaling comes to by position and distance: cosines and sines, RoFormer's bound, and pairs that hardly turn."""
+    state = state_of(request)
+    body = await read_body(request, RotaryCurvesRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    plan, length = _planned(state, body)
+    names = [group.name for group in plan.groups_in(plan.stage(length))]
+    if body.group is not None and body.group not in names:
+        raise bad_request(f"group: this model has {' and '.join(names)}, not {body.group!r}", "group", "invalid_value")
+    group = names.index(body.group) if body.group is not None else 0
+    return _json(await state.text.on_thread(_curves, plan, length, group, body.positions, body.distances))
+
+
+def _planned(state: ServerState, body: RotaryInspectRequest) -> tuple[RotaryPlan, int]:
+    """What a request would run under, and the length that is asked about."""
+    info = loaded_model(state)
     check_rotates(info)
     rotation = read_rotation(body.rope_scaling, body.rope_update, state.settings, info)
     length = min(info.max_model_len, rotation.longest or info.max_model_len) if body.length is None else body.length
-    return _json(await state.text.on_thread(_inspect, rotation.plan(length), length))
+    return rotation.plan(length), length
+
+
+def _curves(plan: RotaryPlan, length: int, index: int, positions: list[int], distances: list[int]) -> dict[str, Any]:
+    import numpy as np  # here: nobody else in this process needs it
+
+    from windlass.engine.rotary.curves import angles, decay_bound, mean_cosine, slow_pairs
+
+    stage = plan.stage(length)
+    group, spec = plan.groups_in(stage)[index], stage.specs[index]
+    frequencies = np.array(spec.inv_freq)
+    turning = angles(np.array(positions, float), frequencies)
+    apart = np.array(distances, float)
+    return {
+        "group": group.name,
+        "rope_type": group.scaling.rope_type,
+        "length": length,
+        "fingerprint": spec.fingerprint,
+        "trained_length": group.base.trained_len,
+        "rotary_dim": group.base.rotary_dim,
+        "slow_pairs": slow_pairs(spec.inv_freq, group.base.trained_len),
+        "positions": positions,
+        "cos": np.cos(turning).tolist(),
+        "sin": np.sin(turning).tolist(),
+        "distances": distances,
+        "decay_bound": (decay_bound(apart, frequencies) / ((len(frequencies) + 1) / 2)).tolist(),
+        "mean_cosine": mean_cosine(apart, frequencies).tolist(),
+    }
 
 
 def _inspect(plan: RotaryPlan, length: int) -> dict[str, Any]:
@@ -95,17 +150,6 @@ def _resolved(group: RotaryGroup, spec: RotarySpec, effective_length: float | No
         "effective_length": effective_length,
         "fingerprint": spec.fingerprint,
     }
-
-
-def _loaded(state: ServerState) -> ModelInfo:
-    info = state.engine.info
-    if info is None:
-        raise unavailable(
-            f"the engine is {state.engine.state}",
-            code="engine_unavailable",
-            retry_after=state.settings.retry_after_seconds,
-        )
-    return info
 
 
 def _json(payload: dict[str, Any]) -> Response:

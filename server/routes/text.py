@@ -103,6 +103,7 @@ async def detokenize(request: Request) -> Response:
         body.tokens,
         skip_special_tokens=bool(body.skip_special_tokens),
         offsets=body.return_offsets is not False,
+        token_strs=bool(body.return_token_strs),
         caller=caller_of(request),
     )
     return LargeJson(await while_connected(request, answer))

@@ -15,8 +15,11 @@ from windlass.server.options.key_file import ApiKey, read_key_file
 _logger = logging.getLogger("windlass.server")
 
 
-def reread_on_signal(path: Path, plain: tuple[str, ...], callers: Callers) -> None:
-    """From now on, in the running event loop. plain: keys without names, which stay valid beside those of the file."""
+def reread_on_signal(path: Path | None, plain: tuple[str, ...], callers: Callers) -> None:
+    """From now on, in the running event loop. path: None for no file, and nothing done. plain: keys without names, which stay
+    valid beside those of the file."""
+    if path is None:
+        return
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, partial(_reread, path, plain, callers))
 
 

@@ -40,6 +40,7 @@ from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.activity import report_activity
+from windlass.server.startup.catalogue.known import KNOWN
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
@@ -123,6 +124,8 @@ def prepare(
     path = with_tokenizer(path)
     if server.generation_config == "auto":
         settings = replace(settings, sampling=read_defaults(path))
+    if name in KNOWN:
+        settings = replace(settings, recommended_sampling=KNOWN[name].sampling)
     return path, engine, settings
 
 
@@ -320,8 +323,7 @@ async def _run(
 ) -> int:
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
-    if key_file is not None:
-        reread_on_signal(key_file, settings.api_keys, app.state.windlass.callers)
+    reread_on_signal(key_file, settings.api_keys, app.state.windlass.callers)
     loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()
@@ -329,8 +331,7 @@ async def _run(
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
-    watch = LoopWatch(app.state.windlass.metrics.event_loop_lag.observe)
-    watch.start()
+    watch = LoopWatch(app.state.windlass.metrics.event_loop_lag.observe).start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()

@@ -254,7 +254,7 @@ class TextService:
         return answer
 
     async def detokenize(
-        self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, caller: str
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, token_strs: bool, caller: str
     ) -> bytes:
         """The JSON answer of /detokenize."""
         with told("tokens", "detokenizing these tokens", self._text_limits):
@@ -263,6 +263,7 @@ class TextService:
                 await self.on_thread(pack_ids, token_ids),
                 skip_special_tokens,
                 offsets,
+                token_strs,
                 self._settings.max_response_bytes,
                 size=len(token_ids),
                 limits=self._text_limits,

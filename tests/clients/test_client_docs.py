@@ -7,18 +7,29 @@ from pathlib import Path
 
 import openai
 import pytest
+from helpers.doc_examples import blocks_of
 from helpers.real_server import RealServer
 
 import windlass.clients
 from windlass.clients import RopeScaling
 
 ROOT = Path(__file__).parents[2]
-PAGES = {"README.md": 3, "docs/clients.md": 11, "docs/openai.md": 5, "docs/responses.md": 2, "docs/embeddings.md": 2}
+PAGES = {
+    "README.md": 3,
+    "docs/clients.md": 11,
+    "docs/openai.md": 5,
+    "docs/responses.md": 2,
+    "docs/embeddings.md": 2,
+    "docs/endless-context.md": 1,
+    "docs/messages.md": 1,
+    "docs/structured-output.md": 1,
+    "docs/tools.md": 1,
+}
 EXAMPLES = [
-    pytest.param(page, source, id=f"{page}-{number}")
+    pytest.param(page, block.source, id=f"{page}-{number}")
     for page in PAGES
-    for number, source in enumerate(
-        re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    for number, block in enumerate(
+        block for block in blocks_of(ROOT / page) if block.language == "python" and block.not_run is None
     )
 ]
 # What an example must print, besides running: the parts that would go wrong unnoticed.
@@ -31,6 +42,8 @@ PRINTS = {
     "docs/clients.md-9": r"^change the request: temperature should be greater than or equal to 0$",
     "docs/embeddings.md-0": r"^\d+ 0\.\d+\n\[1?0?\.\d+, 0\.\d+\]$",
     "docs/embeddings.md-1": r"^'.*' 0\n['\"].*['\"] [1-9]\d+$",
+    "docs/endless-context.md-0": r"^0$",
+    "docs/messages.md-0": r"^\d+\n.* (max_tokens|end_turn)\n",
     "docs/openai.md-1": r"^dynamic 512\.0 None\n",
     "docs/openai.md-2": r"yarn 2\.0\n$",
     "docs/responses.md-0": r" \d+\n\S",

@@ -74,7 +74,7 @@ def test_every_panel_says_what_it_shows_in_which_unit():
 
 def test_the_rows_are_those_an_operator_looks_for():
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Now", "Traffic", "Latency", "Throughput", "Cache", "Rotary", "Engine", "Adapters"]
+    assert rows == ["Now", "Traffic", "Latency", "Throughput", "Cache", "Rotary", "Engine", "Adapters", "HTTP side"]
 
 
 def test_every_query_goes_to_the_provisioned_data_source():
@@ -120,7 +120,7 @@ def test_quantile_legends_say_which_quantile():
         for target in panel["targets"]
         if (match := re.match(r"histogram_quantile\(([\d.]+),", target["expr"])) and panel["type"] == "timeseries"
     ]
-    assert len(quantiles) == 18
+    assert len(quantiles) == 21
     assert all(legend == f"p{quantile * 100:.0f}" for quantile, legend in quantiles)
 
 

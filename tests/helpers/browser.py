@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from helpers.live_server import Live
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -25,3 +26,29 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+class Seen:
+    """A page that must ask no other host and complain of nothing, and what it complained of."""
+
+    def __init__(self, browser: Browser, live: Live, path: str = "/", **context: object) -> None:
+        self.page: Page = browser.new_page(**context)
+        self.complaints: list[str] = []
+        self.outside: list[str] = []
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda line: line.type in ("error", "warning") and self.complaints.append(line.text))
+        self.page.on(
+            "request",
+            lambda sent: sent.url.startswith((live.url, "data:")) or self.outside.append(sent.url),
+        )
+        self.page.goto(live.url + path)
+
+    def ask(self, text: str) -> None:
+        self.page.get_by_label("Message", exact=True).fill(text)
+        self.page.keyboard.press("Enter")
+
+    def done(self, there: Locator | None = None) -> None:
+        """It is as it should be at the end, where `there` can be seen. there: the chat's button by default."""
+        expect(there or self.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
+        assert self.complaints == [] and self.outside == []
+        self.page.close()

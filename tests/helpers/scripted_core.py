@@ -19,6 +19,7 @@ from pathlib import Path
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
@@ -123,6 +124,9 @@ class ScriptedCore:
             if last:
                 del self._running[request_id]
         return outputs
+
+    def look(self, question: EngineQuestion[A]) -> A:
+        raise RequestError("there is nothing to see", "prompt", "refused")
 
     def stats(self) -> EngineStats:
         samples, self._queue_samples = self._queue_samples, []

@@ -7,6 +7,7 @@ plain function of the token: of each pair (2k, 2k + 1) the even one is the likel
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -14,6 +15,16 @@ from dataclasses import dataclass, field
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.context import ContextReport
+from windlass.engine.api.looks import (
+    A,
+    AttentionPicture,
+    AttentionQuestion,
+    CacheGroupPicture,
+    CachePicture,
+    CacheQuestion,
+    CacheSequencePicture,
+    EngineQuestion,
+)
 from windlass.engine.api.pooling import PooledRows
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 from windlass.engine.errors import DeadlineError, EngineDeadError
@@ -102,6 +113,7 @@ class ScriptedEngine:
     aborted_at: list[float] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)  # adapters
+    attention: list[AttentionQuestion] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
 
@@ -192,6 +204,19 @@ class ScriptedEngine:
 
     def end_sample(self, request_id: str, index: int) -> None:
         self.ended.append((request_id, index))
+
+    async def look(self, question: EngineQuestion[A]) -> A:
+        """Of the cache one group of 4 cells; of attention weights that are equal and scores that are minus the distance."""
+        if isinstance(question, CacheQuestion):
+            group = CacheGroupPicture(64, 4, 1, None, (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, -1, -1))
+            return CachePicture(16, (group,), (CacheSequencePicture(20, 18, 16, 2, 0, 0),))  # type: ignore[return-value]
+        assert isinstance(question, AttentionQuestion)
+        self.attention.append(question)
+        count = len(question.token_ids)
+        weights = [1 / (i + 1) if j <= i else 0.0 for i in range(count) for j in range(count)]
+        scores = [float(j - i) if j <= i else -math.inf for i in range(count) for j in range(count)]
+        both = [struct.pack(f"{count * count}f", *values) for values in (weights, scores)]
+        return AttentionPicture(count, 2, 4, *both, "f")  # type: ignore[return-value]
 
     async def stats(self) -> EngineStats:
         if self.state != "ready":

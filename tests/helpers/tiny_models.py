@@ -151,9 +151,9 @@ class Reference:
             return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()
 
         for name, module in self.model.named_modules():
-            if name.endswith("rotary_emb"):
+            if name.endswith("rotary_emb") and not hasattr(module, "embed_positions"):
                 module.forward = rotary
-            if hasattr(module, "embed_positions"):  # GPT-J: a table of sines, then cosines, of every position
+            if hasattr(module, "embed_positions"):  # GPT-J, CodeGen: a table of sines, then cosines, of every position
                 count = module.embed_positions.shape[0]
                 angle = torch.arange(count).double()[:, None] * torch.tensor(fallback.inv_freq, dtype=torch.float64)
                 module.embed_positions = torch.cat((angle.sin(), angle.cos()), dim=-1).float() * fallback.rotary_scale

@@ -75,7 +75,7 @@ class AttentionInputs:
         backend.rotate_and_append(no_query, k, v, cos, sin, q_scale, pages, self.far_slots[spec.kv_group])
 
 
-class _Kind(NamedTuple):
+class _LayerKind(NamedTuple):
     """What attention is asked by layers of one kind. slopes: of ALiBi, one for each head."""
 
     kv_group: int
@@ -115,9 +115,9 @@ class SharedAttention:
     def __init__(self, specs: Sequence[AttentionSpec | LatentSpec], rotary_dims: Sequence[int]) -> None:
         """rotary_dims: of every rotary group."""
         kinds = [
-            _Kind(spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None)
+            _LayerKind(spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None)
             if isinstance(spec, LatentSpec)
-            else _Kind(
+            else _LayerKind(
                 spec.kv_group,
                 spec.scale,
                 spec.window,

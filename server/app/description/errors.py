@@ -26,7 +26,7 @@ _MEANING = {
     400: "The request is at fault: `param` names the field and `code` says how (`invalid_json`, `missing_field`, "
     "`unknown_field`, `unsupported_field`, `invalid_value`, `context_length_exceeded`, …).",
     401: "A valid API key is needed (`invalid_api_key`).",
-    403: "This server is not set up for it (`adapters_fixed`).",
+    403: "This server is not set up for it (`adapters_fixed`, `attention_off`), or the key may not (`not_an_administrator`).",
     404: "There is no such model (`model_not_found`), response (`response_not_found`, `previous_response_not_found`) or path "
     "(`not_found`).",
     408: "The body (`body_timeout`) or the headers (`header_timeout`) did not come in time.",

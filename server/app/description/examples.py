@@ -118,6 +118,27 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "length": 4096},
         ),
     },
+    "/v1/rotary/curves": {
+        "scaled": (
+            "A scaling",
+            {
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+                "positions": [0, 1, 100],
+                "distances": [0, 10, 1000],
+            },
+        )
+    },
+    "/v1/attention": {
+        "scaled": (
+            "A head under a scaling",
+            {
+                "prompt": "In the beginning",
+                "layer": 0,
+                "head": 1,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+        )
+    },
     "/tokenize": {
         "text": ("A text", {"prompt": "The king said"}),
         "chat": ("A conversation, as the chat template writes it", {"messages": [_USER], "return_token_strs": True}),

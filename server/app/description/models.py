@@ -14,6 +14,7 @@ from windlass.server.protocol.answers import ErrorAnswer, Model, ModelList, Stat
 from windlass.server.protocol.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.protocol.infill import Infill, InfillEvent, InfillRequest
+from windlass.server.protocol.looking import AttentionMap, AttentionRequest, CachePages
 from windlass.server.protocol.messages.answers import MessageAnswer, MessageError, MessageEvent, TokenCount
 from windlass.server.protocol.messages.request import CountTokensRequest, MessageRequest
 from windlass.server.protocol.ranking import (
@@ -28,7 +29,13 @@ from windlass.server.protocol.responses.answers import DeletedResponse, ItemList
 from windlass.server.protocol.responses.events import ResponseEvent
 from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.protocol.retrieval import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
-from windlass.server.protocol.rotary import RotaryInspection, RotaryInspectRequest, RotarySettings
+from windlass.server.protocol.rotary import (
+    RotaryCurves,
+    RotaryCurvesRequest,
+    RotaryInspection,
+    RotaryInspectRequest,
+    RotarySettings,
+)
 from windlass.server.protocol.text import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -79,6 +86,11 @@ _MODELS: tuple[type[BaseModel], ...] = (
     RotarySettings,
     RotaryInspectRequest,
     RotaryInspection,
+    RotaryCurvesRequest,
+    RotaryCurves,
+    CachePages,
+    AttentionRequest,
+    AttentionMap,
     Model,
     ModelList,
     LoadAdapterRequest,

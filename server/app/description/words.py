@@ -22,6 +22,7 @@ TAGS = {
     "models": ("Models", "What is served."),
     "adapters": ("Adapters", "LoRA adapters, which come and go while the server runs."),
     "rotary": ("Rotary", "What the model rotates by, and what a scaling would make of it."),
+    "looking": ("Inside", "What the cache holds, and what a layer attends to."),
     "health": ("Health", "How the server is."),
 }
 

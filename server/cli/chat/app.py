@@ -14,7 +14,6 @@ from windlass.server.cli.chat.console import ChatConsole
 from windlass.server.cli.chat.dialogue import Dialogue
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.spelling import to_arguments
-from windlass.server.startup.catalogue.known import KNOWN
 from windlass.server.startup.choice import choose_model
 
 if TYPE_CHECKING:
@@ -41,8 +40,6 @@ def chat_here(model: str | None, options: EngineOptions, system: str | None) -> 
             server.wait_ready()
         console.greet(*(line.strip() for line in server.lines if line.startswith("  note: ")))
         dialogue = Dialogue(system=system)
-        if name in KNOWN:
-            dialogue.params = dict(KNOWN[name].sampling)
         with Client(server.url, api_key=server.api_key, retry=RetryPolicy(max_retries=0)) as client:
             return ChatLoop(console, dialogue, client, None, server).run()
 
@@ -124,6 +121,7 @@ class ChatLoop:
         if served is None:
             return
         self._context = served.max_model_len
+        self._dialogue.params = self._dialogue.params or dict(served.recommended_sampling or {})
         facts = [served.id, served.architecture, f"context of {self._context:,} tokens" if self._context else None]
         self._console.greet(f"{', '.join(fact for fact in facts if fact)}. /help lists what there is, ctrl-D leaves.")
         if self._dialogue.params:

@@ -16,6 +16,7 @@ from typing import Any
 from windlass.server.cli.rope.sweep_results import TOLERANCE, Curve, ScalingSweep
 
 _CLOSE = math.log(1.01)
+_FEW = 5  # windows or texts, below which a sentence says that there should be more
 # What asks least comes first: nothing to set, one set of frequencies, keys that are re-rotated, prompts that are computed again.
 _COST = {None: 0, "frozen": 1, "rotate": 2, "recompute": 3}
 
@@ -100,6 +101,14 @@ def _reasons(result: ScalingSweep, chosen: Curve, others: list[Curve]) -> list[s
         # Below what the figure shows there is nothing to call better or worse.
         gap = "the same" if ratio - 1 < 0.0005 else f"{100 * (ratio - 1):.1f}{spread} % {way}"
         reasons.append(f"Next comes {others[0].name}: {gap}{note}.")
+        if interval is not None and interval.low < 0 < interval.high:
+            reasons.append("This text cannot tell these two apart.")
+    count = len(result.units)
+    if count < _FEW:
+        what = ("window" if len(result.texts) == 1 else "text") + ("" if count == 1 else "s")
+        reasons.append(
+            f"This rests on {count} {what} of text alone: read more before you rely on it (--windows, --text)."
+        )
     cut = next((curve for curve in result.curves if curve.kind == "cut"), None)
     if cut is not None:
         reference = result.perplexity(cut, 0, target)

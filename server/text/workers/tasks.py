@@ -84,7 +84,9 @@ class TextTasks:
         """The text of each list of packed ids."""
         return [self._tokenizer.decode(unpack_ids(ids), skip_special_tokens=skip_special_tokens) for ids in prompts]
 
-    def detokenize(self, packed: bytes, skip_special_tokens: bool, offsets: bool, max_bytes: int) -> bytes:
+    def detokenize(
+        self, packed: bytes, skip_special_tokens: bool, offsets: bool, token_strs: bool, max_bytes: int
+    ) -> bytes:
         """The JSON answer of /detokenize, of at most max_bytes."""
         ids = unpack_ids(packed)
         payload: dict[str, Any] = {"prompt": self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)}
@@ -92,6 +94,8 @@ class TextTasks:
             counter = TextOffsets(self._tokenizer, skip_special_tokens=skip_special_tokens)
             starts = [counter.advance(token_id) for token_id in ids]
             payload["offsets"] = list(zip(starts, [*starts[1:], counter.position], strict=False))
+        if token_strs:
+            payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
         return _within(to_json(payload), max_bytes, "tokens")
 
     def prepare_grammars(self) -> None:

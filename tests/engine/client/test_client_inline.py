@@ -10,6 +10,7 @@ import pytest
 from helpers.configs import engine_config
 from helpers.scripted_core import CRASH, REFUSE, ScriptedCore
 
+from windlass.engine.api.looks import CacheQuestion
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.client.inline import InlineClient
 from windlass.engine.errors import EngineDeadError, LoadError, RequestError
@@ -98,3 +99,12 @@ async def test_load_error(client, monkeypatch):
     with pytest.raises(LoadError, match="no weights here"):
         await client.start()
     assert client.state == "failed"
+
+
+async def test_a_question_is_answered_or_refused(client):
+    with pytest.raises(EngineDeadError, match="loading"):
+        await client.look(CacheQuestion())
+    await client.start()
+    with pytest.raises(RequestError, match="nothing to see"):
+        await client.look(CacheQuestion())
+    assert await tokens(client, request("a", max_tokens=2)) == [100, 101]

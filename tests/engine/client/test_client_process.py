@@ -17,6 +17,7 @@ from helpers.configs import engine_config
 from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import CacheQuestion
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import ProcessClient
@@ -413,3 +414,19 @@ async def test_an_engine_that_dies_after_a_sample_was_ended_owes_nothing():
         await asyncio.sleep(1.0)  # an idle engine is silent, and nobody takes it for hung
         assert client.restarts == 1 and client.state == "ready"
         assert await tokens(client, request("a", max_tokens=3)) == [100, 101, 102]
+
+
+async def test_a_question_is_refused_and_ends_with_the_engine(monkeypatch):
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.3")
+    async with running() as client:
+        with pytest.raises(RequestError, match="nothing to see"):
+            await client.look(CacheQuestion())
+        stream = client.generate(request("a", max_tokens=50))
+        await anext(stream)
+        asked = asyncio.ensure_future(client.look(CacheQuestion()))  # it waits for the step that runs
+        await asyncio.sleep(0.05)
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="before it answered"):
+            await asked
+        with pytest.raises(EngineDeadError):
+            await anext(stream)

@@ -294,3 +294,10 @@ def test_the_names_of_nomics_own_files(tmp_path: Path) -> None:
     core = make_core(directory)
     assert torch.equal(answers(core, [asked("a", TEXT)])[0], expected)
     assert not core.info.notices
+
+
+@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}])
+def test_narrower_numbers(encoder: Path, options: dict[str, str]) -> None:
+    (expected,), (found,) = (answers(make_core(encoder, **more), [asked("a", TEXT)]) for more in ({}, options))
+    near = torch.nn.functional.cosine_similarity(found, expected, dim=1)
+    assert float(near.mean()) > 0.99 and not torch.equal(found, expected), near

@@ -19,7 +19,7 @@ import windlass
 from windlass.engine.api.request import EngineRequest, RepeatPenalty, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
-from windlass.engine.evaluation.bench import run_engine_benchmark
+from windlass.engine.offline.bench import run_engine_benchmark
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.sampling.accept import Draws, draw_tokens
 from windlass.engine.sampling.sampler import Sampler

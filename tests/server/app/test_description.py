@@ -33,7 +33,7 @@ EXAMPLES = [
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("adapters")
     (folder / "poet").mkdir()
-    with live_server(lora_folder=folder) as live:
+    with live_server(lora_folder=folder, attention_maps=True) as live:
         yield live
 
 

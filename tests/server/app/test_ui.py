@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from helpers.browser import chromium
+from helpers.browser import Seen, chromium
 from helpers.live_server import Live, live_server
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, expect
 
 from windlass.server.app.ui.page import UI_PATHS
 
@@ -18,31 +18,6 @@ HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 def browser() -> Iterator[Browser]:
     with chromium() as browser:
         yield browser
-
-
-class Seen:
-    """A page that must ask no other host and complain of nothing, and what it complained of."""
-
-    def __init__(self, browser: Browser, live: Live, **context: object) -> None:
-        self.page: Page = browser.new_page(**context)
-        self.complaints: list[str] = []
-        self.outside: list[str] = []
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", lambda line: line.type in ("error", "warning") and self.complaints.append(line.text))
-        self.page.on(
-            "request",
-            lambda sent: sent.url.startswith((live.url, "data:")) or self.outside.append(sent.url),
-        )
-        self.page.goto(live.url + "/")
-
-    def ask(self, text: str) -> None:
-        self.page.get_by_label("Message", exact=True).fill(text)
-        self.page.keyboard.press("Enter")
-
-    def done(self) -> None:
-        expect(self.page.get_by_role("button", name="Send", exact=True)).to_be_visible()
-        assert self.complaints == [] and self.outside == []
-        self.page.close()
 
 
 def say(live: Live, text: str, **engine: object) -> None:

@@ -420,9 +420,9 @@ def test_bench_engine_passes_everything_on(scripted, monkeypatch, capsys, model)
         calls.append((config, batch_size, input_len, output_len))
         return {"decode_tokens_per_second": 123.456, "settings": {"batch_size": batch_size}}
 
-    module = types.ModuleType("windlass.engine.evaluation.bench")
+    module = types.ModuleType("windlass.engine.offline.bench")
     module.run_engine_benchmark = run_engine_benchmark
-    monkeypatch.setitem(sys.modules, "windlass.engine.evaluation.bench", module)
+    monkeypatch.setitem(sys.modules, "windlass.engine.offline.bench", module)
     arguments = ["bench", "engine", str(model), "--batch-size", "4", "--input-len", "64", "--output-len", "8"]
     assert cli.run([*arguments, "--json", "--threads", "1"]) == 0
     captured = capsys.readouterr()

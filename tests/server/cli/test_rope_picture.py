@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 from helpers.rotary_formulas import by_formula
 
+from windlass.engine.rotary import curves
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.gallery import command, numbers
@@ -49,13 +50,13 @@ def test_scores_are_those_of_rotation_matrices() -> None:
         assert numbers.turned(q, m, W) @ numbers.turned(k, n, W) == pytest.approx(wanted, abs=1e-9)
         assert numbers.scores(q, k, np.array([float(m - n)]), W)[0] == pytest.approx(wanted, abs=1e-9)
     ones = np.ones(6)
-    assert numbers.mean_cosine(np.array([9.0]), W)[0] == pytest.approx(brute_score(ones, ones, 12, 3) / 6)
+    assert curves.mean_cosine(np.array([9.0]), W)[0] == pytest.approx(brute_score(ones, ones, 12, 3) / 6)
 
 
 def test_the_bound_bounds() -> None:
     """RoFormer: |sum h_j e^(i r w_j)| <= max |h_(j+1) - h_j| sum |S_j|, h past the last being 0."""
     distances = np.arange(0.0, 300.0)
-    bound = numbers.decay_bound(distances, W)
+    bound = curves.decay_bound(distances, W)
     assert bound[0] == pytest.approx(2)  # (1 + 2 + 3) / 3
     by_hand = [sum(abs(sum(np.exp(1j * r * w) for w in W[:count])) for count in (1, 2, 3)) / 3 for r in (5.0, 130.0)]
     assert bound[[5, 130]] == pytest.approx(by_hand)

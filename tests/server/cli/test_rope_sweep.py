@@ -222,6 +222,21 @@ def test_the_lowest_perplexity_wins_and_the_reference_never_does() -> None:
     assert any("20 %" in reason and "per request" in reason for reason in found.reasons)
 
 
+def test_little_text_is_called_little_and_what_it_cannot_tell_is_said() -> None:
+    def of(count: int, *curves: Curve) -> list[str]:
+        wide = [replace(c, nll=np.repeat(c.nll[:1], count, axis=0)) for c in curves]
+        text = SweptText("t", 1000, "", tuple(range(0, 30 * count, 30)))
+        return list(recommend(ScalingSweep("toy", "toy", (text,), 16, 64, 64, tuple(wide))).reasons)
+
+    yarn, linear = curve("yarn", "yarn", 20, 12), curve("linear", "linear", 30, 13)
+    assert any("rests on 1 window of text" in reason for reason in of(1, NONE, CUT, yarn, linear))
+    assert any("rests on 2 windows of text" in reason for reason in of(2, NONE, CUT, yarn, linear))
+    assert not any("rests on" in reason or "tell these" in reason for reason in of(5, NONE, CUT, yarn, linear))
+    # As good on average, better in one window and worse in the other.
+    unsure = replace(linear, nll=yarn.nll + np.array([[0.3], [-0.28]]))
+    assert "This text cannot tell these two apart." in recommend(result(NONE, CUT, yarn, unsure)).reasons
+
+
 def test_within_one_per_cent_the_simpler_wins() -> None:
     rotate, frozen = curve("r", "dynamic", 20, 10, "rotate"), curve("f", "dynamic", 20.1, 10, "frozen")
     assert recommend(result(NONE, CUT, rotate, frozen)).curve == "f"

@@ -17,7 +17,7 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
-from windlass.engine.evaluation.batch_scoring import BatchScorer, TextToScore
+from windlass.engine.offline.batch_scoring import BatchScorer, TextToScore
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
 from windlass.server.startup import launch

@@ -114,6 +114,8 @@ def test_a_priority_better_than_the_keys_is_refused(live: Live) -> None:
     ("method", "path", "body"),
     [
         ("GET", "/metrics", None),
+        ("GET", "/v1/cache", None),
+        ("POST", "/v1/attention", {"prompt": "hello"}),
         ("POST", "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}),
         ("POST", "/v1/unload_lora_adapter", {"lora_name": "x"}),
     ],

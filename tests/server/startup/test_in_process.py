@@ -154,10 +154,11 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "in-process.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(("name", "count"), [("in-process.md", 3), ("first-steps.md", 1)])
+def test_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str], name: str, count: int) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == count
     for example in examples:
         exec(example.replace('"smollm2"', '"demo", kv_cache_memory="64MiB"'), {})
         assert capsys.readouterr().out.strip()

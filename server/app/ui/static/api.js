@@ -30,6 +30,11 @@ export async function getJson(path) {
   return (await call(path)).json();
 }
 
+export async function postJson(path, body, signal) {
+  const headers = { "content-type": "application/json" };
+  return (await call(path, { method: "POST", headers, body: JSON.stringify(body), signal })).json();
+}
+
 // Yields the chunks of a stream of server-sent events. Leaving the loop early, or `signal`, ends the request.
 export async function* stream(path, body, signal) {
   const response = await call(path, {

@@ -1,15 +1,25 @@
-// The page: its head, one column or two, and the field to write in, which asks all of them.
+// The page: its head, the door where a key is asked for, and the rooms. A room stays as it was while another is shown.
 import { getJson, hasKey, keepKey } from "./api.js";
-import { Column } from "./column.js";
+import { Attention } from "./attention.js";
+import { Cache } from "./cache.js";
+import { Chat } from "./chat.js";
+import { Completion } from "./completion.js";
 import { Component, createRef, html, render } from "./html.js";
-import { EMPTY, Settings } from "./settings.js";
+import { Rotary } from "./rotary.js";
+import { starting } from "./settings.js";
+
+const ROOMS = { chat: ["Chat", Chat], completion: ["Completion", Completion], rotary: ["Rotary", Rotary], attention: ["Attention", Attention], cache: ["Cache", Cache] };
+const roomOf = (hash) => (Object.hasOwn(ROOMS, hash.slice(1)) ? hash.slice(1) : "chat");
 
 class Page extends Component {
-  state = { model: null, locked: false, wrong: false, trouble: null, settings: EMPTY, compared: false, busy: new Set(), text: "" };
-  columns = [createRef(), createRef()];
-  area = createRef();
+  state = { model: null, profiles: [], locked: false, wrong: false, trouble: null, room: roomOf(location.hash), visited: new Set([roomOf(location.hash)]) };
+  chat = createRef();
 
   componentDidMount() {
+    addEventListener("hashchange", () => {
+      const room = roomOf(location.hash);
+      this.setState(({ visited }) => ({ room, visited: new Set([...visited, room]) }));
+    });
     this.load();
   }
 
@@ -17,7 +27,8 @@ class Page extends Component {
     try {
       const { data } = await getJson("v1/models");
       this.setState({ model: data[0], locked: false, wrong: false, trouble: null });
-      this.area.current?.focus();
+      const { profiles } = await getJson("v1/rotary").catch(() => ({ profiles: {} }));
+      this.setState({ profiles: Object.keys(profiles) });
     } catch (error) {
       if (error.status === 401) this.lock();
       else this.setState({ trouble: `The server cannot be asked: ${error.message}` });
@@ -35,70 +46,27 @@ class Page extends Component {
     this.load();
   };
 
-  shown = () => this.columns.map((column) => column.current).filter(Boolean);
-
-  ask = (event) => {
-    event?.preventDefault();
-    const text = this.state.text.trim();
-    if (!text || this.state.busy.size) return;
-    this.setState({ text: "" });
-    for (const column of this.shown()) column.ask(text);
+  // The chat lays a scaling beside the server's own.
+  compare = (written) => {
+    location.hash = "chat";
+    this.setState(({ visited }) => ({ room: "chat", visited: new Set([...visited, "chat"]) }), () => this.chat.current.propose(written));
   };
 
-  stop = () => this.shown().forEach((column) => column.stop());
-
-  clear = () => {
-    this.shown().forEach((column) => column.clear());
-    this.area.current.focus();
-  };
-
-  compare = () => {
-    this.setState(({ compared }) => ({ compared: !compared, busy: new Set() }));
-    this.stop();
-  };
-
-  busy = (column, on) =>
-    this.setState(({ busy }) => {
-      const next = new Set(busy);
-      next[on ? "add" : "delete"](column);
-      return { busy: next };
-    });
-
-  keys = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) this.ask(event);
-    if (event.key === "Escape") this.stop();
-  };
-
-  render(_, { model, locked, trouble, settings, compared, busy, text }) {
-    const running = busy.size > 0;
+  render(_, { model, profiles, locked, trouble, room, visited }) {
     return html`
       <header>
         <h1>Windlass</h1>
         ${model && html`<p class="model"><strong>${model.id}</strong> <span>${model.max_model_len?.toLocaleString("en")} tokens of context</span></p>`}
-        ${model && html`<nav>
-          <button type="button" aria-pressed=${String(compared)} onClick=${this.compare}>Compare</button>
-          <button type="button" onClick=${this.clear} disabled=${running}>New chat</button>
+        ${model && !locked && html`<nav aria-label="Rooms">
+          ${Object.entries(ROOMS).map(([name, [title]]) => html`<a href=${`#${name}`} aria-current=${name === room ? "page" : undefined}>${title}</a>`)}
           <a href="docs">API</a>
         </nav>`}
       </header>
       ${trouble && html`<p class="error banner" role="alert">${trouble} <button type="button" onClick=${() => this.load()}>Try again</button></p>`}
-      ${locked ? this.door() : model && html`<main>
-        <div class=${compared ? "columns two" : "columns"}>
-          ${(compared ? ["Left", "Right"] : ["Chat"]).map(
-            (name, index) => html`<${Column} key=${index} slot=${this.columns[index]} name=${name} compared=${compared} model=${model.id}
-              settings=${settings} onBusy=${this.busy} onLocked=${this.lock} />`,
-          )}
-        </div>
-        <${Settings} values=${settings} onChange=${(values) => this.setState({ settings: values })} />
-        <form class="composer" onSubmit=${this.ask}>
-          <textarea ref=${this.area} rows="2" aria-label="Message" placeholder="Ask something" value=${text} onKeyDown=${this.keys}
-            onInput=${(event) => this.setState({ text: event.currentTarget.value })}></textarea>
-          ${running
-            ? html`<button type="button" class="primary" onClick=${this.stop}>Stop</button>`
-            : html`<button class="primary" disabled=${!text.trim()}>Send</button>`}
-        </form>
-        <p class="note keys">Enter sends, Shift+Enter begins a line, Escape stops.</p>
-      </main>`}`;
+      ${locked ? this.door() : model && Object.entries(ROOMS).map(([name, [, Room]]) => visited.has(name) && html`<div class="floor" key=${name} hidden=${name !== room}>
+        <${Room} slot=${name === "chat" ? this.chat : undefined} shown=${name === room} model=${model.id} facts=${model} starting=${starting(model)}
+          longest=${model.max_model_len} profiles=${profiles} onCompare=${this.compare} onLocked=${this.lock} />
+      </div>`)}`;
   }
 
   door() {

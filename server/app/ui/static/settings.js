@@ -37,20 +37,29 @@ export function scaling(written) {
   }
 }
 
-export function Settings({ values, onChange }) {
+// What the model's authors recommend, as fields of the form.
+export const starting = (model) =>
+  Object.fromEntries(Object.entries(model.recommended_sampling ?? {}).map(([name, value]) => [name, String(value)]));
+
+export function NumberFields({ values, onChange }) {
+  return html`<div class="grid">
+    ${NUMBERS.map(
+      ([name, label, hint, step]) => html`<label>${label}
+        <input type="number" step=${step} placeholder=${hint} value=${values[name] ?? ""}
+          onInput=${(event) => onChange({ ...values, [name]: event.currentTarget.value })} />
+      </label>`,
+    )}
+  </div>`;
+}
+
+export function Settings({ values, recommended, onChange }) {
   const set = (name) => (event) => onChange({ ...values, [name]: event.currentTarget.value });
   return html`<details class="settings">
     <summary>Settings</summary>
-    <div class="grid">
-      <label class="wide">System prompt
-        <textarea rows="2" value=${values.system} onInput=${set("system")} placeholder="None: the chat template's own"></textarea>
-      </label>
-      ${NUMBERS.map(
-        ([name, label, hint, step]) => html`<label>${label}
-          <input type="number" step=${step} placeholder=${hint} value=${values[name] ?? ""} onInput=${set(name)} />
-        </label>`,
-      )}
-    </div>
-    <p class="note">What is left empty is as the model and the server have it.</p>
+    <label class="wide">System prompt
+      <textarea rows="2" value=${values.system} onInput=${set("system")} placeholder="None: the chat template's own"></textarea>
+    </label>
+    <${NumberFields} values=${values} onChange=${onChange} />
+    <p class="note">${recommended && "It begins with what the model's authors recommend. "}What is left empty is as the server has it.</p>
   </details>`;
 }

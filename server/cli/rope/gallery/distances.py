@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from windlass.engine.rotary import curves
 from windlass.server.cli.rope.gallery import numbers
 from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, TRAINED, new_figure, plain, thousands
 from windlass.server.cli.rope.gallery.subject import Numbers, Subject
@@ -28,7 +29,7 @@ def draw_decay(subject: Subject) -> Figure:
         k = q + rng.standard_normal(2 * subject.pairs)
         drawn = numbers.scores(q, k, near, frequencies) / (np.linalg.norm(q) * np.linalg.norm(k))
         left.plot(near, drawn, color="#8a8a8a", linewidth=0.7, label="six random alike pairs" if index == 0 else None)
-    left.plot(near, numbers.mean_cosine(near, frequencies), color=COLOURS[1], label="equal vectors of ones")
+    left.plot(near, curves.mean_cosine(near, frequencies), color=COLOURS[1], label="equal vectors of ones")
     left.plot(
         near,
         _bound_shape(near, frequencies),
@@ -40,7 +41,7 @@ def draw_decay(subject: Subject) -> Figure:
     left.axhline(0, color="#999999", linewidth=0.6)
     left.legend(fontsize=8, frameon=False)
     far = _log_places(subject.length)
-    right.plot(far, numbers.mean_cosine(far, frequencies), color=COLOURS[1], linewidth=0.8)
+    right.plot(far, curves.mean_cosine(far, frequencies), color=COLOURS[1], linewidth=0.8)
     right.plot(far, _bound_shape(far, frequencies), color=COLOURS[2], dashes=DASHES[1])
     _trained(right, subject)
     right.set_xscale("log")
@@ -155,7 +156,7 @@ def _trained(axes: Axes, subject: Subject) -> None:
 
 def _bound_shape(distances: Numbers, frequencies: Numbers) -> Numbers:
     """The bound over its value at distance 0, as it is mostly drawn."""
-    return numbers.decay_bound(distances, frequencies) / ((len(frequencies) + 1) / 2)
+    return curves.decay_bound(distances, frequencies) / ((len(frequencies) + 1) / 2)
 
 
 def _log_places(length: int) -> Numbers:
@@ -169,4 +170,4 @@ def _smooth_places(length: int) -> Numbers:
 def _smoothed(places: Numbers, frequencies: Numbers) -> Numbers:
     """The mean score around each distance, half an octave wide: single distances swing too much to compare six curves by."""
     near = places[:, None] * 2 ** np.linspace(-0.25, 0.25, 41)[None]
-    return np.stack([numbers.mean_cosine(around, frequencies).mean() for around in near])
+    return np.stack([curves.mean_cosine(around, frequencies).mean() for around in near])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from windlass.engine.errors import LoadError
+from windlass.engine.rotary import curves
 from windlass.server.cli.rope.gallery import numbers
 from windlass.server.cli.rope.gallery.style import COLOURS, DASHES, new_figure
 from windlass.server.cli.rope.gallery.subject import Numbers, Subject
@@ -33,7 +34,7 @@ def draw_encodings(subject: Subject, learned: Numbers | None) -> Figure:
     buckets = numbers.t5_buckets(rows)
     slopes = numbers.alibi_slopes(8)
 
-    _map(panels[0, 0], np.cos(numbers.angles(rows, frequencies)), "RoPE", "pair", "position")
+    _map(panels[0, 0], np.cos(curves.angles(rows, frequencies)), "RoPE", "pair", "position")
     _map(panels[0, 1], sines, "sinusoidal", "dimension", "")
     _map(
         panels[0, 2],
@@ -52,7 +53,7 @@ def draw_encodings(subject: Subject, learned: Numbers | None) -> Figure:
 
     _map(
         panels[1, 0],
-        numbers.relative(ROWS, numbers.mean_cosine(rows, frequencies)),
+        numbers.relative(ROWS, curves.mean_cosine(rows, frequencies)),
         "equal vectors turned",
         "key",
         "query",

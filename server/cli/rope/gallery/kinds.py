@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from windlass.engine.rotary.curves import decay_bound, mean_cosine
 from windlass.server.cli.rope.gallery.distances import draw_decay, draw_extrapolation, draw_scalings
 from windlass.server.cli.rope.gallery.encodings import draw_encodings
-from windlass.server.cli.rope.gallery.numbers import decay_bound, mean_cosine
 from windlass.server.cli.rope.gallery.subject import Subject
 from windlass.server.cli.rope.gallery.turning import draw_angles, draw_cos_sin, draw_invariance, draw_rotation
 

@@ -10,12 +10,8 @@ import math
 
 import numpy as np
 
+from windlass.engine.rotary.curves import angles
 from windlass.server.cli.rope.gallery.subject import Numbers
-
-
-def angles(positions: Numbers, frequencies: Numbers) -> Numbers:
-    """position times frequency, radians, [P, pairs]."""
-    return positions[:, None] * frequencies[None]
 
 
 def turned(vectors: Numbers, position: float, frequencies: Numbers) -> Numbers:
@@ -35,21 +31,6 @@ def scores(q: Numbers, k: Numbers, distances: Numbers, frequencies: Numbers) -> 
     a, b = q[:half] + 1j * q[half:], k[:half] + 1j * k[half:]
     turns = np.exp(1j * angles(distances, frequencies))  # [R, pairs]
     return np.asarray((turns * (a * b.conj())).sum(axis=1).real)
-
-
-def mean_cosine(distances: Numbers, frequencies: Numbers) -> Numbers:
-    """The score of equal vectors of ones, over its value at distance 0: the mean of cos(r w_j), [R]."""
-    ones = np.ones(2 * len(frequencies))
-    return scores(ones, ones, distances, frequencies) / (2 * len(frequencies))
-
-
-def decay_bound(distances: Numbers, frequencies: Numbers) -> Numbers:
-    """RoFormer's bound by distance (section 3.4.3): the mean of |S_j|, S_j = sum_{i<j} e^(i r w_i). [R].
-
-    For equal vectors of ones it is the bound over the largest score; the paper draws it over its own value at 0, (pairs + 1) / 2.
-    """
-    sums = np.exp(1j * angles(distances, frequencies)).cumsum(axis=1)
-    return np.asarray(np.abs(sums).mean(axis=1))
 
 
 def sinusoids(positions: Numbers, dim: int, theta: float = 10000.0) -> Numbers:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from windlass.engine.rotary import curves
 from windlass.server.cli.rope.gallery import numbers
 from windlass.server.cli.rope.gallery.style import COLOURS, new_figure, plain, thousands
 from windlass.server.cli.rope.gallery.subject import Subject
@@ -78,7 +79,7 @@ def draw_angles(subject: Subject) -> Figure:
     left, right = figure.subplots(1, 2)
     frequencies = subject.frequencies()
     pairs = np.arange(subject.pairs)
-    turning = numbers.angles(np.arange(1.0, 8.0), frequencies)
+    turning = curves.angles(np.arange(1.0, 8.0), frequencies)
     for position, row in enumerate(turning, 1):
         colour = colormaps["viridis"]((position - 1) / 7)
         for axes in (left, right):
@@ -97,7 +98,7 @@ def draw_cos_sin(subject: Subject) -> Figure:
     """Heat maps of cos and sin, positions down, pairs across."""
     figure = new_figure(f"cos and sin of every position and pair ({subject.name})", (10, 4.4))
     rows = min(256, subject.length)
-    turning = numbers.angles(np.arange(float(rows)), subject.frequencies())
+    turning = curves.angles(np.arange(float(rows)), subject.frequencies())
     panels = figure.subplots(1, 2, sharey=True)
     for axes, values, name in zip(panels, (np.cos(turning), np.sin(turning)), ("cos", "sin"), strict=True):
         image = axes.imshow(values, cmap="PuOr", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")

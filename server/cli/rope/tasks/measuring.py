@@ -18,7 +18,7 @@ from windlass.server.cli.rope.tasks.candidates import TaskCandidate
 from windlass.server.cli.rope.tasks.documents import Document
 
 if TYPE_CHECKING:
-    from windlass.engine.evaluation.batch_scoring import BatchScorer, TextToScore
+    from windlass.engine.offline.batch_scoring import BatchScorer, TextToScore
 
 _SHORT_SHARE = 8  # the short context that key tokens are told by is so small a part of the long one
 _VERSION = 1  # of the way texts are laid out; raise it where equal documents are read in another way
@@ -167,7 +167,7 @@ class TaskMeasure:
         self._progress.finished(f"{layout.name}: {document.length:,} tokens, document {document.number + 1}: {told}")
 
     def _layout(self, document: Document, candidate: TaskCandidate) -> _Layout:
-        from windlass.engine.evaluation.batch_scoring import TextToScore
+        from windlass.engine.offline.batch_scoring import TextToScore
 
         as_read = self._plain if document.length <= candidate.plain_to else candidate
         ids = document.ids
@@ -188,7 +188,7 @@ class TaskMeasure:
 
     def _short(self, document: Document) -> _Layout:
         """The segment behind an eighth of the context that the model knows, without scaling."""
-        from windlass.engine.evaluation.batch_scoring import TextToScore
+        from windlass.engine.offline.batch_scoring import TextToScore
 
         before = min(document.length, self._trained_len) // _SHORT_SHARE
         ids = document.ids[-(before + document.segment) :]

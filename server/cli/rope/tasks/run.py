@@ -35,7 +35,7 @@ from windlass.server.cli.rope.texts import find_files, read_text
 from windlass.server.startup.display import LoadingDisplay
 
 if TYPE_CHECKING:
-    from windlass.engine.evaluation.batch_scoring import BatchScorer
+    from windlass.engine.offline.batch_scoring import BatchScorer
 
 _MOST_DOCUMENTS = 10_000
 
@@ -120,7 +120,7 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
         _check_cut(documents, trained)
     kept = KeptReadings(options.keep)
 
-    from windlass.engine.evaluation.batch_scoring import BatchScorer
+    from windlass.engine.offline.batch_scoring import BatchScorer
 
     display, progress = LoadingDisplay(), SweepProgress()
     try:
@@ -210,7 +210,7 @@ def _runnable(
     scorer: BatchScorer, candidates: list[TaskCandidate], longest: int
 ) -> tuple[list[TaskCandidate], list[tuple[str, str]]]:
     """Those that this model can run, and the others with the reason. Raises RequestError for one that a person asked for."""
-    from windlass.engine.evaluation.batch_scoring import TextToScore
+    from windlass.engine.offline.batch_scoring import TextToScore
 
     found, refused = [], []
     for candidate in candidates:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from windlass.engine.api.config import parse_size
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.evaluation.bench import run_engine_benchmark
+from windlass.engine.offline.bench import run_engine_benchmark
 
 
 @pytest.fixture

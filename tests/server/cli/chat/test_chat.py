@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.live_server import live_server
 from helpers.pseudo_terminal import CTRL_C, CTRL_D, ENTER, UP, PseudoTerminal, paste
 from helpers.real_server import RealServer, serve
 
@@ -176,6 +177,20 @@ def test_without_a_terminal(server):
     assert "\x1b" not in result.stderr and "12 tokens" in result.stderr
     result = piped("/rope bogus\n", "--url", server.url)
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_it_begins_with_what_the_model_s_authors_recommend():
+    with live_server(recommended_sampling={"temperature": 0.2, "top_p": 0.9}) as live:
+        live.engine.eos_after = 3
+        command = [sys.executable, *MAIN, "chat", "--url", live.url]
+        run = subprocess.run(
+            command, input="hello\n/params temperature=1\nhello\n", capture_output=True, text=True, timeout=60
+        )
+        assert run.returncode == 0, run.stderr
+        drawn = [(request.sampling.temperature, request.sampling.top_p) for request in live.engine.requests]
+        assert drawn[0] == (0.2, 0.9) and drawn[1][0] == 1.0
+        live.complete("hello")  # what the API draws by is as ever
+        assert (live.engine.requests[-1].sampling.temperature, live.engine.requests[-1].sampling.top_p) == (1.0, 1.0)
 
 
 def test_a_server_that_is_not_there():

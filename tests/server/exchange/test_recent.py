@@ -1,0 +1,78 @@
+"""What lookers-on may cost: answers that are shared, and work done one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from windlass.server.errors import ApiError
+from windlass.server.exchange import recent
+from windlass.server.exchange.recent import MOST_WAITING, OneAtATime, Recent
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.parametrize(("cost", "good_for"), [(0.0, 0.2), (0.1, 2.0)])
+async def test_an_answer_is_good_for_a_while(monkeypatch: pytest.MonkeyPatch, cost: float, good_for: float) -> None:
+    now, made = 100.0, 0
+    monkeypatch.setattr(recent.time, "monotonic", lambda: now)
+
+    async def make() -> tuple[int, float]:
+        nonlocal made
+        made += 1
+        await asyncio.sleep(0)
+        return made, cost
+
+    shared: Recent[int] = Recent()
+    assert await asyncio.gather(*(shared.get(make) for _ in range(5))) == [1] * 5
+    now += 0.99 * good_for
+    assert await shared.get(make) == 1
+    now += 0.02 * good_for
+    assert await shared.get(make) == 2
+
+
+async def test_work_that_nobody_waits_for_holds_its_turn() -> None:
+    turn, gate, running, most = OneAtATime(), asyncio.Event(), 0, 0
+
+    async def work() -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await gate.wait()
+        running -= 1
+        return "done"
+
+    waiting = [asyncio.create_task(turn.run(work)) for _ in range(MOST_WAITING)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(ApiError) as caught:
+        await turn.run(work)
+    assert caught.value.status == 429
+    waiting[0].cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting[0]
+    await asyncio.sleep(0.01)
+    assert running == 1  # its own still
+    gate.set()
+    assert await asyncio.gather(*waiting[1:]) == ["done"] * (MOST_WAITING - 1) and most == 1
+    assert await turn.run(work) == "done"
+
+
+async def test_what_fails_fails_for_whoever_asked_alone() -> None:
+    turn = OneAtATime()
+
+    async def fail() -> None:
+        raise KeyError("no")
+
+    async def work() -> int:
+        return 3
+
+    with pytest.raises(KeyError):
+        await turn.run(fail)
+    assert await turn.run(work) == 3
