@@ -15,7 +15,7 @@ from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.deadlines import Deadlines
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.shifting import HeldContext
-from windlass.engine.scheduling.turns import Turns
+from windlass.engine.scheduling.turns import CallerTurns
 
 
 class LiveRequests:
@@ -29,7 +29,7 @@ class LiveRequests:
         fresh_seed: abc.Callable[[], int],
         new_handle: abc.Callable[[EngineRequest, RotaryStage], CacheHandle],
         held: abc.Callable[[ContextRule], HeldContext],
-        turns: Turns,
+        turns: CallerTurns,
     ) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._fresh_seed = fresh_seed

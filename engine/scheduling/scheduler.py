@@ -47,7 +47,7 @@ from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
 from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens, deal_whole_prompts
-from windlass.engine.scheduling.turns import Turns
+from windlass.engine.scheduling.turns import CallerTurns
 
 
 class Scheduler:
@@ -84,7 +84,7 @@ class Scheduler:
         self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits)
         self._writer = PlanWriter()
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
-        self._turns = Turns()
+        self._turns = CallerTurns()
         self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle, limits.held, self._turns)
         self._places = Places(config.max_num_seqs, blocks, rotary, self._stages, self._writer, self.counters)
         self._speculation = Speculation(

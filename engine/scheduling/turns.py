@@ -10,7 +10,7 @@ from __future__ import annotations
 _FEW = 64  # callers that are remembered without looking whether they still matter
 
 
-class Turns:
+class CallerTurns:
     """Virtual time is counted in tokens of a caller whose share is 1."""
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class Usage:
+class CallerUsage:
     """What one named caller has had since the server started."""
 
     requests: int = 0
@@ -60,7 +60,7 @@ class Callers:
         self._keys: dict[str, ApiKey] = {}
         self._buckets: dict[tuple[str, Limit], _Bucket] = {}
         self._in_flight: Counter[str] = Counter()
-        self.usage: dict[str, Usage] = {}  # by name
+        self.usage: dict[str, CallerUsage] = {}  # by name
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
@@ -68,7 +68,7 @@ class Callers:
         self._keys = {key.digest: key for key in keys}
         names = {key.name for key in self._keys.values() if key.name}
         self._buckets = {(name, limit): bucket for (name, limit), bucket in self._buckets.items() if name in names}
-        self.usage = {name: self.usage.get(name) or Usage() for name in names}
+        self.usage = {name: self.usage.get(name) or CallerUsage() for name in names}
 
     @property
     def asked_for(self) -> bool:

@@ -50,7 +50,7 @@ class ApiKey:
         return cls(digest=hashlib.sha256(key.encode()).hexdigest())
 
 
-class _Entry(BaseModel):
+class _KeyTable(BaseModel):
     """A table of the file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -99,7 +99,7 @@ def _read_entry(where: str, name: str, table: object) -> ApiKey:
     if not _NAME.fullmatch(name):
         raise LoadError(f"{where}: {name[:64]!r} is no name: use up to 64 letters, digits and . _ @ -")
     try:
-        entry = TypeAdapter(_Entry).validate_python(table)
+        entry = TypeAdapter(_KeyTable).validate_python(table)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, (name, *first["loc"])))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import QueueFullError
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.turns import Turns
+from windlass.engine.scheduling.turns import CallerTurns
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
@@ -38,7 +38,7 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
     lengths: dict[str, list[int]], shares: dict[str, float]
 ) -> None:
     """The paper's bound: served tokens over shares differ by no more than one request of each, as long as both wait."""
-    turns = Turns()
+    turns = CallerTurns()
     waiting = [
         (turns.take(name, tokens, shares[name]), i, name, tokens)
         for name in "ab"
@@ -58,13 +58,13 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
 def test_one_caller_keeps_its_order(lengths: list[int]) -> None:
-    turns = Turns()
+    turns = CallerTurns()
     starts = [turns.take("a", tokens) for tokens in lengths]
     assert starts == sorted(starts)
 
 
 def test_who_comes_late_stands_behind_what_runs_and_before_the_backlog() -> None:
-    turns = Turns()
+    turns = CallerTurns()
     starts = [turns.take("many", 10) for _ in range(100)]
     for start in starts[:4]:
         turns.begin(start)
@@ -75,7 +75,7 @@ def test_who_comes_late_stands_behind_what_runs_and_before_the_backlog() -> None
 
 
 def test_tokens_that_were_not_needed_are_not_counted() -> None:
-    turns = Turns()
+    turns = CallerTurns()
     turns.take("a", 1000)
     turns.give_back("a", 990)
     assert turns.take("a", 1) == 10
@@ -83,7 +83,7 @@ def test_tokens_that_were_not_needed_are_not_counted() -> None:
 
 
 def test_callers_who_do_not_matter_any_more_are_forgotten() -> None:
-    turns = Turns()
+    turns = CallerTurns()
     for i in range(10_000):
         turns.begin(turns.take(f"caller {i}", 5))
         turns.begin(turns.take("regular", 5))
