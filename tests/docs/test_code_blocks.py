@@ -20,7 +20,7 @@ from windlass.server.cli import main as cli
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-LANGUAGES = {"python", "bash", "sh", "json", "yaml", "vim", "text", ""}
+LANGUAGES = {"python", "bash", "sh", "json", "yaml", "toml", "vim", "text", ""}
 
 # Who runs the Python of a page. A page that is not here may have no block without `<!-- not run: … -->`.
 RUN_BY = {
