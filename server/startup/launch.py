@@ -47,6 +47,7 @@ from windlass.server.startup.ending import Ending
 from windlass.server.startup.key_reload import reread_on_signal
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
+from windlass.server.startup.shown_options import not_default
 from windlass.server.startup.tokenizer_directory import with_tokenizer
 from windlass.server.startup.unix_socket import listen_unix
 
@@ -191,34 +192,6 @@ def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
     ):
         if given and refusal is not None:
             raise LoadError(f"{option}: {refusal}: leave it out")
-
-
-def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
-    """The options, as written, that change how answers come about or what requests may ask for, as far as they are set."""
-    return [
-        option
-        for option, given in (
-            ("--deterministic", engine.deterministic),
-            (f"--speculative-ngram {engine.speculative_ngram}", engine.speculative_ngram > 0),
-            (f"--speculative-model {engine.speculative_model}", engine.speculative_model is not None),
-            (f"--rope-ladder {','.join(engine.rope_ladder or ())}", bool(engine.rope_ladder)),
-            (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
-            (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),
-            ("--rope-exact", server.rope_exact),
-            (f"--context-overflow {server.context_overflow}", server.context_overflow != "stop"),
-            (f"--keep-tokens {server.keep_tokens}", server.keep_tokens is not None),
-            (f"--attention-window {server.attention_window}", server.attention_window is not None),
-            (f"--attention-sinks {server.attention_sinks}", server.attention_sinks > 0),
-            (f"--cache-reuse {server.cache_reuse}", server.cache_reuse > 0),
-            (f"--shift-context {engine.shift_context}", engine.shift_context is not None),
-            (f"--max-total-tokens {engine.max_total_tokens}", engine.max_total_tokens is not None),
-            (f"--chat-template {server.chat_template}", server.chat_template is not None),
-            (f"--generation-config {server.generation_config}", server.generation_config != "auto"),
-            (f"--tool-call-parser {server.tool_call_parser}", server.tool_call_parser != "auto"),
-            (f"--reasoning-parser {server.reasoning_parser}", server.reasoning_parser != "auto"),
-        )
-        if given
-    ]
 
 
 def start_engine(engine: EngineOptions, log_level: str) -> ChildProcess:

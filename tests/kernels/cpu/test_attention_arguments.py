@@ -96,7 +96,9 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     assert (found.ranges, found.q_rows, found.batch, len(out)) == (2, 5, 2, 2)
 
 
-@pytest.mark.parametrize("change", [{"causal": 0}, {"chunk": 4}, {"range_ends": 8, "window": 3}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"range_ends": 8, "causal": 0}, {"chunk": 4}, {"range_ends": 8, "window": 3}], ids=str
+)
 def test_the_kernels_refuse_what_they_do_not_do(form: Library, change: dict[str, int]) -> None:
     """Whoever fills the struct himself; Python refuses such a call before."""
     arguments = AttentionArguments(causal=1, kv_heads=1, heads=1, block_size=16)  # of no sequence

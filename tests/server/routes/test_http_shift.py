@@ -94,7 +94,8 @@ def test_what_cannot_be_is_refused_with_its_limits(live: Live, fields: dict[str,
 
 
 def test_a_model_that_cannot_says_why() -> None:
-    engine = ScriptedEngine(info=model_info(shift_refusal="its positions are learned"))
+    learned = "its positions are learned"
+    engine = ScriptedEngine(info=model_info(shift_refusal=learned, window_refusal=learned))
     with live_server(engine) as live:
         for fields in ({"context_overflow": "shift"}, {"attention_window": 8}):
             error = live.refuse(COMPLETIONS, {"prompt": "a", **fields})
