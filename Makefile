@@ -75,7 +75,7 @@ format: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	@echo "== making the site"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "== open build/docs/index.html"
 
 bench: $(VENV)/.installed-dev

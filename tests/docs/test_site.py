@@ -46,7 +46,7 @@ def test_every_page_has_one_place_in_the_order_a_user_follows() -> None:
 
 
 def build(root: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=250, check=False)
 
 
