@@ -15,7 +15,7 @@ class CallerTurns:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._ends: dict[str, float] = {}  # where each caller's last request ends
+        self._ends: dict[str, tuple[float, float]] = {}  # where each caller's last request starts and ends
         self._look_at = _FEW
 
     def __len__(self) -> int:
@@ -24,10 +24,11 @@ class CallerTurns:
 
     def take(self, caller: str, tokens: int, share: float = 1.0) -> float:
         """Where a request of so many tokens starts; lower is served first. share: what the caller gets beside one of 1."""
-        start = max(self._now, self._ends.get(caller, 0.0))
-        self._ends[caller] = start + tokens / share
+        _, end = self._ends.get(caller, (0.0, 0.0))
+        start = max(self._now, end)
+        self._ends[caller] = start, start + tokens / share
         if len(self._ends) > self._look_at:
-            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+            self._ends = {name: last for name, last in self._ends.items() if last[1] > self._now}
             self._look_at = max(_FEW, 2 * len(self._ends))
         return start
 
@@ -36,6 +37,8 @@ class CallerTurns:
         self._now = max(self._now, start)
 
     def give_back(self, caller: str, tokens: int, share: float = 1.0) -> None:
-        """So many of a request's tokens were not needed after all."""
+        """So many of a request's tokens were not needed after all. The next one still starts no earlier than the last one did:
+        it may wait, and is not to be overtaken by its own caller's."""
         if caller in self._ends:
-            self._ends[caller] -= tokens / share
+            start, end = self._ends[caller]
+            self._ends[caller] = start, max(start, end - tokens / share)

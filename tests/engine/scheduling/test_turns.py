@@ -56,10 +56,14 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
             assert abs(served["a"] - served["b"]) <= bound + 1e-9
 
 
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=40))
-def test_one_caller_keeps_its_order(lengths: list[int]) -> None:
-    turns = CallerTurns()
-    starts = [turns.take("a", tokens) for tokens in lengths]
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100), st.booleans()), min_size=1, max_size=40))
+def test_one_caller_keeps_its_order_whatever_is_given_back(requests: list[tuple[int, int, bool]]) -> None:
+    turns, starts = CallerTurns(), []
+    for tokens, spared, served in requests:
+        starts.append(turns.take("a", tokens))
+        if served:
+            turns.begin(min(starts))
+        turns.give_back("a", spared)  # of an earlier request, perhaps a much longer one
     assert starts == sorted(starts)
 
 
