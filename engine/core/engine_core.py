@@ -27,7 +27,7 @@ from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.compiling import CompilingRequests
-from windlass.engine.core.forecast import ALWAYS_ANNOUNCED, Announce, StepForecast
+from windlass.engine.core.forecast import Announce, StepForecast
 from windlass.engine.core.looking import look
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.drafter import DraftModel
@@ -172,18 +172,13 @@ class EngineCore:
         return len(self._compiling) > 0 or self.scheduler.has_work()
 
     def step(self, announce: Announce | None = None) -> list[RequestOutput]:
-        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first.
-
-        announce: see `windlass.engine.core.loop.Core.step`.
-        """
+        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first. announce: see `Core`."""
         outputs = self._admit_compiled() + self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_work():
             self._forget_the_last()
             return outputs
         plan = self.scheduler.schedule()
-        expected = self._forecast.seconds(plan.num_tokens)
-        if announce is not None and (expected is None or expected > ALWAYS_ANNOUNCED):
-            announce(expected)
+        self._forecast.announce(plan.num_tokens, announce)
         started = time.perf_counter()
         results = self.runner.execute(plan)
         seconds = time.perf_counter() - started

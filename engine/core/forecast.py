@@ -24,6 +24,12 @@ class StepForecast:
         size = num_tokens.bit_length()
         self._slowest[size] = max(seconds, self._slowest.get(size, 0.0))
 
+    def announce(self, num_tokens: int, tell: Announce | None) -> None:
+        """Say how long a step will take, where it may be long or nobody can tell."""
+        seconds = self.seconds(num_tokens)
+        if tell is not None and (seconds is None or seconds > ALWAYS_ANNOUNCED):
+            tell(seconds)
+
     def seconds(self, num_tokens: int) -> float | None:
         """The slowest one of this size or below; of the next size below, doubled for each size between, where that is more.
 
