@@ -18,6 +18,7 @@ from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
 from windlass.server.cli.brief_help import BriefHelp, help_all_option
 from windlass.server.cli.rope.commands import app as rope
+from windlass.server.cli.top.command import top
 from windlass.server.options.config_file import config_option
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
@@ -36,6 +37,7 @@ bench = InjectingTyper(help="Measure speed.", no_args_is_help=True)
 add_commands(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
+app.command("top")(top)
 
 
 Engine = Annotated[EngineOptions, Depends(EngineOptions)]

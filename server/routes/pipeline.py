@@ -247,7 +247,8 @@ async def _run(
 async def _counting(job: GenerationJob, tally: Tally) -> AsyncIterator[None]:
     """What was generated is the caller's, however the request ends."""
     try:
-        yield
+        with job.state.metrics.scalings.running(job.rotation.shown_name(job.body.rope_scaling), tally):
+            yield
     finally:
         job.state.callers.take_generated(job.caller, tally.completion_tokens)
 
