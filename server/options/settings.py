@@ -59,6 +59,7 @@ class ServerSettings:
     events; both are estimated before anything is generated.
     response_store_bytes: what `/v1/responses` keeps of its answers for later requests; 0: nothing.
     reasoning_parser: how thinking is told apart from answers; "auto": as the chat template marks it.
+    max_bodies_bytes: of all requests in progress, see `windlass.server.app.body_budget`.
     max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
     default_timeout: deadline of a request that names none; None means no deadline.
     body_stall_seconds: how long a client may pause while it sends its body.
@@ -97,6 +98,7 @@ class ServerSettings:
     default_timeout: float | None = None
     retry_after_seconds: int = 1
     max_body_bytes: int = 32 * MIB
+    max_bodies_bytes: int = 512 * MIB
     max_header_bytes: int = 64 * 1024
     body_stall_seconds: float = 30.0
     max_response_bytes: int = 64 * MIB
@@ -154,6 +156,7 @@ class ServerSettings:
             "default_max_tokens",
             "completion_max_tokens",
             "max_body_bytes",
+            "max_bodies_bytes",
             "max_header_bytes",
             "max_response_bytes",
             "max_in_flight",
