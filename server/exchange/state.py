@@ -20,6 +20,7 @@ from windlass.server.exchange.callers import Callers
 from windlass.server.exchange.conditions import Conditions
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.exchange.recent import OneAtATime, Recent
+from windlass.server.exchange.recording import Recorder, RecordingCollector
 from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
@@ -62,6 +63,8 @@ class ServerState:
         if settings.callers:
             self.metrics.registry.register(CallerCollector(self.callers))
         self.conditions = Conditions()
+        self.recorder = None if settings.record is None else Recorder(settings.record)
+        self.metrics.registry.register(RecordingCollector(self.recorder))
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
@@ -161,5 +164,7 @@ class ServerState:
         return f"{request_id}-{next(self._serial)}"
 
     def close(self) -> None:
-        """End the text processes. The engine belongs to whoever made it."""
+        """End the text processes and the recording. The engine belongs to whoever made it."""
         self.text.close()
+        if self.recorder is not None:
+            self.recorder.close()

@@ -36,6 +36,16 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSettings:
+    """Where requests are recorded. text: with what people wrote. max_bytes: of the file. deterministic: whether the engine is."""
+
+    path: Path
+    text: bool = False
+    max_bytes: int = 256 * MIB
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
 
@@ -71,6 +81,7 @@ class ServerSettings:
     adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
     later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
     attention_maps: whether /v1/attention answers.
+    record: the file that requests are recorded in, None for none.
     recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
 
@@ -122,6 +133,7 @@ class ServerSettings:
     lora_folder: Path | None = None
     adapter_drain_seconds: float = 30.0
     attention_maps: bool = False
+    record: RecordSettings | None = None
     recommended_sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -37,6 +37,8 @@ from windlass.server.generation.sampling_params import (
 from windlass.server.generation.structured import StructuredOutput, structured_of
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
+from windlass.server.routes.followed import followed
+from windlass.server.routes.recorded import with_seed
 from windlass.server.text.line_limits import LineLimits
 from windlass.server.text.parsing.events import ParsingPlan
 from windlass.server.text.parsing.reasoning.formats import Place
@@ -219,22 +221,27 @@ async def _run(
     param: str,
     make_writer: Callable[[Sequence[Prompt], Tally], Writer],
 ) -> None:
-    plan = await _plan(job, list(prompts), param)
     state = job.state
+    if state.recorder is not None and len(prompts) == 1:
+        job = with_seed(job)
+    plan = await _plan(job, list(prompts), param)
     generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
     writer = make_writer(plan.prompts, generation.tally)
     streaming = bool(job.body.stream)
     state.callers.take_prompts(job.caller, generation.tally.prompt_tokens)
-    async with _blaming(job.structured), _counting(job, generation.tally), aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            if delta.prompt_logprobs is not None:
-                prompt_index = delta.choice // plan.samples
-                await state.text.on_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
-                delta.prompt_logprobs = None  # its text is kept instead
-            if not streaming:
-                writer.add(delta)
-            elif events := await _event(state, writer, delta):
-                await exchange.send_events(events)
+    with followed(exchange, job, plan, generation.tally) as take:
+        async with _blaming(job.structured), _counting(job, generation.tally), aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                if take is not None:
+                    take(delta)
+                if delta.prompt_logprobs is not None:
+                    prompt_index = delta.choice // plan.samples
+                    await state.text.on_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
+                    delta.prompt_logprobs = None  # its text is kept instead
+                if not streaming:
+                    writer.add(delta)
+                elif events := await _event(state, writer, delta):
+                    await exchange.send_events(events)
     if streaming:
         long = writer.size > LARGE_ANSWER
         await exchange.finish(await state.text.on_thread(writer.last_event) if long else writer.last_event())
@@ -247,7 +254,8 @@ async def _run(
 async def _counting(job: GenerationJob, tally: Tally) -> AsyncIterator[None]:
     """What was generated is the caller's, however the request ends."""
     try:
-        yield
+        with job.state.metrics.scalings.running(job.rotation.shown_name(job.body.rope_scaling), tally):
+            yield
     finally:
         job.state.callers.take_generated(job.caller, tally.completion_tokens)
 
