@@ -17,11 +17,22 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.core.threads import wait_settings
 from windlass.engine.core.wire import Load, encode
 
+DEFAULT_CORE = "windlass.engine.core.loop:default_core"
+ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name: it brings torch
+
+
+def module_ahead(core: str, *, pinned: bool) -> str | None:
+    """What a child that is to make this core may import before it knows what to load.
+
+    None where the engine is to be pinned to cores: OpenMP reads those once, and they must be settled before torch comes.
+    """
+    return ENGINE_MODULE if core == DEFAULT_CORE and not pinned else None
+
 
 class ChildProcess:
     """A running `windlass.engine.core.process`, which waits for `load`.
 
-    ahead: a module to import meanwhile. None where the engine is to be pinned to cores: OpenMP reads those once.
+    ahead: a module to import meanwhile, see `module_ahead`.
     Attributes: `socket` is the parent's end, `process` the Popen object.
     """
 

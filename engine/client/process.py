@@ -18,10 +18,10 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
-from windlass.engine.client.child import ChildProcess
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, module_ahead
 from windlass.engine.client.looks import LookCalls
-from windlass.engine.client.pulse import Pulse
 from windlass.engine.client.router import RequestRouter
+from windlass.engine.client.watchdog import Watchdog
 from windlass.engine.core.loop import ProgressCallback
 from windlass.engine.core.wire import (
     AskStats,
@@ -34,6 +34,7 @@ from windlass.engine.core.wire import (
     Ready,
     Stats,
     StatsAccumulator,
+    StepBegun,
     StepDone,
     encode,
 )
@@ -41,11 +42,8 @@ from windlass.engine.errors import EngineDeadError, LoadError
 
 _logger = logging.getLogger("windlass.engine.client")
 
-DEFAULT_CORE = "windlass.engine.core.loop:default_core"
 STATS_TIMEOUT = 1.0  # seconds to wait for fresh statistics before the last known ones do
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
-SLOW_STEP_FACTOR = 20.0  # a step may take this many times the slowest one seen before it counts as hung
-LIFELESS_SECONDS = 2.5  # a child that owes an answer, and neither computes nor waits for a disk for so long, is stuck
 FAILED_RELOADS = 3  # restarts in a row that do not even load
 
 
@@ -53,8 +51,8 @@ class ProcessClient:
     """An `EngineClient` over a child process.
 
     progress: called in the event loop with (stage, done, total) while the model loads.
-    hang_seconds: the engine is killed and restarted when requests are in flight and no step ends for this long (or for
-    SLOW_STEP_FACTOR times its slowest step, if that is longer); after LIFELESS_SECONDS where its process does nothing at all.
+    hang_seconds: the engine is killed and restarted when requests are in flight and no step ends for this long; sooner where
+    `Watchdog` can tell that it is stuck.
     max_deaths, death_window: it is given up after this many deaths within so many seconds.
     backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
     core: private; see `windlass.engine.core.process`. child: one that waits for what to load; it is the client's from now on.
@@ -99,8 +97,7 @@ class ProcessClient:
         self._stats_waiter: asyncio.Future[None] | None = None
 
         self._reported: str | None = None  # what the child itself said about its end
-        self._silent_seconds = 0.0
-        self._slowest_step = 0.0
+        self._watchdog: Watchdog | None = None
 
     # ---- the EngineClient protocol -----------------------------------------------------------------------------------
     @property
@@ -180,7 +177,7 @@ class ProcessClient:
     def spawn(self) -> None:
         """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
         if self._child is None:
-            self._child, self._waiting_child = self._waiting_child or self._new_child(), None
+            self._child = self._new_child()
             self._child.load(self._config)
 
     def start_nowait(self) -> None:
@@ -208,10 +205,12 @@ class ProcessClient:
         return self._state
 
     def _new_child(self) -> ChildProcess:
-        return ChildProcess(self._core, self._log_level)
+        child, self._waiting_child = self._waiting_child, None
+        return child or ChildProcess(self._core, self._log_level)
 
     def kill(self, *, reap: bool = True) -> None:
         """End the child at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
+        self._drop_spare()
         if self._child is not None:
             self._child.kill(reap=reap)
             if self._writer is None:  # else the transport owns the socket
@@ -251,10 +250,16 @@ class ProcessClient:
     async def _serve(self, child: ChildProcess) -> bool:
         """Carry messages until the child is gone, and reap it. True if it had loaded."""
         self._reported = None
-        self._silent_seconds = self._slowest_step = 0.0
         reader, writer = await asyncio.open_unix_connection(sock=child.socket, limit=1 << 20)
         self._writer = writer
-        watchdog = asyncio.get_running_loop().create_task(self._watch(child, writer), name="engine-watchdog")
+        self._watchdog = watchdog = Watchdog(
+            child,
+            self._hang_seconds,
+            owes_answer=lambda: self._router.in_flight > 0,
+            answers_looks=lambda: self._looks.waiting > 0,
+            suspect=self._keep_spare,
+        )
+        watching = asyncio.get_running_loop().create_task(self._watch(child, watchdog, writer), name="engine-watchdog")
         frames = FrameReader()
         try:
             with contextlib.suppress(ConnectionError):
@@ -269,53 +274,47 @@ class ProcessClient:
             return loaded
         finally:
             self._writer = None
-            watchdog.cancel()
+            watching.cancel()
             writer.transport.abort()
             if not child.ended:
                 child.kill()
 
-    async def _watch(self, child: ChildProcess, writer: asyncio.StreamWriter) -> None:
-        """Kill a child that owes an answer and shows no sign of life.
+    async def _watch(self, child: ChildProcess, watchdog: Watchdog, writer: asyncio.StreamWriter) -> None:
+        """Kill a child that is stuck."""
+        reason = await watchdog.watch()
+        if reason is None:  # and yet the socket is open: a process of the child's own inherited it
+            writer.transport.abort()
+            return
+        self._reported = f"{reason}; it was killed"
+        child.process.kill()
 
-        Silence is counted in ticks of this loop rather than read off a clock, so a parent that was itself stopped or
-        busy does not blame the engine.
-        """
-        tick = min(0.5, self._hang_seconds / 10)
-        pulse, lifeless = Pulse(child.process.pid), 0.0
-        while True:
-            await asyncio.sleep(tick)
-            if child.ended:  # and yet the socket is open: a process of the child's own inherited it
-                writer.transport.abort()
-                return
-            if self._router.in_flight == 0:
-                self._silent_seconds = lifeless = 0.0
-                continue
-            self._silent_seconds += tick
-            lifeless = lifeless + tick if pulse.lifeless() and self._silent_seconds > tick else 0.0
-            if lifeless >= LIFELESS_SECONDS:
-                self._reported = (
-                    f"the engine did nothing for {lifeless:g} seconds with requests to answer; it was killed"
-                )
-                child.process.kill()
-                return
-            limit = max(self._hang_seconds, SLOW_STEP_FACTOR * self._slowest_step)
-            if self._silent_seconds >= limit:
-                self._reported = f"no step of the engine finished for {limit:g} seconds; it was killed"
-                child.process.kill()
-                return
+    def _keep_spare(self, wanted: bool) -> None:
+        """Have a child at hand that imports what it needs, which takes most of a start, or none."""
+        if wanted and self._waiting_child is None:
+            ahead = module_ahead(self._core, pinned=self._config.compute.cores is not None)
+            self._waiting_child = ChildProcess(self._core, self._log_level, ahead=ahead)
+        elif not wanted and self._waiting_child is not None:
+            self._drop_spare()
+
+    def _drop_spare(self) -> None:
+        spare, self._waiting_child = self._waiting_child, None
+        if spare is not None:
+            spare.kill(reap=False)
+            spare.socket.close()
 
     def _receive(self, message: Message) -> None:
-        self._silent_seconds = 0.0
-        if isinstance(message, StepDone):
-            self._slowest_step = max(self._slowest_step, message.seconds)
-            if message.stats is not None:
-                self._stats.add(message.stats)
+        if self._watchdog is not None:
+            self._watchdog.hear(message)
+        if isinstance(message, StepDone) and message.stats is not None:
+            self._stats.add(message.stats)
         if any(part.deliver(message) for part in (self._router, self._adapters, self._looks)):
             return
         match message:
             case Stats(stats):
                 self._stats.add(stats)
                 self._resolve_stats()
+            case StepBegun():
+                pass
             case Progress(stage, done, total):
                 if self.progress is not None:
                     self.progress(stage, done, total)

@@ -27,6 +27,7 @@ from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.compiling import CompilingRequests
+from windlass.engine.core.forecast import Announce, StepForecast
 from windlass.engine.core.looking import look
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.drafter import DraftModel
@@ -89,6 +90,7 @@ class EngineCore:
         # A token that sees those behind it is another in every text: nothing of one text stands in another.
         shares = config.cache.prefix_caching and not spec.sees_whole_texts
         self.blocks = BlockManager(layouts, config.cache.block_size, shares)
+        self._forecast = StepForecast()
         self._limits = ContextLimits(
             max_model_len=plan.max_model_len,
             block_size=config.cache.block_size,
@@ -169,16 +171,19 @@ class EngineCore:
     def has_work(self) -> bool:
         return len(self._compiling) > 0 or self.scheduler.has_work()
 
-    def step(self) -> list[RequestOutput]:
-        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first."""
+    def step(self, announce: Announce | None = None) -> list[RequestOutput]:
+        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first. announce: see `Core`."""
         outputs = self._admit_compiled() + self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_work():
             self._forget_the_last()
             return outputs
         plan = self.scheduler.schedule()
+        self._forecast.announce(plan.num_tokens, announce)
         started = time.perf_counter()
         results = self.runner.execute(plan)
-        self.scheduler.observe(plan, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._forecast.observe(plan.num_tokens, seconds)
+        self.scheduler.observe(plan, seconds)
         for result in results:
             if result.error is not None:
                 outputs += self.scheduler.fail_sequence(result.seq_id, result.error)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
-from windlass.engine.client.child import ChildProcess
-from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, module_ahead
+from windlass.engine.client.process import ProcessClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 # Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
-ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name: it brings torch
 
 
 def serve(
@@ -197,9 +196,7 @@ def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
 def start_engine(engine: EngineOptions, log_level: str) -> ChildProcess:
     """An engine process that imports what it needs and waits for a model; whoever asks for it ends it."""
     core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
-    # Pinned to cores only once it knows its configuration, before it imports torch.
-    ahead = ENGINE_MODULE if core == DEFAULT_CORE and not engine.pin_cores else None
-    return ChildProcess(core, log_level, ahead=ahead)
+    return ChildProcess(core, log_level, ahead=module_ahead(core, pinned=engine.pin_cores))
 
 
 def make_client(engine: EngineOptions, path: Path, log_level: str, child: ChildProcess) -> ProcessClient:
@@ -304,7 +301,7 @@ async def _run(
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
-    watch = LoopWatch(app.state.windlass.metrics.event_loop_lag.observe).start()
+    watch = LoopWatch(app.state.windlass.beat).start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()
