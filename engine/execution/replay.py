@@ -68,9 +68,7 @@ class DecodeReplay:
         self._recorder = None if self.obstacle is not None else decoder.backend.recorder(_ARENA_BYTES)
         self.max_rows = sys.maxsize if self.obstacle is None else 0
         spec = decoder.spec
-        self._embeds_in_kernels = (
-            spec.temperature is None and spec.unrotated_temperature is None and isinstance(decoder.embedding, Tensor)
-        )
+        self._embeds_in_kernels = not spec.changes_scales and isinstance(decoder.embedding, Tensor)
         self.num_repeated = 0
 
     def run(self, batch: ForwardBatch, *, maxima: bool) -> StepTensors | None:

@@ -146,6 +146,17 @@ class ModelSpec:
         return any(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.causal for layer in self.layers)
 
     @property
+    def norms_follow_rotation(self) -> bool:
+        """Whether layers norm queries and keys behind the rotation."""
+        return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.qk_norm == "after" for layer in self.layers)
+
+    @property
+    def changes_scales(self) -> bool:
+        """Whether a step begins with numbers of its own for the scales of queries."""
+        temperatures = self.temperature, self.unrotated_temperature
+        return self.norms_follow_rotation or any(one is not None for one in temperatures)
+
+    @property
     def has_chunks(self) -> bool:
         """Whether layers see chunks that begin at multiples of a length."""
         return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.chunked for layer in self.layers)

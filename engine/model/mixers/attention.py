@@ -51,6 +51,7 @@ class AttentionInputs:
     """
 
     rotations: list[tuple[Tensor, Tensor, Tensor]]  # per rotary group cos and sin [T, d/2], q_scale [T]
+    growths: list[Tensor]  # per rotary group [T], see `ForwardBatch.growth`; none where there is none
     slots: list[Tensor]  # per KV group [T]
     calls: list[AttentionCall]  # per kind of layer, see `SharedAttention`
     sources: Tensor | None = None  # [V] int64
@@ -162,7 +163,8 @@ class SharedAttention:
                 rows = versions.rows if kind.rotates else versions.plain_rows
                 ranges = _ranges_of(versions, rows, self._windows.index(window))
                 calls.append(AttentionCall(*operands, soft_cap=cap, **ranges))
-        inputs = AttentionInputs(rotations, list(batch.slots.unbind(0)), calls)
+        growths = [] if batch.growth is None else list(batch.growth.unbind(0))
+        inputs = AttentionInputs(rotations, growths, list(batch.slots.unbind(0)), calls)
         if versions is not None:
             if versions.sources.shape[0]:
                 inputs.sources, inputs.turns = versions.sources, self._by_group(versions.cos, versions.sin)
@@ -229,9 +231,7 @@ class Attention:
         after = spec.qk_norm == "after"
         if after:
             # The original norms what the attention factor has made longer; that comes out again but for the norm's eps.
-            grown = q_scale.sqrt()[:, None, None]  # [T, 1, 1]
-            q, k = (q * grown).to(x.dtype), (k * grown).to(x.dtype)
-            q_scale = torch.ones_like(q_scale)
+            backend.scale_rows(projected[:, : (heads + kv_heads) * dim], inputs.growths[spec.rotary_group or 0])
         if self._q_norm is not None and self._k_norm is not None:
             if spec.qk_norm == "all heads":
                 q, k, _ = projected.split_with_sizes((heads * dim, kv_heads * dim, kv_heads * dim), 1)
