@@ -60,3 +60,4 @@ class ForwardBatch:
     lasting: bool = False
     adapters: AdapterRows | None = None
     token_types: Tensor | None = None  # [T] int64
+    unrotated_score_scale: Tensor | None = None  # [T] float32, that of layers that do not rotate, where it is another

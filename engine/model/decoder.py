@@ -134,6 +134,10 @@ class Decoder:
             beta, length = self.spec.temperature
             growth = 1 + beta * self.backend.log1p(batch.context_positions // length)  # [T]
             batch = replace(batch, score_scale=batch.score_scale * growth)
+        if self.spec.unrotated_temperature is not None:
+            beta, length = self.spec.unrotated_temperature
+            growth = 1 + beta * self.backend.log1p((batch.context_positions + 1) // length)  # [T]
+            batch = replace(batch, unrotated_score_scale=batch.score_scale * growth)
         return x, batch
 
     def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVStorage) -> Tensor:

@@ -85,6 +85,7 @@ class _LayerKind(NamedTuple):
     rotates: bool
     causal: bool = True
     slopes: tuple[float, ...] | None = None
+    chunked: bool = False
 
 
 def _slopes(heads: int) -> tuple[float, ...]:
@@ -125,6 +126,7 @@ class SharedAttention:
                 spec.rotary_group is not None,
                 spec.causal,
                 _slopes(spec.num_heads) if spec.alibi else None,
+                spec.chunked,
             )
             for spec in specs
         ]
@@ -142,13 +144,18 @@ class SharedAttention:
         tables, versions = batch.block_tables.unbind(0), batch.versions
         calls = []
         for kind in self._kinds:
-            operands = tables[kind.kv_group], batch.query_start, batch.seq_lens, batch.score_scale, kind.scale
+            score_scale = batch.score_scale
+            if not kind.rotates and batch.unrotated_score_scale is not None:
+                score_scale = batch.unrotated_score_scale
+            operands = tables[kind.kv_group], batch.query_start, batch.seq_lens, score_scale, kind.scale
             window, cap = kind.window, kind.soft_cap
             if kind.slopes is not None:
                 slopes = torch.tensor(kind.slopes, dtype=torch.float32, device=batch.seq_lens.device)
                 ranges = _one_range(batch) if versions is None else _ranges_of(versions, versions.plain_rows, 0)
                 gaps = torch.zeros_like(batch.seq_lens)[:, None] if versions is None else versions.gaps
                 calls.append(AttentionCall(*operands, soft_cap=cap, **ranges, alibi_slopes=slopes, range_gaps=gaps))
+            elif kind.chunked:  # nothing moves in such a model, so there are no versions
+                calls.append(AttentionCall(*operands, chunk=window, soft_cap=cap))
             elif versions is None:
                 calls.append(AttentionCall(*operands, window=window, soft_cap=cap, causal=kind.causal))
             else:
