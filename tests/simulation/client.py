@@ -29,8 +29,8 @@ class BrokenError(Exception):
 class Record:
     """How one request ended, as its client saw it. Seconds are simulated.
 
-    texts, finishes: by choice. errors: bodies of errors, in an answer or a stream. left: its client went away by itself. broken: why the
-    answer is not whole, where nobody left. done: `[DONE]` came. after_done: something came behind it.
+    texts, finishes: by choice. errors: bodies of errors, in an answer or a stream. left: its client went away by itself.
+    broken: why the answer is not whole, where nobody left. done: `[DONE]` came. after_done: something came behind it.
     """
 
     ask: Ask

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 SLACK = 0.5  # seconds that the server allows the engine past a deadline
 FAREWELL = 5.0  # and a client that does not read, for its error event
 DOWN = ("engine_unavailable",)
+DEADLY = (
+    "step crashes",
+    "step has no memory",
+    "engine is killed",
+    "engine stands still",
+    "engine computes for ever",
+)
 TEXT_FAULTS = (
     "text process dies",
     "text process is slow",
@@ -56,6 +63,9 @@ def check_books(world: World) -> None:
             world.violation(found)
     elif not world.faults.happened("disk fails at a load"):
         world.violation(f"the engine is {engine.state}: {engine.failure}")
+    causes = sum(kind in DEADLY for _, kind, _ in world.faults.log)
+    if len(world.deaths) > causes:
+        world.violation(f"{len(world.deaths)} engines died, {causes} had a reason")
     for process in world.processes.values():
         if not process.ended and process is not world.processes[max(world.processes)]:
             world.violation(f"the engine process {process.pid} is left")
@@ -186,4 +196,6 @@ def _late(world: World, record: Record) -> list[str]:
     still = sum(seconds for at, seconds in world.stood_still if begin - seconds <= at <= end)
     told = 0.0 if ask.reader == "quick" and world.plan.window >= 65536 else FAREWELL
     allowed = ask.timeout + SLACK + told + still + 0.1
-    return [f"it was served for {end - begin:.2f} s with a timeout of {ask.timeout:g} s"] if end - begin > allowed else []
+    return (
+        [f"it was served for {end - begin:.2f} s with a timeout of {ask.timeout:g} s"] if end - begin > allowed else []
+    )

@@ -1,9 +1,9 @@
 """A model that computes nothing and forgets nothing: its next token is a pure function of the request's own tokens.
 
-The key of a token depends on the token, its position, the frequencies and the adapter it is computed under. Keys are written to
-the slots of the paged cache and read back through the block tables, all of them for every token, as attention does. So a block that
-is shared wrongly, given back too early or not written shows as another token, and `answer`, which knows neither blocks nor
-batches, says which one was right.
+The key of a token depends on the token, its position, the frequencies and the adapter it is computed under. Keys are written
+to the slots of the paged cache and read back through the block tables, all of them for every token, as attention does. So a
+block that is shared wrongly, given back too early or not written shows as another token, and `answer`, which knows neither
+blocks nor batches, says which one was right.
 """
 
 from __future__ import annotations

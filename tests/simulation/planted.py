@@ -190,4 +190,3 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         a_place_in_a_lane_is_lost,
     )
 }
-

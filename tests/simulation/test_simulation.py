@@ -1,7 +1,7 @@
-"""The whole server over a simulated operating system: seeds without a violation, the same seed the same run, and planted bugs found.
+"""The whole server over a simulated operating system: many seeds, the same seed the same run, and planted mistakes found.
 
-A failing seed says how to run it again: `SIMULATION_SEED=N pytest tests/simulation -k replay`. `SIMULATION_SEEDS=FIRST-LAST` has other
-seeds run in the long form.
+A failing seed says how to run it again: `SIMULATION_SEED=N pytest tests/simulation -k replay`. With `SIMULATION_SEEDS=FIRST-LAST`
+the longest form takes other seeds.
 """
 
 from __future__ import annotations

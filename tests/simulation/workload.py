@@ -1,7 +1,7 @@
 """What clients ask in a simulation, and what they must be told: drawn from the seed.
 
-An `Ask` is one HTTP request with the answer that it must get if nothing goes wrong. It knows the API and the model of numbers, and
-nothing of how requests are served.
+An `Ask` is one HTTP request with the answer that it must get if nothing goes wrong. It knows the API and the model of numbers,
+and nothing of how requests are served.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One simulated run of the whole server: everything that a seed decides, put together and run to its end.
 
 Real are the app with its middlewares and routes, the HTTP protocol and its bounds, admission and callers, streams, the engine's
-client with its supervisor and watchdog, the messages between processes, the engine's loop, scheduler and paged cache. Simulated is
-what an operating system gives (time, sockets, processes, threads), and the model. `simulate` is all that tests need.
+client with its supervisor and watchdog, the messages between processes, the engine's loop, scheduler and paged cache. Simulated
+is what an operating system gives (time, sockets, processes, threads), and the model. `simulate` is all that tests need.
 """
 
 from __future__ import annotations
