@@ -48,8 +48,9 @@ def check_books(world: World) -> None:
     state, engine = world.state, world.engine
     if state.in_flight:
         world.violation(f"{state.in_flight} exchanges are left")
-    if engine._router.in_flight:
-        world.violation(f"the router has {engine._router.in_flight} requests left")
+    left = [*engine._router._streams, *engine._router._aborting]
+    if left:
+        world.violation(f"the router has requests left: {left}")
     if state.callers._in_flight:
         world.violation(f"callers are still charged: {dict(state.callers._in_flight)}")
     lanes = state.text._pool

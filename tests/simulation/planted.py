@@ -147,6 +147,11 @@ def requests_of_a_dead_engine_are_forgotten() -> AbstractContextManager[Any]:
     return mock.patch.object(RequestRouter, "fail_all", lambda self, make_error: self._streams.clear())
 
 
+def a_slow_reader_counts_against_the_engine() -> AbstractContextManager[Any]:
+    whole = property(lambda self: len(self._streams) + len(self._aborting))
+    return mock.patch.object(RequestRouter, "in_flight", whole)
+
+
 @contextmanager
 def a_request_goes_on_after_its_client_left() -> Iterator[None]:
     async def generate(self: RequestRouter, request: Any) -> AsyncGenerator[Any, None]:
@@ -186,6 +191,7 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         writers_never_pause,
         an_evicted_block_is_still_found,
         requests_of_a_dead_engine_are_forgotten,
+        a_slow_reader_counts_against_the_engine,
         a_request_goes_on_after_its_client_left,
         a_place_in_a_lane_is_lost,
     )
