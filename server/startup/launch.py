@@ -40,6 +40,7 @@ from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.activity import report_activity
+from windlass.server.startup.catalogue.folder import cache_folder
 from windlass.server.startup.catalogue.known import KNOWN
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
@@ -93,7 +94,7 @@ def _serve_with(
     bounds = connections.to_settings().within(raise_limit())
     shown = not_default(engine, server)  # with the draft model as it was named
     path, engine, settings = prepare(model, engine, server)
-    client = make_client(engine, path, level, child)
+    client = make_client(engine, path, level, child, _crash_folder(server))
     if engine.pin_cores:
         pin(split_cores()[1])
     with _listener(server) as listener, exit_on_signal():
@@ -199,10 +200,18 @@ def start_engine(engine: EngineOptions, log_level: str) -> ChildProcess:
     return ChildProcess(core, log_level, ahead=module_ahead(core, pinned=engine.pin_cores))
 
 
-def make_client(engine: EngineOptions, path: Path, log_level: str, child: ChildProcess) -> ProcessClient:
+def make_client(
+    engine: EngineOptions, path: Path, log_level: str, child: ChildProcess, crash_folder: Path | None = None
+) -> ProcessClient:
     """A client for the model in `path`; its `spawn` tells the child what to load."""
     core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
-    return ProcessClient(engine.to_config(path), log_level=log_level, core=core, child=child)
+    return ProcessClient(engine.to_config(path), log_level=log_level, core=core, child=child, crash_folder=crash_folder)
+
+
+def _crash_folder(server: ServerOptions) -> Path | None:
+    if server.crash_dir == "none":
+        return None
+    return cache_folder() / "crashes" if server.crash_dir is None else Path(server.crash_dir).absolute()
 
 
 def _listener(server: ServerOptions) -> contextlib.AbstractContextManager[socket.socket]:
