@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.deltas import Delta, GenerationPlan, Tally
+from windlass.server.routes.job import GenerationJob
 from windlass.server.routes.recorded import RecordedRequest
-
-if TYPE_CHECKING:
-    from windlass.server.routes.pipeline import GenerationJob
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.server.exchange.conditions import ConditionCode
 from windlass.server.exchange.metrics import CONTENT_TYPE
 from windlass.server.exchange.state import ServerState
 from windlass.server.protocol.answers import Status, Version
@@ -20,9 +21,10 @@ _ANSWERS[503] = {**_ANSWERS[200], "description": "It is not"}
 
 @router.get("/health", responses=_ANSWERS)
 async def health(request: Request) -> Response:
-    """200 while process and engine are alive, draining included."""
+    """200 while process and engine are alive, draining included; tells what has lately gone wrong."""
     state = state_of(request)
-    return _status(state, state.engine.state == "ready", state.engine.state)
+    degraded = state.conditions.current()
+    return _status(state, state.engine.state == "ready", state.engine.state, {"degraded": degraded} if degraded else {})
 
 
 @router.get("/ready", responses=_ANSWERS)
@@ -46,8 +48,13 @@ async def metrics(request: Request) -> Response:
     return Response(await state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
-def _status(state: ServerState, good: bool, status: str) -> Response:
+def _status(
+    state: ServerState, good: bool, status: str, more: dict[str, list[ConditionCode]] | None = None
+) -> Response:
     headers = {} if good else {"retry-after": str(state.settings.retry_after_seconds)}
     return Response(
-        to_json({"status": status}), status_code=200 if good else 503, media_type="application/json", headers=headers
+        to_json({"status": status, **(more or {})}),
+        status_code=200 if good else 503,
+        media_type="application/json",
+        headers=headers,
     )

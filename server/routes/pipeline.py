@@ -9,24 +9,21 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from windlass.engine.api.context import ContextRule, PassageReuse
-from windlass.engine.api.context_size import ContextSize
-from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
+from windlass.engine.api.request import EngineRequest, ModelInfo
 from windlass.engine.errors import RequestError
 from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions
 from windlass.server.answers.size import estimate_bytes
 from windlass.server.answers.writer import Writer
 from windlass.server.errors import answer_exceeds_context, answer_too_large, bad_request
-from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.behind_thinking import behind_thinking
 from windlass.server.generation.context_rules import reuse_of, rule_of, size_of
 from windlass.server.generation.deltas import Delta, Generation, GenerationPlan, Tally, TextOptions
-from windlass.server.generation.request_rotation import Rotation, rotation_of
+from windlass.server.generation.request_rotation import rotation_of
 from windlass.server.generation.sampling_params import (
     build_sampling,
     fit_to_context,
@@ -38,53 +35,13 @@ from windlass.server.generation.structured import StructuredOutput, structured_o
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
 from windlass.server.routes.followed import followed
+from windlass.server.routes.job import GenerationJob
 from windlass.server.routes.recorded import with_seed
 from windlass.server.text.line_limits import LineLimits
 from windlass.server.text.parsing.events import ParsingPlan
-from windlass.server.text.parsing.reasoning.formats import Place
 from windlass.server.text.service import Prompt
 
 CALLING_FIELDS = ("tool_choice", "function_call")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob:
-    """A checked request that waits for its prompts. Made by `check`, run by `run`.
-
-    sampling: what all prompts share; max_tokens is clamped per prompt.
-    overflow: what is done where prompt and answer are longer than the context; rule, size, reuse: what the engine does, what
-    that comes to, and what is taken of other prompts.
-    parsing: how answers are taken apart; None where all text is content.
-    structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
-    """
-
-    state: ServerState
-    body: GenerationRequest
-    info: ModelInfo
-    request_id: str
-    caller: str  # whose request it is, for taking turns
-    arrival: float  # time.monotonic() seconds
-    deadline: float | None
-    sampling: SamplingParams
-    rotation: Rotation
-    options: AnswerOptions
-    chat: bool
-    echo: bool
-    overflow: ContextOverflow
-    rule: ContextRule
-    reuse: PassageReuse
-    size: ContextSize
-    parsing: ParsingPlan | None
-    structured: StructuredOutput | None
-    place: Place = "behind"
-    priority: int = 0
-    adapter: ServedAdapter | None = None
-    line_limits: LineLimits | None = None
-
-    @property
-    def model_name(self) -> str:
-        """What the answer says that it comes from."""
-        return self.state.settings.served_model_name if self.adapter is None else self.adapter.source.name
 
 
 def check(

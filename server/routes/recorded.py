@@ -11,16 +11,14 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from windlass._version import __version__
 from windlass.engine.rotary.ladder import AUTO
 from windlass.server.errors import from_exception
 from windlass.server.exchange.recording import Recorder
 from windlass.server.generation.deltas import Delta, GenerationPlan, Tally
-
-if TYPE_CHECKING:
-    from windlass.server.routes.pipeline import GenerationJob
+from windlass.server.routes.job import GenerationJob
 
 FORM = 1  # of the lines; the first field of a file's first line
 OK = "ok"

@@ -310,7 +310,7 @@ async def _run(
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
-    watch = LoopWatch(app.state.windlass.metrics.event_loop_lag.observe).start()
+    watch = LoopWatch(app.state.windlass.beat).start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()

@@ -1,6 +1,6 @@
 """How the weights of a quantized checkpoint are stored, as config.json tells.
 
-Responsible for the methods that are read: GPTQ, AWQ, compressed-tensors and FP8. What the remaining ones are called is the
+Responsible for the methods that are read: GPTQ, AWQ, compressed-tensors, FP8 and MXFP4. What the remaining ones are called is the
 business of `unsupported`. Sizes of groups and numbers of bits are taken from the shapes of the tensors wherever those tell,
 since a checkpoint may mix them; this is what they do not tell. Opens no file and imports no torch.
 """
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from windlass.engine.model.config_json.values import Config
 
-Method = Literal["GPTQ", "AWQ", "compressed-tensors", "FP8"]
+Method = Literal["GPTQ", "AWQ", "compressed-tensors", "FP8", "MXFP4"]
 
 _METHODS: dict[str, Method] = {
     "gptq": "GPTQ",
@@ -21,6 +21,7 @@ _METHODS: dict[str, Method] = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "fbgemm_fp8": "FP8",
+    "mxfp4": "MXFP4",
 }
 _COMPRESSED_FORMATS = (
     "pack-quantized",
@@ -103,7 +104,11 @@ def _fp8(found: Config) -> StoredQuantization:
     return StoredQuantization("FP8", block=_block(found.get("weight_block_size")))
 
 
-_READERS = {"GPTQ": _gptq, "AWQ": _awq, "compressed-tensors": _compressed, "FP8": _fp8}
+def _mxfp4(found: Config) -> StoredQuantization:
+    return StoredQuantization("MXFP4")
+
+
+_READERS = {"GPTQ": _gptq, "AWQ": _awq, "compressed-tensors": _compressed, "FP8": _fp8, "MXFP4": _mxfp4}
 
 
 def _group_size(found: Config) -> int | None:

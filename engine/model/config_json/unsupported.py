@@ -14,7 +14,6 @@ from windlass.engine.model.config_json.quantization import read_quantization
 
 _METHODS = {
     "bitsandbytes": "bitsandbytes",
-    "mxfp4": "MXFP4",
     "torchao": "torchao",
     "hqq": "HQQ",
     "aqlm": "AQLM",
@@ -30,9 +29,10 @@ _ENDS = {
     ".SCB": "bitsandbytes",
     ".qweight": "GPTQ or AWQ",
     ".scales": "MLX",
+    "_proj_blocks": "MXFP4",
 }
 # Those of them that are read where config.json tells of them.
-_UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ")
+_UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ", "MXFP4")
 
 # By the name of the class in front of "For…", in small letters.
 _KINDS = {

@@ -98,6 +98,14 @@ class ExpertsSpec:
     names: ExpertsNames = field(default_factory=ExpertsNames)
 
     @property
+    def apart(self) -> ExpertsSpec:
+        """The same of a checkpoint that has gate and up of experts as tensors of their own, under names of the usual kind."""
+        names, shared = self.names, self.names.shared
+        if shared is not None and shared.gate_up is not None:
+            shared = replace(shared, gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj", gate_up=None)
+        return replace(self, names=replace(names, stacks=None, shared=shared))
+
+    @property
     def shared(self) -> GatedSpec | None:
         """The shared expert."""
         if self.shared_size is None or self.names.shared is None:
