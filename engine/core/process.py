@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.json_log import log_as_json, wants_json
 from windlass.engine.core.black_box import STACK_BYTES, BlackBox
 from windlass.engine.core.loop import Core, CoreFactory, EngineLoop
 from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, LoadFailed, Message, Progress, Ready, encode
@@ -121,9 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A fatal signal, or the parent before it kills, has the stacks written where the parent reads them.
     faulthandler.enable(file=options.stacks)
     faulthandler.register(signal.SIGUSR2, file=options.stacks)
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    if wants_json():
+        log_as_json("engine", options.log_level)
+    else:
+        logging.basicConfig(
+            level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
     connection = ParentSocket(sock)

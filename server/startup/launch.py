@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +37,7 @@ from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
-from windlass.server.options.spelling import check_log_level
+from windlass.server.options.spelling import LOG_FORMATS, check_log_level, choose
 from windlass.server.startup.activity import report_activity
 from windlass.server.startup.catalogue.folder import cache_folder
 from windlass.server.startup.catalogue.known import KNOWN
@@ -46,6 +45,7 @@ from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.key_reload import reread_on_signal
+from windlass.server.startup.logs import log_to_stderr
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.startup.shown_options import not_default
@@ -70,7 +70,7 @@ def serve(
     person who started it, when it cannot start.
     """
     level = check_log_level(log_level)
-    _log_to_stderr(level)
+    log_to_stderr(level, choose("--log-format", server.log_format, LOG_FORMATS))
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
@@ -141,19 +141,6 @@ def read_template(server: ServerOptions) -> str | None:
         except ChatTemplateError as error:
             raise LoadError(f"--chat-template {server.chat_template}: {error.message}") from None
     return source
-
-
-class _LogLines(logging.Formatter):
-    """Log lines in the words of the command, whoever wrote them."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return in_options(super().format(record))
-
-
-def _log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None = None) -> None:

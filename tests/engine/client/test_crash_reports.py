@@ -95,6 +95,8 @@ def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pyte
         found = report_in(folder, server)
         server.wait_ready()
         assert ask(server, "again").status_code == 200
+        (path,) = folder.iterdir()
+        assert httpx.get(f"{server.url}/health").json()["crash_report"] == path.name
     assert found["signal"] == "SIGKILL" and found["exit_code"] is None and "killed by SIGKILL" in found["end"]
     requests = {request["request_id"].rpartition("-")[0]: request for request in found["requests"]}
     assert set(requests) == {"alone", "scaled"}
