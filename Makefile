@@ -83,6 +83,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/peers.py $(BENCH)
 	$(BIN)/python benchmarks/context_cost.py
 	$(BIN)/python benchmarks/experts_and_latent.py
+	$(BIN)/python benchmarks/http_cost.py --model smollm2
 
 clean:
 	rm -rf $(VENV) build dist kernels/cpu/*.so src/*.egg-info clients/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
@@ -19,8 +20,10 @@ from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, module_ahead
+from windlass.engine.client.crash_reports import STACK_SECONDS, CrashReports
 from windlass.engine.client.looks import LookCalls
 from windlass.engine.client.router import RequestRouter
+from windlass.engine.client.waiting import wait_ended, wait_for_stacks
 from windlass.engine.client.watchdog import Watchdog
 from windlass.engine.core.loop import ProgressCallback
 from windlass.engine.core.wire import (
@@ -55,6 +58,7 @@ class ProcessClient:
     `Watchdog` can tell that it is stuck.
     max_deaths, death_window: it is given up after this many deaths within so many seconds.
     backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
+    crash_folder: where a report of each death is left, None for nowhere.
     core: private; see `windlass.engine.core.process`. child: one that waits for what to load; it is the client's from now on.
     """
 
@@ -70,6 +74,7 @@ class ProcessClient:
         backoff: float = 0.25,
         core: str = DEFAULT_CORE,
         child: ChildProcess | None = None,
+        crash_folder: Path | None = None,
     ) -> None:
         self.progress = progress
         self._config = config
@@ -80,6 +85,9 @@ class ProcessClient:
         self._max_deaths = max_deaths
         self._death_window = death_window
         self._backoff = backoff
+
+        self._crashes = CrashReports(crash_folder)
+        self._lost: list[EngineRequest] = []  # what the last engine died with
 
         self._state = "starting"
         self._state_changed = asyncio.Event()
@@ -111,6 +119,11 @@ class ProcessClient:
     @property
     def restarts(self) -> int:
         return self._restarts
+
+    @property
+    def crash_report(self) -> Path | None:
+        """The report of the last death, where there is one."""
+        return self._crashes.last
 
     @property
     def failure(self) -> str:
@@ -229,16 +242,20 @@ class ProcessClient:
             if self._info is None:
                 self._fail(self._reported or f"the engine process ended while loading: {self._child.describe_end()}")
                 return
+            memory = None if self._watchdog is None else self._watchdog.memory
+            told = await self._crashes.write(self._child, reason, self._config, self._info, self._lost, memory)
             now = time.monotonic()
             deaths.append(now)
             while deaths[0] < now - self._death_window:
                 deaths.popleft()
             failed_reloads = 0 if loaded else failed_reloads + 1
             if len(deaths) >= self._max_deaths or failed_reloads >= FAILED_RELOADS:
-                self._fail(f"the engine died {len(deaths)} times within {self._death_window:g} seconds; last: {reason}")
+                self._fail(
+                    f"the engine died {len(deaths)} times within {self._death_window:g} seconds; last: {reason}{told}"
+                )
                 return
             pause = min(self._backoff * 2 ** (len(deaths) - 1), 10.0)
-            _logger.error("%s; starting another in %.2g s", reason, pause)
+            _logger.error("%s; starting another in %.2g s%s", reason, pause, told)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause)
             if self._closing.is_set():
@@ -268,9 +285,9 @@ class ProcessClient:
                         self._receive(message)
             loaded = self._state == "ready"
             self._engine_gone()
-            if not await _wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
+            if not await wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
                 child.process.kill()
-                await _wait_ended(child, 10.0)
+                await wait_ended(child, 10.0)
             return loaded
         finally:
             self._writer = None
@@ -286,6 +303,7 @@ class ProcessClient:
             writer.transport.abort()
             return
         self._reported = f"{reason}; it was killed"
+        await wait_for_stacks(child, STACK_SECONDS)
         child.process.kill()
 
     def _keep_spare(self, wanted: bool) -> None:
@@ -349,6 +367,7 @@ class ProcessClient:
     def _engine_gone(self) -> None:
         """Tell everybody who waits, at once: reaping the process and starting another take longer."""
         self._writer = None
+        self._lost = self._router.requests
         if self._info is not None and not self._closing.is_set():
             self._set_state("restarting")
         self._router.fail_all(
@@ -373,13 +392,3 @@ class ProcessClient:
         self._state = state
         self._state_changed.set()
         self._state_changed = asyncio.Event()
-
-
-async def _wait_ended(child: ChildProcess, timeout: float) -> bool:
-    """Wait for the process to end, without blocking the event loop; False if it still runs after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not child.ended:
-        if time.monotonic() >= deadline:
-            return False
-        await asyncio.sleep(0.01)
-    return True

@@ -15,21 +15,25 @@ class Pulse:
     """pid: of the process, all threads of which count. Both attributes are as of the last `feel`.
 
     lifeless: whether it was asleep or stopped and had used no processor time since the `feel` before.
-    used_seconds: processor time since it began, None where the system does not tell.
+    used_seconds: processor time since it began, None where the system does not tell. memory: bytes resident when that was
+    told last.
     """
 
     def __init__(self, pid: int) -> None:
         self._stat = Path(f"/proc/{pid}/stat")
         self.lifeless = False
         self.used_seconds: float | None = None
+        self.memory: int | None = None
 
     def feel(self) -> None:
         """Ask the system."""
         before = self.used_seconds
         try:
-            # Behind the name, which may hold anything: state is the first field, user and system time the 12th and 13th.
+            # Behind the name, which may hold anything: state is the first field, user and system time the 12th and 13th,
+            # resident pages the 22nd.
             fields = self._stat.read_text().rpartition(")")[2].split()
             self.used_seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            self.memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE") or self.memory
             self.lifeless = self.used_seconds == before and fields[0] in _ASLEEP
         except (OSError, ValueError, IndexError):
             self.lifeless, self.used_seconds = False, None

@@ -43,6 +43,11 @@ class Watchdog:
         self._silent_seconds = 0.0
         self._expected: float | None = None  # seconds of the step that runs; None: nobody can tell
 
+    @property
+    def memory(self) -> int | None:
+        """Bytes the child had when it was looked at last."""
+        return self._pulse.memory
+
     def hear(self, message: Message) -> None:
         """The child has said something."""
         self._silent_seconds = 0.0

@@ -180,7 +180,8 @@ class EngineLoop:
         except EngineError as error:
             self._emit(Rejected(request.request_id, portable_error(error)))
         except Exception as error:  # a defect met by one request must not end the others
-            _logger.exception("request %s could not be added", request.request_id)
+            known = {"request_id": request.request_id}
+            _logger.exception("request %s could not be added", request.request_id, extra=known)
             self._core.abort(request.request_id)
             self._emit(Rejected(request.request_id, portable_error(error)))
 

@@ -21,10 +21,14 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.json_log import log_as_json, wants_json
+from windlass.engine.core.black_box import STACK_BYTES, BlackBox
 from windlass.engine.core.loop import Core, CoreFactory, EngineLoop
 from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, LoadFailed, Message, Progress, Ready, encode
 from windlass.engine.errors import LoadError
@@ -33,6 +37,21 @@ _logger = logging.getLogger("windlass.engine")
 
 ORPHAN_GRACE = 2.0  # seconds the main thread has to end by itself after the socket closed
 PROGRESS_INTERVAL = 0.05  # seconds between progress frames of one stage
+
+
+class ParentConnection(Protocol):
+    """What the engine has of its parent. `inbox` ends with a `Close` where the parent is gone."""
+
+    @property
+    def inbox(self) -> SimpleQueue[Message]: ...
+
+    def emit(self, message: Message) -> None:
+        """Send in the background; never blocks."""
+        ...
+
+    def flush(self, timeout: float) -> None:
+        """Give what was emitted up to `timeout` seconds to leave; nothing can be emitted afterwards."""
+        ...
 
 
 class ParentSocket:
@@ -91,7 +110,7 @@ class ParentSocket:
 class _ProgressFrames:
     """Passes progress on, thinned out: a loader may report every tensor."""
 
-    def __init__(self, connection: ParentSocket) -> None:
+    def __init__(self, connection: ParentConnection) -> None:
         self._connection = connection
         self._stage: str | None = None
         self._sent_at = 0.0
@@ -107,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine process; the exit code is 0 only after an orderly close."""
     parser = argparse.ArgumentParser(prog="windlass.engine.core.process", description="internal: started by the server")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--box", type=int, required=True)
+    parser.add_argument("--stacks", type=int, required=True)
     parser.add_argument("--core", default="windlass.engine.core.loop:default_core")
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--ahead", help="a module to import before it is known what to load")
@@ -114,10 +135,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    # A fatal signal, or the parent before it kills, has the stacks written where the parent reads them.
+    faulthandler.enable(file=options.stacks)
+    faulthandler.register(signal.SIGUSR2, file=options.stacks)
+    if wants_json():
+        log_as_json("engine", options.log_level)
+    else:
+        logging.basicConfig(
+            level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
     connection = ParentSocket(sock)
@@ -125,18 +151,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ahead is not None:
         with contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
             importlib.import_module(options.ahead)
+    return serve(lambda *arguments: _factory(options.core)(*arguments), connection)
+
+
+def serve(factory: CoreFactory, connection: ParentConnection) -> int:
+    """Load what the parent says, and serve it until it says `Close`; the exit code is 0 only after an orderly close."""
     first = connection.inbox.get()
     if not isinstance(first, Load):
         return 0  # closed before it began
-    core = _load(options.core, first.config, connection)
+    core = _load(factory, first.config, connection)
     if core is None:
         connection.flush(5.0)
         return 1
+    if hasattr(core, "plan_watcher"):  # a core of tests may plan nothing
+        core.plan_watcher = BlackBox(options.box).write
     connection.emit(Ready(core.info))
     try:
         EngineLoop(core, connection.inbox, connection.emit).run()
     except Exception as error:
         _logger.exception("the engine failed in a step")
+        os.pwrite(options.stacks, traceback.format_exc().encode("utf-8", "replace")[-STACK_BYTES:], 0)
         connection.emit(Crashed(f"{type(error).__name__}: {_first_line(error)}"))
         connection.flush(5.0)
         return 1
@@ -144,10 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(core: str, config: EngineConfig, connection: ParentSocket) -> Core | None:
+def _load(factory: CoreFactory, config: EngineConfig, connection: ParentConnection) -> Core | None:
     """Build the core, or send `LoadFailed` and return None."""
     try:
-        return _factory(core)(config, _ProgressFrames(connection))
+        return factory(config, _ProgressFrames(connection))
     except LoadError as error:
         message = str(error)
     except Exception as error:

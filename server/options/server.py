@@ -207,6 +207,15 @@ class ServerOptions:
         option("--stats-interval", panel=OPERATION, metavar="SECONDS", help="While requests run, a line this often on "
                "how many do and how fast; 0: never. None with --log-level warning."),
     ] = 10.0  # fmt: skip
+    log_format: Annotated[
+        str,
+        option("--log-format", panel=OPERATION, help="text, or json: every line on standard error is one object."),
+    ] = "text"
+    crash_dir: Annotated[
+        str | None,
+        option("--crash-dir", panel=OPERATION, metavar="DIR", help="Where a report is left when the engine dies, without "
+               "prompts and keys; none: nowhere. Default: crashes in WINDLASS_CACHE, else in ~/.cache/windlass."),
+    ] = None  # fmt: skip
     record: Annotated[
         Path | None,
         option("--record", panel=OPERATION, metavar="FILE", help="Append a line of JSON for each generation request: time, "

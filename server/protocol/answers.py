@@ -307,6 +307,7 @@ class Status(StrictModel):
 
     status: Literal["starting", "ready", "restarting", "failed", "closed", "draining"]
     degraded: list[Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]] | None = None
+    crash_report: str | None = None
 
 
 class Version(StrictModel):

@@ -7,7 +7,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.exchange.conditions import ConditionCode
 from windlass.server.exchange.metrics import CONTENT_TYPE
 from windlass.server.exchange.state import ServerState
 from windlass.server.protocol.answers import Status, Version
@@ -24,7 +23,11 @@ async def health(request: Request) -> Response:
     """200 while process and engine are alive, draining included; tells what has lately gone wrong."""
     state = state_of(request)
     degraded = state.conditions.current()
-    return _status(state, state.engine.state == "ready", state.engine.state, {"degraded": degraded} if degraded else {})
+    told: dict[str, object] = {"degraded": degraded} if degraded else {}
+    # Anybody may ask: the name alone, in a folder that the operator knows.
+    if (report := getattr(state.engine, "crash_report", None)) is not None:
+        told["crash_report"] = report.name
+    return _status(state, state.engine.state == "ready", state.engine.state, told)
 
 
 @router.get("/ready", responses=_ANSWERS)
@@ -48,9 +51,7 @@ async def metrics(request: Request) -> Response:
     return Response(await state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
-def _status(
-    state: ServerState, good: bool, status: str, more: dict[str, list[ConditionCode]] | None = None
-) -> Response:
+def _status(state: ServerState, good: bool, status: str, more: dict[str, object] | None = None) -> Response:
     headers = {} if good else {"retry-after": str(state.settings.retry_after_seconds)}
     return Response(
         to_json({"status": status, **(more or {})}),
