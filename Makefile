@@ -57,7 +57,7 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	@echo "== testing: the slow ones"
-	$(BIN)/pytest -m "slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile -m "slow"
 
 soak: $(VENV)/.installed-dev
 	@echo "== attacking, in the long form"

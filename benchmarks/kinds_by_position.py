@@ -182,7 +182,7 @@ def _table_of(report: dict[str, Any], names: list[str], texts: Sequence[str]) ->
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Perplexity by stretch, a line for each way that all texts were read in. Needs matplotlib."""
+    """By how much each way's perplexity lies above the cut text's, by stretch, of those that all texts were read in. Needs matplotlib."""
     from harness.charts import legend, new_figure, style
 
     from windlass.server.cli.rope.pictures import COLOURS, DASHES
@@ -190,19 +190,22 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
     middles = [(a + b) / 2 for a, b in pairwise(report["edges"])]
+    texts = [text["name"] for text in report["texts"]]
     for name, found in report["loss"].items():
-        if len(found) < len(report["texts"]):
+        if name == CUT or len(found) < len(texts):
             continue
-        means = [sum(at) / len(at) for at in zip(*found.values(), strict=True)]
+        apart = [[a - b for a, b in zip(found[t], report["loss"][CUT][t], strict=True)] for t in texts]
+        above = [100 * math.expm1(min(sum(at) / len(at), 5.0)) for at in zip(*apart, strict=True)]
         kind = next((k for k in COLOURS if name.startswith(k)), "other")
-        kind = {NONE: "none", CUT: "cut"}.get(name, "rerope" if name.startswith("leaky") else kind)
-        look = {"dashes": DASHES[kind]} if kind in DASHES else {}
-        axes.plot(middles, [math.exp(x) for x in means], color=COLOURS[kind], label=name, linewidth=1.3, **look)
-    axes.set_yscale("log")
-    axes.set_ylim(top=min(axes.get_ylim()[1], 200))
+        kind = {NONE: "none"}.get(name, kind)
+        look: dict[str, Any] = {"dashes": DASHES[kind]} if kind in DASHES else {}
+        if name.startswith("leaky"):
+            kind, look = "rerope", {"dashes": (1, 1)}
+        axes.plot(middles, above, color=COLOURS[kind], label=name, linewidth=1.4, **look)
+    axes.set_ylim(-3, 15)
     axes.axvline(report["trained_length"], color="#808080", linewidth=0.8, linestyle=":")
     axes.set_xlabel("position", fontsize=8)
-    axes.set_ylabel("perplexity", fontsize=8)
+    axes.set_ylabel("% of perplexity above text cut to the trained length", fontsize=8)
     style(axes)
     legend(axes)
     figure.savefig(path, dpi=120)
