@@ -10,7 +10,7 @@ from __future__ import annotations
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.quantization import StoredQuantization
 from windlass.engine.model.loading.quantized.files import Located, are_halves
-from windlass.engine.model.loading.quantized.plan import QuantizedTensor, choose_storage
+from windlass.engine.model.loading.quantized.plan import Packing, QuantizedTensor, choose_storage
 from windlass.engine.model.loading.quantized.shapes import SCALE_TYPES, WantedTensor, check_shape, find
 
 _BITS = 2
@@ -32,5 +32,5 @@ def describe_ternary(located: Located, wanted: WantedTensor, told: StoredQuantiz
         _BITS, columns, columns, symmetric=True, scales_fit=told.divided or are_halves(scales), ordered=True
     )
     sources = {"codes": codes.name, "scales": scales.name}
-    packing = "divided ternary" if told.divided else "ternary"
+    packing: Packing = "divided ternary" if told.divided else "ternary"
     return QuantizedTensor(wanted.name, rows, columns, packing, sources, _BITS, columns, storage=storage, reason=reason)
