@@ -20,7 +20,7 @@ help:
 	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
 	@echo "                PORT=, HOST=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
-	@echo "make test-slow  the slow tests; make soak: attacks in their long form"
+	@echo "make test-slow  the slow tests; make soak: attacks, fuzzing, simulation and load in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make docs       the documentation as a site in build/docs, its links checked"
 	@echo "make bench      beside the peers in work/peers (BENCH=options)"
@@ -60,7 +60,7 @@ test-slow: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile -m "slow"
 
 soak: $(VENV)/.installed-dev
-	@echo "== attacking, in the long form"
+	@echo "== attacking, fuzzing, simulating and loading, in the long form"
 	$(BIN)/pytest -m "soak"
 
 check: $(VENV)/.installed-dev

@@ -182,7 +182,7 @@ def _table_of(report: dict[str, Any], names: list[str], texts: Sequence[str]) ->
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """By how much each way's perplexity lies above the cut text's, by stretch, of those that all texts were read in. Needs matplotlib."""
+    """By how much each way's perplexity lies above the cut text's, of those that all texts were read in. Needs matplotlib."""
     from harness.charts import legend, new_figure, style
 
     from windlass.server.cli.rope.pictures import COLOURS, DASHES

@@ -151,11 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ahead is not None:
         with contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
             importlib.import_module(options.ahead)
-    return serve(lambda *arguments: _factory(options.core)(*arguments), connection)
+    box = BlackBox(options.box)
+    return serve(lambda *arguments: _factory(options.core)(*arguments), connection, box, options.stacks)
 
 
-def serve(factory: CoreFactory, connection: ParentConnection) -> int:
-    """Load what the parent says, and serve it until it says `Close`; the exit code is 0 only after an orderly close."""
+def serve(
+    factory: CoreFactory, connection: ParentConnection, box: BlackBox | None = None, stacks: int | None = None
+) -> int:
+    """Load what the parent says, and serve it until it says `Close`; the exit code is 0 only after an orderly close.
+
+    box, stacks: where the last plans and the stack of an exception are left for the parent, a file's descriptor.
+    """
     first = connection.inbox.get()
     if not isinstance(first, Load):
         return 0  # closed before it began
@@ -163,14 +169,15 @@ def serve(factory: CoreFactory, connection: ParentConnection) -> int:
     if core is None:
         connection.flush(5.0)
         return 1
-    if hasattr(core, "plan_watcher"):  # a core of tests may plan nothing
-        core.plan_watcher = BlackBox(options.box).write
+    if box is not None and hasattr(core, "plan_watcher"):  # a core of tests may plan nothing
+        core.plan_watcher = box.write
     connection.emit(Ready(core.info))
     try:
         EngineLoop(core, connection.inbox, connection.emit).run()
     except Exception as error:
         _logger.exception("the engine failed in a step")
-        os.pwrite(options.stacks, traceback.format_exc().encode("utf-8", "replace")[-STACK_BYTES:], 0)
+        if stacks is not None:
+            os.pwrite(stacks, traceback.format_exc().encode("utf-8", "replace")[-STACK_BYTES:], 0)
         connection.emit(Crashed(f"{type(error).__name__}: {_first_line(error)}"))
         connection.flush(5.0)
         return 1

@@ -29,6 +29,7 @@ OPTIONS = (
     "4",
     "--attention-maps",
 )
+MORE = 300
 CASES = int(os.environ.get("FUZZ_CASES", "40000"))
 EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "350")  # of Schemathesis, for each operation and phase
 CONFIG = '[checks.not_a_server_error]\nexpected-statuses = ["2xx", "3xx", "4xx", "504"]\n'
@@ -54,15 +55,15 @@ def told(found: Found) -> str:
     return f"{head}; stood still for {found.stood_still:.0f} s\n{found.table()}"
 
 
-def test_the_corpus_and_a_thousand_damaged_requests(tmp_path: Path) -> None:
+def test_the_corpus_and_some_damaged_requests(tmp_path: Path) -> None:
     with serve(*OPTIONS) as server:
         engine = server.engine_pid()
-        found = fuzz(server.url, SEED, len(CORPUS) + 1000, streams=1)
+        found = fuzz(server.url, SEED, len(CORPUS) + MORE, streams=1)
         print(told(found))
         assert_unharmed(server, found, engine)
     statuses = {status for _, status in found.counts}
     assert statuses >= {200, 400, 401, 404, 405}, statuses
-    assert found.total == len(CORPUS) + 1000 and found.streams > 0
+    assert found.total == len(CORPUS) + MORE and found.streams > 0
 
 
 @pytest.mark.soak

@@ -10,6 +10,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
+INJECTED = "injected"  # in the message of every error that a fault raises
+
 # The kinds, and the most of a rate: of points of a kind at which it happens.
 ENGINE = {
     "step crashes": 0.03,

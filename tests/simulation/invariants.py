@@ -178,6 +178,12 @@ def _wrong_error(world: World, record: Record) -> list[str]:
         case "internal" | "None":
             what = ("logits are not finite", "request has no memory", *TEXT_FAULTS)
             good = bool(faults.between(begin, end, *what))
+        case "invalid_adapter":
+            good = bool(faults.between(begin, end, "disk fails at an adapter"))
+        case "too_many_adapters":
+            good = ask.path == "/v1/load_lora_adapter"
+        case "model_not_found":  # it could not be loaded
+            good = ask.path == "/v1/unload_lora_adapter"
         case _ if record.status == 400 and ask.status == 400:
             good = True
         case _:

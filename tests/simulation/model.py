@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from helpers.toy_tokenizers import byte_level
@@ -110,6 +110,3 @@ class PagedKeys:
         whole, rest = divmod(end, size)
         total = sum(sum(slots[block * size : (block + 1) * size]) for block in table[:whole])
         return total + (sum(slots[table[whole] * size : table[whole] * size + rest]) if rest else 0)
-
-
-Frequencies = Callable[[int], int]

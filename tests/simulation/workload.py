@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulation.model import EOS, LETTERS, PLANNER, TEXT, answer
+from simulation.model import LETTERS, PLANNER, TEXT, answer
 from simulation.text import tasks, tokenizer
 
 from windlass.engine.rotary.scaling import RopeScaling
@@ -72,7 +72,11 @@ class Ask:
 
 @dataclass
 class Drawer:
-    """Draws asks. max_model_len: of the simulated model. keys: of the callers; none where no key is asked for."""
+    """Draws asks.
+
+    max_model_len: of the simulated model. keys: of the callers; none where no key is asked for. behaviours: shares of
+    asks whose clients behave in an odd way.
+    """
 
     rng: random.Random
     max_model_len: int
@@ -82,6 +86,15 @@ class Drawer:
 
     def __post_init__(self) -> None:
         self.prefixes = [self.rng.choices(LETTERS, k=self.rng.randint(4, 24)) for _ in range(3)]
+
+    def asks(self, name: str, count: int) -> list[Ask]:
+        """What one client asks, one after the other."""
+        found = []
+        for number in range(count):
+            found.append(self.ask(f"{name}-{number}"))
+            if self.rng.random() < 0.08:
+                found += self._adapter(f"{name}-{number}", self.rng.choice(self.keys) if self.keys else None)
+        return found
 
     def ask(self, request_id: str) -> Ask:
         rng = self.rng
@@ -110,6 +123,14 @@ class Drawer:
     def plain(self, request_id: str, key: str | None) -> Ask:
         """One whose answer must come, from a client that does nothing odd."""
         return self._completion(request_id, key, odd=False)
+
+    def _adapter(self, name: str, key: str | None) -> list[Ask]:
+        """An adapter is loaded, and unloaded again."""
+        body = {"lora_name": f"late-{name}"}
+        return [
+            Ask(f"{name}-load", "POST", "/v1/load_lora_adapter", key, {**body, "lora_path": "."}),
+            Ask(f"{name}-unload", "POST", "/v1/unload_lora_adapter", key, body),
+        ]
 
     # ---- the kinds -----------------------------------------------------------------------------------------------------
     def _prompt(self) -> list[int]:
@@ -189,6 +210,3 @@ class Drawer:
                 ask.choices.append(Choice(found.text, found.finish))
                 ask.completion_tokens += len(found.tokens)
         return ask
-
-
-__all__ = ["EOS", "Ask", "Choice", "Drawer"]

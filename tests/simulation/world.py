@@ -15,6 +15,7 @@ import logging
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from simulation.faults import CLIENTS, Faults
 from simulation.loop import SimulatedLoop, simulated_time
 from simulation.network import Listener, Weather
 from simulation.text import SimulatedForkServer, tokenizer
-from simulation.workload import ADAPTERS, Ask, Drawer
+from simulation.workload import ADAPTERS, Drawer
 
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.config import AdapterConfig, EngineConfig, SchedulerConfig, SpeculationConfig
@@ -190,6 +191,7 @@ class World:
             max_in_flight=plan.max_in_flight,
             keep_alive_seconds=plan.keep_alive,
             adapters=_adapters(),
+            lora_folder=Path(__file__).parent,  # some folder; nothing is read from it
             body_stall_seconds=5.0,
         )
         app = create_app(engine, tokenizer(), settings)
@@ -206,7 +208,7 @@ class World:
         drawer = self._drawer()
         work = []
         for client in range(plan.clients):
-            asks = [drawer.ask(f"r{client}-{number}") for number in range(plan.asks)]
+            asks = drawer.asks(f"r{client}", plan.asks)
             work.append(self.loop.create_task(SimulatedClient(self, client).run(asks)))
         cuts = self.loop.create_task(self._cut_connections())
         await asyncio.wait(work)
@@ -339,6 +341,3 @@ def _close(loop: SimulatedLoop) -> None:
 
 def _adapters() -> tuple[AdapterSource, ...]:
     return tuple(AdapterSource(1 + number, name, f"/adapters/{name}") for number, name in enumerate(ADAPTERS))
-
-
-__all__ = ["Ask", "Report", "World", "simulate"]
