@@ -24,7 +24,7 @@ help:
 	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
 	@echo "                PORT=, HOST=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
-	@echo "make test-slow  the slow tests; make soak: attacks in their long form"
+	@echo "make test-slow  the slow tests; make soak: attacks, fuzzing, simulation and load in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make docs       the documentation as a site in build/docs, its links checked"
 	@echo "make bench      beside the peers in work/peers (BENCH=options)"
@@ -63,10 +63,10 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	@echo "== testing: the slow ones"
-	$(BIN)/pytest -m "slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile -m "slow"
 
 soak: $(VENV)/.installed-dev
-	@echo "== attacking, in the long form"
+	@echo "== attacking, fuzzing, simulating and loading, in the long form"
 	$(BIN)/pytest -m "soak"
 
 check: $(VENV)/.installed-dev
@@ -88,6 +88,8 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/prepare_peers.py
 	$(BIN)/python benchmarks/peers.py $(BENCH)
 	$(BIN)/python benchmarks/context_cost.py
+	$(BIN)/python benchmarks/experts_and_latent.py
+	$(BIN)/python benchmarks/http_cost.py --model smollm2
 
 $(TOOLS)/%: | $(BIN)/python
 	@test -x $(TOOLS)/python || $(PYTHON) -m venv $(RELEASE)

@@ -100,8 +100,8 @@ class RequestRouter:
 
     @property
     def in_flight(self) -> int:
-        """Requests whose end the engine still owes, those being aborted included."""
-        return len(self._streams) + len(self._aborting)
+        """Requests whose end the engine still owes, those being aborted included; not those that wait for a slow reader alone."""
+        return sum(not stream.finished for stream in self._streams.values()) + len(self._aborting)
 
     @property
     def requests(self) -> list[EngineRequest]:

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.json_log import log_as_json, wants_json
@@ -36,6 +37,21 @@ _logger = logging.getLogger("windlass.engine")
 
 ORPHAN_GRACE = 2.0  # seconds the main thread has to end by itself after the socket closed
 PROGRESS_INTERVAL = 0.05  # seconds between progress frames of one stage
+
+
+class ParentConnection(Protocol):
+    """What the engine has of its parent. `inbox` ends with a `Close` where the parent is gone."""
+
+    @property
+    def inbox(self) -> SimpleQueue[Message]: ...
+
+    def emit(self, message: Message) -> None:
+        """Send in the background; never blocks."""
+        ...
+
+    def flush(self, timeout: float) -> None:
+        """Give what was emitted up to `timeout` seconds to leave; nothing can be emitted afterwards."""
+        ...
 
 
 class ParentSocket:
@@ -94,7 +110,7 @@ class ParentSocket:
 class _ProgressFrames:
     """Passes progress on, thinned out: a loader may report every tensor."""
 
-    def __init__(self, connection: ParentSocket) -> None:
+    def __init__(self, connection: ParentConnection) -> None:
         self._connection = connection
         self._stage: str | None = None
         self._sent_at = 0.0
@@ -135,21 +151,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ahead is not None:
         with contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
             importlib.import_module(options.ahead)
+    box = BlackBox(options.box)
+    return serve(lambda *arguments: _factory(options.core)(*arguments), connection, box, options.stacks)
+
+
+def serve(
+    factory: CoreFactory, connection: ParentConnection, box: BlackBox | None = None, stacks: int | None = None
+) -> int:
+    """Load what the parent says, and serve it until it says `Close`; the exit code is 0 only after an orderly close.
+
+    box, stacks: where the last plans and the stack of an exception are left for the parent, a file's descriptor.
+    """
     first = connection.inbox.get()
     if not isinstance(first, Load):
         return 0  # closed before it began
-    core = _load(options.core, first.config, connection)
+    core = _load(factory, first.config, connection)
     if core is None:
         connection.flush(5.0)
         return 1
-    if hasattr(core, "plan_watcher"):  # a core of tests may plan nothing
-        core.plan_watcher = BlackBox(options.box).write
+    if box is not None and hasattr(core, "plan_watcher"):  # a core of tests may plan nothing
+        core.plan_watcher = box.write
     connection.emit(Ready(core.info))
     try:
         EngineLoop(core, connection.inbox, connection.emit).run()
     except Exception as error:
         _logger.exception("the engine failed in a step")
-        os.pwrite(options.stacks, traceback.format_exc().encode("utf-8", "replace")[-STACK_BYTES:], 0)
+        if stacks is not None:
+            os.pwrite(stacks, traceback.format_exc().encode("utf-8", "replace")[-STACK_BYTES:], 0)
         connection.emit(Crashed(f"{type(error).__name__}: {_first_line(error)}"))
         connection.flush(5.0)
         return 1
@@ -157,10 +185,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(core: str, config: EngineConfig, connection: ParentSocket) -> Core | None:
+def _load(factory: CoreFactory, config: EngineConfig, connection: ParentConnection) -> Core | None:
     """Build the core, or send `LoadFailed` and return None."""
     try:
-        return _factory(core)(config, _ProgressFrames(connection))
+        return factory(config, _ProgressFrames(connection))
     except LoadError as error:
         message = str(error)
     except Exception as error:

@@ -53,10 +53,10 @@ class CallerUsage:
 
 
 class Callers:
-    """keys: those that are valid; none: no key is asked for. clock: seconds, monotonic."""
+    """keys: those that are valid; none: no key is asked for. clock: seconds, monotonic; None: the system's."""
 
-    def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, keys: Iterable[ApiKey], clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or time.monotonic
         self._keys: dict[str, ApiKey] = {}
         self._buckets: dict[tuple[str, Limit], _Bucket] = {}
         self._in_flight: Counter[str] = Counter()

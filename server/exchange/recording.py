@@ -29,7 +29,7 @@ _END_SECONDS = 5.0  # for what waits when the server ends
 Line = Callable[[], dict[str, Any]]
 
 
-class Recorder:
+class WorkloadRecorder:
     """Its thread begins with the first line. `written` and `lost`, by one of LOSSES, count lines."""
 
     def __init__(self, settings: RecordSettings) -> None:
@@ -106,7 +106,7 @@ class Recorder:
 class RecordingCollector(Collector):
     """The counts of a recorder, for /metrics; zeros where there is none."""
 
-    def __init__(self, recorder: Recorder | None) -> None:
+    def __init__(self, recorder: WorkloadRecorder | None) -> None:
         self._recorder = recorder
 
     def collect(self) -> Iterator[Metric]:

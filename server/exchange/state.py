@@ -20,7 +20,7 @@ from windlass.server.exchange.callers import Callers
 from windlass.server.exchange.conditions import Conditions
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.exchange.recent import OneAtATime, Recent
-from windlass.server.exchange.recording import Recorder, RecordingCollector
+from windlass.server.exchange.recording import RecordingCollector, WorkloadRecorder
 from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
@@ -64,7 +64,7 @@ class ServerState:
         if settings.callers:
             self.metrics.registry.register(CallerCollector(self.callers))
         self.conditions = Conditions()
-        self.recorder = None if settings.record is None else Recorder(settings.record)
+        self.recorder = None if settings.record is None else WorkloadRecorder(settings.record)
         self.metrics.registry.register(RecordingCollector(self.recorder))
         self.tracing = _tracing(settings.otel_endpoint)
         self.draining = False

@@ -54,9 +54,9 @@ class Connections:
     Both kinds of waiting are kept in the order in which they began, so what is overdue stands in front.
     """
 
-    def __init__(self, settings: ConnectionSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: ConnectionSettings, *, clock: Callable[[], float] | None = None) -> None:
         self._settings = settings
-        self._clock = clock
+        self._clock = clock = clock or time.monotonic
         self._holders: dict[Connection, str] = {}
         self._held: Counter[str] = Counter()
         self._owing: dict[Connection, float] = {}  # since when

@@ -12,10 +12,10 @@ PAUSE_SECONDS = 60.0
 class Occasional:
     """Logs an event the first time, and then at most once in PAUSE_SECONDS with how often it came since."""
 
-    def __init__(self, logger: logging.Logger, level: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, logger: logging.Logger, level: int, *, clock: Callable[[], float] | None = None) -> None:
         self._logger = logger
         self._level = level
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._next = -float("inf")
         self._count = 0
 

@@ -16,7 +16,7 @@ from typing import Any
 from windlass._version import __version__
 from windlass.engine.rotary.ladder import AUTO
 from windlass.server.errors import from_exception
-from windlass.server.exchange.recording import Recorder
+from windlass.server.exchange.recording import WorkloadRecorder
 from windlass.server.generation.deltas import Delta, GenerationPlan, Tally
 from windlass.server.routes.job import GenerationJob
 
@@ -46,7 +46,9 @@ class RecordedRequest:
     something that was made of its texts, such as a grammar, goes into the answer.
     """
 
-    def __init__(self, recorder: Recorder, job: GenerationJob, plan: GenerationPlan, tally: Tally, route: str) -> None:
+    def __init__(
+        self, recorder: WorkloadRecorder, job: GenerationJob, plan: GenerationPlan, tally: Tally, route: str
+    ) -> None:
         self._recorder, self._job, self._plan, self._tally, self._route = recorder, job, plan, tally, route
         self._first_at: float | None = None
         self._ids: dict[int, array[int]] = {}
@@ -103,7 +105,7 @@ class RecordedRequest:
         return answer | {"digest": digest(ids)} if text else answer
 
 
-def _head(recorder: Recorder, job: GenerationJob, clock: float) -> dict[str, Any]:
+def _head(recorder: WorkloadRecorder, job: GenerationJob, clock: float) -> dict[str, Any]:
     settings = recorder.settings
     return {
         "windlass_record": FORM,

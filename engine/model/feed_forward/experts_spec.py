@@ -84,7 +84,8 @@ class ExpertsSpec:
     """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), and what the shared expert makes of x.
 
     shared_size: width of the shared expert, None where there is none; it is multiplied by sigmoid(gate(x)) where it has a gate.
-    clamp: (alpha, limit) of gpt-oss's activation in place of the other.
+    clamp: (alpha, limit) of gpt-oss's activation in place of the other. scaled_inputs: weights multiply what an expert is given
+    instead of what it makes of it.
     """
 
     experts: int
@@ -95,6 +96,7 @@ class ExpertsSpec:
     shared_size: int | None = None
     shared_bias: bool = False
     clamp: tuple[float, float] | None = None
+    scaled_inputs: bool = False
     names: ExpertsNames = field(default_factory=ExpertsNames)
 
     @property

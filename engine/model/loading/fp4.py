@@ -26,7 +26,7 @@ _BIAS = 128  # 127, and one for the half
 
 def codes_of_fp4(floats: Tensor) -> Tensor:
     """The codes of 4-bit floats, 0 to 15 each. uint8, any shape."""
-    return _CODES[floats.long()]
+    return torch.index_select(_CODES, 0, floats.flatten().int()).view(floats.shape)
 
 
 def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, Tensor]:

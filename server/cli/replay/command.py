@@ -14,27 +14,27 @@ from windlass.clients.terminal.lines import say
 from windlass.engine.errors import LoadError
 from windlass.server.cli.chat.own_server import OwnServer
 from windlass.server.cli.replay.asking import asked_again
-from windlass.server.cli.replay.reading import Recording, read_recording
+from windlass.server.cli.replay.reading import RecordedWorkload, read_recording
 from windlass.server.cli.replay.report import as_object, good, lines
-from windlass.server.cli.replay.running import Pace, Replayed, replay
+from windlass.server.cli.replay.running import Replayed, ReplayPace, replay
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.spelling import to_arguments
 from windlass.server.startup.choice import choose_model
 
 
-def read_pace(speed: float, as_fast_as_possible: bool, concurrency: int) -> Pace:
+def read_pace(speed: float, as_fast_as_possible: bool, concurrency: int) -> ReplayPace:
     """Raises LoadError for a speed that is none."""
     if not (math.isfinite(speed) and speed > 0):
         raise LoadError(f"--speed must be more than 0, got {speed:g}")
-    return Pace(speed=None if as_fast_as_possible else speed, at_once=concurrency)
+    return ReplayPace(speed=None if as_fast_as_possible else speed, at_once=concurrency)
 
 
-def replay_there(file: Path, url: str, api_key: str | None, pace: Pace, as_json: bool) -> int:
+def replay_there(file: Path, url: str, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
     """Repeat the recording on the server at `url`. Returns the exit code; raises CommandError, one line."""
     return _finish(read_recording(file), url, api_key, pace, as_json)
 
 
-def replay_here(file: Path, model: str | None, options: EngineOptions, pace: Pace, as_json: bool) -> int:
+def replay_here(file: Path, model: str | None, options: EngineOptions, pace: ReplayPace, as_json: bool) -> int:
     """Repeat it on a server of its own, which ends with it. Raises CommandError and EngineError, one line."""
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
     recording = read_recording(file)
@@ -47,7 +47,7 @@ def replay_here(file: Path, model: str | None, options: EngineOptions, pace: Pac
         return _finish(recording, server.url, server.api_key, pace, as_json)
 
 
-def _finish(recording: Recording, url: str, api_key: str | None, pace: Pace, as_json: bool) -> int:
+def _finish(recording: RecordedWorkload, url: str, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
     try:
         with Client(url, api_key=api_key, timeout=30, retry=RetryPolicy(max_retries=0)) as client:
             base = client.base_url
@@ -65,7 +65,7 @@ def _finish(recording: Recording, url: str, api_key: str | None, pace: Pace, as_
     return 0 if good(replayed) else 1
 
 
-def _run(recording: Recording, client: Client, url: str, api_key: str | None, pace: Pace) -> Replayed:
+def _run(recording: RecordedWorkload, client: Client, url: str, api_key: str | None, pace: ReplayPace) -> Replayed:
     ordinary: list[int] = []
     if any(request.prompt_token_ids is None for request in recording.requests):
         found = client.tokenize(" ".join(WORDS), add_special_tokens=False)

@@ -68,14 +68,14 @@ class RecordedLine(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedWorkload:
     """The requests of a file, by their time of arrival. head: of the last server that wrote to it."""
 
     head: RecordHead
     requests: list[RecordedLine]
 
 
-def read_recording(path: Path) -> Recording:
+def read_recording(path: Path) -> RecordedWorkload:
     """Raises CommandError, which names the file and the line at fault. A last line that was cut off is left out and said."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -103,7 +103,7 @@ def read_recording(path: Path) -> Recording:
             requests.append(request)
     if head is None or not requests:
         raise CommandError(f"{path} holds no requests")
-    return Recording(head, sorted(requests, key=lambda request: request.at))
+    return RecordedWorkload(head, sorted(requests, key=lambda request: request.at))
 
 
 def _read(line: str, path: Path, number: int) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from windlass.server.cli.replay.reading import Recording
+from windlass.server.cli.replay.reading import RecordedWorkload
 from windlass.server.cli.replay.running import Repeated, Replayed
 
 MOST_SHOWN = 20  # mismatches, and failures, in lines
@@ -16,7 +16,7 @@ def good(replayed: Replayed) -> bool:
     return not any(each.failed or (each.compared and not each.equal) for each in replayed.requests)
 
 
-def as_object(recording: Recording, replayed: Replayed) -> dict[str, Any]:
+def as_object(recording: RecordedWorkload, replayed: Replayed) -> dict[str, Any]:
     """The same as JSON, with every mismatch and failure."""
     compared = [each for each in replayed.requests if each.compared]
     return {
@@ -39,7 +39,7 @@ def as_object(recording: Recording, replayed: Replayed) -> dict[str, Any]:
     }
 
 
-def lines(recording: Recording, replayed: Replayed) -> Iterator[str]:
+def lines(recording: RecordedWorkload, replayed: Replayed) -> Iterator[str]:
     """For a person."""
     requests = replayed.requests
     tokens = sum(sum(each.tokens) for each in requests)
@@ -93,7 +93,7 @@ def _told(each: Repeated) -> dict[str, Any]:
     return {"line": recorded.line, "route": recorded.route, "request_id": recorded.request_id}
 
 
-def _span(recording: Recording) -> float:
+def _span(recording: RecordedWorkload) -> float:
     requests = recording.requests
     return max(request.at + request.seconds for request in requests) - requests[0].at
 

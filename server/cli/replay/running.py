@@ -21,7 +21,7 @@ _SHOWN = 200  # characters of an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class ReplayPace:
     """speed: 2 sends in half the time; None: each as soon as there is room. at_once: requests in flight at most."""
 
     speed: float | None = 1.0
@@ -83,7 +83,7 @@ class _Read:
             self.ids.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
 
 
-async def replay(url: str, api_key: str | None, asked: Sequence[AskedAgain], pace: Pace) -> Replayed:
+async def replay(url: str, api_key: str | None, asked: Sequence[AskedAgain], pace: ReplayPace) -> Replayed:
     """Send all to the server at `url` (without /v1) and wait for all answers. What fails is in the result, never raised."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=pace.at_once, max_keepalive_connections=pace.at_once, keepalive_expiry=4.0)

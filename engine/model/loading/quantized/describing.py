@@ -21,6 +21,7 @@ from windlass.engine.model.loading.quantized.gptq import describe_gptq
 from windlass.engine.model.loading.quantized.mxfp4 import describe_mxfp4
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint, QuantizedTensor
 from windlass.engine.model.loading.quantized.shapes import WantedTensor
+from windlass.engine.model.loading.quantized.ternary import describe_ternary
 from windlass.engine.model.spec import ModelSpec
 
 _DESCRIBE = {
@@ -29,6 +30,7 @@ _DESCRIBE = {
     "compressed-tensors": describe_compressed,
     "FP8": describe_floats,
     "MXFP4": describe_mxfp4,
+    "BitNet": describe_ternary,
 }
 # Beside the weights of a module: what some writers add to them.
 _BESIDE = ("g_idx", "weight_shape", "weight_g_idx", "weight_zero_point", "weight_scale", "weight_scale_inv", "qzeros")

@@ -1,0 +1,61 @@
+"""Who does not take his outputs holds up nobody: an engine that has finished owes nothing, and is not taken for stuck."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from helpers.configs import engine_config
+
+from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
+from windlass.engine.client.process import LIFELESS_SECONDS, ProcessClient
+from windlass.engine.client.router import RequestRouter
+from windlass.engine.core.wire import Message, StepDone
+
+TESTS = Path(__file__).parents[2]
+
+
+def request(name: str, max_tokens: int = 2) -> EngineRequest:
+    return EngineRequest(name, [50, 7], SamplingParams(max_tokens=max_tokens))
+
+
+def test_a_finished_request_is_not_in_flight_however_late_it_is_read() -> None:
+    async def main() -> None:
+        sent: list[Message] = []
+        router = RequestRouter(sent.append, lambda: None)
+        outputs = router.generate(request("a"))
+        first = asyncio.ensure_future(anext(outputs))
+        await asyncio.sleep(0)
+        assert router.in_flight == 1
+        router.deliver(StepDone((RequestOutput("a", token_ids=(1,)),), 0.1))
+        await first
+        assert router.in_flight == 1
+        router.deliver(StepDone((RequestOutput("a", token_ids=(2,), finish_reason="length"),), 0.1))
+        assert router.in_flight == 0  # and its last output is not taken yet
+        assert (await anext(outputs)).token_ids == (2,)
+        await outputs.aclose()
+        assert len(sent) == 1  # nothing is left to abort
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_is_not_killed_because_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+
+    async def main() -> None:
+        client = ProcessClient(engine_config("scripted"), core="helpers.scripted_core:ScriptedCore")
+        try:
+            await client.start()
+            pid = client.pid
+            outputs = client.generate(request("a", 5))
+            await anext(outputs)
+            await asyncio.sleep(LIFELESS_SECONDS + 2.0)
+            assert client.pid == pid and client.restarts == 0 and client.state == "ready"
+            assert len([output async for output in outputs]) == 4
+        finally:
+            await client.close()
+
+    asyncio.run(main())

@@ -1,0 +1,219 @@
+"""A simulated engine process: the real process body and engine loop, with time that is simulated.
+
+The process body is a greenlet that gives way to the event loop wherever a real one would wait: for a message, or while a step
+computes. So the parent's messages come in the middle of steps, and it can be killed anywhere. Replaced is what the operating
+system gives: processes, sockets, signs of life. What runs in it is `core`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from queue import Empty
+from typing import TYPE_CHECKING, Any
+
+import greenlet
+from simulation.core import SimulatedCore
+from simulation.faults import INJECTED
+from simulation.network import connection
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.core.process import ORPHAN_GRACE, serve
+from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, encode
+from windlass.engine.errors import LoadError
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+SIGKILL = -9
+
+
+class EngineProcess:
+    """What `windlass.engine.client.child.ChildProcess` is to its client. Its `process` is itself."""
+
+    def __init__(self, world: World, core: str, log_level: str, *, ahead: str | None = None) -> None:
+        self.world = world
+        self.pid = world.new_pid(self)
+        ours, self._theirs = connection(world.loop, world.weather(calm=True), ("engine", self.pid))
+        self.socket = ours.sock
+        self.process = self
+        self.core: SimulatedCore | None = None
+        self.inbox = _Inbox(self)
+        self.returncode: int | None = None
+        self.used = 0  # signs of life
+        self.computing = False
+        self.stuck = False
+        self._dying = False
+        self._body = greenlet.greenlet(self._run)
+        self._theirs.open(_EngineSide(self))
+        world.loop.call_later(0.01, self.resume)
+
+    # ---- what the client asks ----------------------------------------------------------------------------------------
+    def load(self, config: EngineConfig) -> None:
+        self.socket.end.write(encode(Load(config)))
+
+    @property
+    def ended(self) -> bool:
+        return self.returncode is not None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self, *, reap: bool = True) -> None:
+        """SIGKILL: it is gone a moment later."""
+        self._dying = True
+        self.world.loop.call_later(0.002, self.die, SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        self.socket.close()
+
+    def describe_end(self) -> str:
+        return "it closed its connection" if self.returncode is None else f"exit code {self.returncode}"
+
+    # ---- what its body asks ------------------------------------------------------------------------------------------
+    def emit(self, message: Message) -> None:
+        if isinstance(message, Crashed) and message.reason and INJECTED not in message.reason:
+            self.world.violation(f"the engine crashed by itself: {message.reason}")
+        self._theirs.write(encode(message))
+
+    def flush(self, timeout: float) -> None:
+        self.sleep(0.001)
+
+    def sleep(self, seconds: float | None) -> None:
+        """Give way for so long; None: for ever."""
+        if seconds is not None:
+            self.world.loop.call_later(seconds, self.resume)
+        greenlet.getcurrent().parent.switch()
+
+    def compute(self, seconds: float) -> None:
+        """Use the processor for so long, which may go wrong."""
+        happens = self.world.happens
+        if happens("step crashes"):
+            raise RuntimeError(f"{INJECTED}: a kernel failed")
+        if happens("step has no memory"):
+            raise MemoryError(f"{INJECTED}: no memory for a step")
+        if happens("engine is killed"):
+            self._dying = True
+            self.world.loop.call_later(seconds / 2, self.die, SIGKILL)
+        if happens("engine stands still"):
+            self.stuck = True
+            self.sleep(None)
+        self.computing = True
+        if happens("engine computes for ever"):
+            self.sleep(None)
+        if happens("step is slow"):
+            seconds *= self.world.rng.choice([10, 30, 100])
+        self.world.longest_step = max(self.world.longest_step, seconds)
+        self.sleep(seconds)
+        self.computing = False
+
+    def resume(self) -> None:
+        """Let the body go on until it gives way again."""
+        if self.returncode is not None or self.stuck:
+            return
+        self.used += 1
+        self._body.switch()
+
+    # ---- its life ----------------------------------------------------------------------------------------------------
+    def _run(self) -> None:
+        code = serve(self._make_core, self)
+        self.world.loop.call_soon(self.die, code)
+
+    def _make_core(self, config: EngineConfig, progress: Any) -> SimulatedCore:
+        for part in range(3):
+            progress("reading weights", part + 1, 3)
+            self.sleep(self.world.rng.uniform(0.05, 0.5))
+        if self.world.engines_made > 1 and self.world.happens("disk fails at a load"):
+            raise LoadError(f"{INJECTED}: Input/output error")
+        self.core = SimulatedCore(config, self)
+        return self.core
+
+    def die(self, code: int) -> None:
+        """Its end, whatever it does: what it has not sent is lost."""
+        if self.returncode is not None:
+            return
+        self.returncode = code
+        self._theirs.cut_off()
+        if self.core is not None:
+            self.world.engine_died(self)
+        if not self._body.dead and self._body:
+            self._body.throw(greenlet.GreenletExit)
+
+    def request_of(self, seq_id: int) -> str:
+        """The id of the request that a sequence belongs to."""
+        assert self.core is not None
+        live = (seq for seq in self.core.scheduler.live_sequences() if seq.seq_id == seq_id)
+        return next((seq.request.request_id for seq in live), "")
+
+    def orphaned(self) -> None:
+        self.inbox.put(Close())
+        self.world.loop.call_later(ORPHAN_GRACE, self.die, 0)
+
+
+class _EngineSide(asyncio.Protocol):
+    """The engine's end of the socket."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._frames = FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._process.inbox.put(message)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._process.ended:
+            self._process.orphaned()
+
+
+class _Inbox:
+    """A `SimpleQueue` whose reader gives way instead of blocking."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+        self._messages: deque[Any] = deque()
+        self._waiting = False
+
+    def put(self, message: Any) -> None:
+        self._messages.append(message)
+        if self._waiting:
+            self._waiting = False
+            self._process.world.loop.call_soon(self._process.resume)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        if not self._messages:
+            if not block:
+                raise Empty
+            self._wait(timeout)
+        if not self._messages:
+            raise Empty
+        return self._messages.popleft()
+
+    def _wait(self, timeout: float | None) -> None:
+        self._waiting = True
+        timer = None if timeout is None else self._process.world.loop.call_later(timeout, self._time_out)
+        self._process.sleep(None)
+        if timer is not None:
+            timer.cancel()
+
+    def _time_out(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._process.resume()
+
+
+class SignsOfLife:
+    """What `windlass.engine.client.pulse.Pulse` is."""
+
+    def __init__(self, world: World, pid: int) -> None:
+        self._process = world.processes[pid]
+        self._used: int | None = None
+
+    def lifeless(self) -> bool:
+        used, before = self._process.used, self._used
+        self._used = used
+        return used == before and not self._process.computing

@@ -1,0 +1,90 @@
+"""The whole server over a simulated operating system: many seeds, the same seed the same run, and planted mistakes found.
+
+A failing seed says how to run it again: `SIMULATION_SEED=N pytest tests/simulation -k replay`. With `SIMULATION_SEEDS=FIRST-LAST`
+the longest form takes other seeds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+from simulation.planted import MISTAKES
+from simulation.world import Report, simulate
+
+FIRST_LONG = 1_000  # seeds of the long forms begin behind those of the short one
+ENOUGH = 60  # seeds among which every planted mistake shows
+
+
+def told(report: Report) -> str:
+    """What a person needs who sees a seed fail."""
+    lines = [
+        f"seed {report.seed} breaks what is promised: {len(report.violations)} times",
+        *(f"  {violation[:1000]}" for violation in report.violations[:8]),
+        f"  faults: {[f'{at:.3f} {kind} {of}'.strip() for at, kind, of in report.faults.log[-20:]]}",
+        f"run it again: SIMULATION_SEED={report.seed} .venv/bin/pytest tests/simulation -k replay",
+    ]
+    return "\n".join(lines)
+
+
+def run_seeds(seeds: range) -> list[Report]:
+    """Run them all; the first that fails ends it."""
+    reports = []
+    for seed in seeds:
+        report = simulate(seed)
+        assert not report.violations, told(report)
+        reports.append(report)
+    return reports
+
+
+def test_seeds() -> None:
+    reports = run_seeds(range(60))
+    # The seeds must come to all that could go wrong, or they would show little.
+    outcomes = Counter(record.status for report in reports for record in report.records)
+    codes = {code for report in reports for record in report.records for code in record.codes}
+    assert outcomes[200] > 150, outcomes
+    assert codes >= {"deadline_exceeded", "engine_unavailable", "internal", "queue_full"}, codes
+    assert sum(report.engines > 1 for report in reports) > 5
+    happened = {kind for report in reports for _, kind, _ in report.faults.log}
+    assert len(happened) > 10, happened
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_five_hundred_seeds() -> None:
+    run_seeds(range(FIRST_LONG, FIRST_LONG + 500))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(8 * 3600)
+def test_ten_thousand_seeds() -> None:
+    first, _, last = os.environ.get("SIMULATION_SEEDS", "").partition("-")
+    seeds = range(int(first), int(last) + 1) if first and last else range(2 * FIRST_LONG, 2 * FIRST_LONG + 10_000)
+    run_seeds(seeds)
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    for seed in (3, 7, 11, 20):
+        first, second = simulate(seed), simulate(seed)
+        assert first.digest == second.digest and first.seconds == second.seconds
+        assert first.faults.log == second.faults.log
+    assert simulate(3).digest != simulate(7).digest
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_planted_mistakes_are_found(mistake: str) -> None:
+    for seed in range(ENOUGH):
+        with MISTAKES[mistake]():
+            if simulate(seed).violations:
+                return
+    raise AssertionError(f"{mistake}: none of {ENOUGH} seeds shows it")
+
+
+@pytest.mark.skipif("SIMULATION_SEED" not in os.environ, reason="runs one seed: set SIMULATION_SEED")
+def test_replay() -> None:
+    report = simulate(int(os.environ["SIMULATION_SEED"]))
+    for record in report.records:
+        print(record.ask.request_id, record.ask.path, record.status, record.codes, record.broken, record.finishes)
+    print(*(f"{at:.3f} {kind} {of}" for at, kind, of in report.faults.log), sep="\n")
+    assert not report.violations, told(report)

@@ -1,0 +1,78 @@
+"""Simulated processes for text work: the real jobs, done on the spot, by processes that may die, be slow or have no memory.
+
+Takes the place of `windlass.server.text.workers.processes`, which is where the operating system begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from helpers.live_server import SPECIAL_TOKENS, TEMPLATE
+from helpers.toy_tokenizers import byte_level
+
+from windlass.engine.errors import RequestError
+from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
+from windlass.server.text.tokenizer import Tokenizer
+from windlass.server.text.workers.frames import Done, OutOfMemory, Refused, Result, TextSource
+from windlass.server.text.workers.processes import ForkError, ProcessDiedError, TooSlowError
+from windlass.server.text.workers.tasks import TextTasks
+
+if TYPE_CHECKING:
+    from simulation.world import World
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level(), SPECIAL_TOKENS, {"default": TEMPLATE})
+
+
+@functools.cache
+def tasks() -> TextTasks:
+    return TextTasks(tokenizer(), ChatTemplate(TEMPLATE, SPECIAL_TOKENS))
+
+
+class SimulatedForkServer:
+    alive = True
+
+    def __init__(self, world: World, source: TextSource) -> None:
+        self._world = world
+
+    def wait_loaded(self) -> None:
+        pass
+
+    def fork(self) -> SimulatedTextProcess:
+        if self._world.happens("no process can be started"):
+            raise ForkError("Resource temporarily unavailable")
+        return SimulatedTextProcess(self._world)
+
+    def kill(self) -> None:
+        pass
+
+
+class SimulatedTextProcess:
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.tired = self.ended = False
+
+    def run(self, body: bytes, seconds: float) -> Result:
+        job: Any = pickle.loads(body)
+        if self._world.happens("text process dies"):
+            self.ended = True
+            raise ProcessDiedError("SIGSEGV")
+        if self._world.happens("text process is slow"):
+            self.ended = True
+            raise TooSlowError
+        if self._world.happens("text process has no memory"):
+            return OutOfMemory()
+        try:
+            return Done(getattr(tasks(), job.task)(*job.args))
+        except (RequestError, ChatTemplateError) as error:
+            return Refused(error.message)
+
+    def interrupt(self) -> None:
+        self.ended = True
+
+    def kill(self) -> None:
+        self.ended = True

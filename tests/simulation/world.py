@@ -1,0 +1,343 @@
+"""One simulated run of the whole server: everything that a seed decides, put together and run to its end.
+
+Real are the app with its middlewares and routes, the HTTP protocol and its bounds, admission and callers, streams, the engine's
+client with its supervisor and watchdog, the messages between processes, the engine's loop, scheduler and paged cache. Simulated
+is what an operating system gives (time, sockets, processes, threads), and the model. `simulate` is all that tests need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from simulation import invariants
+from simulation.client import Record, SimulatedClient
+from simulation.engine import EngineProcess, SignsOfLife
+from simulation.faults import CLIENTS, Faults
+from simulation.loop import SimulatedLoop, simulated_time
+from simulation.network import Listener, Weather
+from simulation.text import SimulatedForkServer, tokenizer
+from simulation.workload import ADAPTERS, Drawer
+
+from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.api.config import AdapterConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from windlass.engine.client.process import ProcessClient
+from windlass.server.app.app import create_app
+from windlass.server.http.server import HttpServer
+from windlass.server.options.connection_settings import ConnectionSettings
+from windlass.server.options.key_file import ApiKey
+from windlass.server.options.settings import ServerSettings
+
+MOST_SECONDS = 3600.0  # of simulated time that a run may take
+HANG_SECONDS = 20.0
+WRITE_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a seed decides of the server."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    scheduling: SchedulerConfig
+    concurrency: dict[str, int | None]  # of callers by key; empty: no keys
+    max_in_flight: int
+    max_connections: int
+    keep_alive: float
+    window: int
+    high_water: int
+    clients: int
+    asks: int
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> Plan:
+        block_size = rng.choice([2, 4, 8])
+        num_blocks = rng.choice([12, 16, 24, 48])
+        keys = rng.choice([0, 0, 1, 3])
+        return cls(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=min(96, num_blocks * block_size),
+            scheduling=SchedulerConfig(
+                max_num_batched_tokens=rng.choice([6, 16, 64]),
+                max_num_seqs=rng.choice([1, 2, 4, 8]),
+                max_waiting=rng.choice([1, 4, 100]),
+                target_step_seconds=rng.choice([0.0, 0.02]),
+                speculation=SpeculationConfig(num_tokens=rng.choice([0, 0, 2]), min_match=1),
+            ),
+            concurrency={f"key-{number}": rng.choice([None, 1, 2]) for number in range(keys)},
+            max_in_flight=rng.choice([2, 6, 100]),
+            max_connections=rng.choice([3, 100, 100]),
+            keep_alive=rng.choice([0.5, 10.0]),
+            window=rng.choice([256, 2048, 65536]),
+            high_water=rng.choice([512, 4096, 65536]),
+            clients=rng.randint(1, 5),
+            asks=rng.randint(1, 4),
+        )
+
+
+@dataclass
+class Report:
+    """violations: of the promises; none in a good run. digest: of everything that happened, alike for the same seed."""
+
+    seed: int
+    violations: list[str]
+    digest: str
+    records: list[Record]
+    faults: Faults
+    seconds: float
+    engines: int
+
+
+@dataclass
+class World:
+    seed: int
+    rng: random.Random
+    faults: Faults
+    plan: Plan
+    loop: SimulatedLoop = field(init=False)
+    listener: Listener = field(init=False)
+    records: list[Record] = field(default_factory=list)
+    processes: dict[int, EngineProcess] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    longest_step: float = 0.0
+    stood_still: list[tuple[float, float]] = field(default_factory=list)  # when, and for how long
+    deaths: list[float] = field(default_factory=list)  # of engines that had loaded
+    ready: list[float] = field(default_factory=list)
+    exchanges: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # by id: begin and end in the server
+    trace: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def __post_init__(self) -> None:
+        self.loop = SimulatedLoop(self._thread_delay)
+        self.listener = Listener(self.loop)
+
+    # ---- for the parts ---------------------------------------------------------------------------------------------------
+    def violation(self, text: str) -> None:
+        self.violations.append(f"at {self.loop.time():.3f}: {text}")
+
+    def happens(self, kind: str, of: str = "") -> bool:
+        if kind not in self.faults.rates:
+            return False
+        happened = self.faults.happens(kind, self.loop.time(), of)
+        self.trace.update(f"{self.loop.time():.9f} {kind} {of} {happened}\n".encode())
+        return happened
+
+    def new_pid(self, process: EngineProcess) -> int:
+        pid = 1000 + len(self.processes)
+        self.processes[pid] = process
+        return pid
+
+    @property
+    def engines_made(self) -> int:
+        return len(self.processes)
+
+    def engine_died(self, process: EngineProcess) -> None:
+        self.deaths.append(self.loop.time())
+
+    def weather(self, *, calm: bool = False) -> Weather:
+        """Of a new connection. calm: between two processes of one machine, which nobody resets."""
+        rng = self.rng
+        slowest = 0.0005 if calm else rng.choice([0.001, 0.02, 0.2])
+        pieces = rng.choice([1000, 10**6]) if calm else rng.choice([30, 300, 300, 10**6])
+
+        def latency() -> float:
+            if not calm:
+                if self.happens("process stands still"):
+                    self._stand_still()
+                if self.happens("clock on the wall is set"):
+                    self.loop.set_wall_clock(rng.choice([-7200.0, -1.0, 3600.0, 86400.0]))
+            late = rng.uniform(0.5, 3.0) if self.happens("piece is late") and not calm else 0.0
+            return rng.uniform(0.1, 1.0) * slowest + late
+
+        return Weather(latency, lambda: rng.randint(1, pieces), 10**9 if calm else self.plan.window)
+
+    def _stand_still(self) -> None:
+        seconds = self.rng.choice([0.3, 2.0, 30.0])
+        self.stood_still.append((self.loop.time(), seconds))
+        self.loop.stand_still(seconds)
+
+    def _thread_delay(self, name: str) -> float:
+        return self.rng.uniform(0.0001, 0.02)
+
+    # ---- the run ---------------------------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        plan = self.plan
+        self.engine = engine = ProcessClient(
+            EngineConfig(
+                model="simulated",
+                scheduling=plan.scheduling,
+                adapters=AdapterConfig(sources=_adapters(), max_loaded=4),
+            ),
+            hang_seconds=HANG_SECONDS,
+            max_deaths=1000,
+        )
+        callers = tuple(
+            ApiKey(digest=ApiKey.plain(key).digest, name=key, concurrency=most)
+            for key, most in plan.concurrency.items()
+        )
+        settings = ServerSettings(
+            served_model_name="simulated",
+            callers=callers,
+            max_in_flight=plan.max_in_flight,
+            keep_alive_seconds=plan.keep_alive,
+            adapters=_adapters(),
+            lora_folder=Path(__file__).parent,  # some folder; nothing is read from it
+            body_stall_seconds=5.0,
+        )
+        app = create_app(engine, tokenizer(), settings)
+        self.state = app.state.windlass
+        self._observe_exchanges()
+        connections = ConnectionSettings(
+            max_connections=plan.max_connections, max_per_address=100, write_seconds=WRITE_SECONDS, idle_seconds=30.0
+        )
+        self.server = server = HttpServer(app, self.listener, connections, max_header_bytes=65536)  # type: ignore[arg-type]
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await engine.start()
+        await server.startup()
+        drawer = self._drawer()
+        work = []
+        for client in range(plan.clients):
+            asks = drawer.asks(f"r{client}", plan.asks)
+            work.append(self.loop.create_task(SimulatedClient(self, client).run(asks)))
+        cuts = self.loop.create_task(self._cut_connections())
+        await asyncio.wait(work)
+        cuts.cancel()
+        self.faults.over = True
+        await self._settle()
+        await self._probe(drawer)
+        await self._settle()
+        for task in work:
+            if task.exception() is not None:
+                self.violation(f"a client failed: {task.exception()!r}")
+        invariants.check_books(self)
+        await server.shutdown()
+        await engine.close()
+        self.state.close()
+
+    def _observe_exchanges(self) -> None:
+        """Write down when each is in the server."""
+        state = self.state
+        register, unregister = state.register, state.unregister
+
+        def begin(exchange: Any) -> None:
+            self.exchanges[exchange._id] = (self.loop.time(), None)
+            register(exchange)
+
+        def end(exchange: Any) -> None:
+            self.exchanges[exchange._id] = (self.exchanges[exchange._id][0], self.loop.time())
+            unregister(exchange)
+
+        state.register, state.unregister = begin, end
+
+    def _drawer(self) -> Drawer:
+        behaviours = {kind: rate for kind, rate in self.faults.rates.items() if kind in CLIENTS}
+        return Drawer(self.rng, self.plan.max_model_len, list(self.plan.concurrency), behaviours)
+
+    async def _cut_connections(self) -> None:
+        """The network resets connections, now and then."""
+        rate = self.faults.rates.get("connection is reset", 0.0)
+        while rate:
+            await asyncio.sleep(self.rng.expovariate(rate * 50))
+            open_now = [record for record in self.records if record.end is not None and not record.end.lost]
+            if open_now:
+                record = self.rng.choice(open_now)
+                assert record.end is not None
+                self.faults.log.append((self.loop.time(), "connection is reset", record.ask.request_id))
+                record.end.reset()
+
+    async def _settle(self) -> None:
+        """Let everything end that has been begun, and a dead engine come back."""
+        deadline = self.loop.time() + 400.0
+        while self.loop.time() < deadline:
+            await asyncio.sleep(1.0)
+            idle = not self.state.in_flight and not self.engine._router.in_flight
+            if idle and self.engine.state in ("ready", "failed"):
+                break
+        await asyncio.sleep(3.0)
+
+    async def _probe(self, drawer: Drawer) -> None:
+        """Whoever comes now is served, each caller as often at once as it may."""
+        if self.engine.state != "ready":
+            return
+        clients = []
+        for number, (key, most) in enumerate(self.plan.concurrency.items() or [(None, 1)]):
+            for each in range(min(most or 1, self.plan.max_in_flight, self.plan.scheduling.max_waiting)):
+                ask = drawer.plain(f"probe-{number}-{each}", key)
+                clients.append(SimulatedClient(self, 100 + 10 * number + each).run([ask]))
+            await asyncio.gather(*clients)
+            clients.clear()
+            await asyncio.sleep(1.0)
+
+
+def simulate(seed: int) -> Report:
+    """Run one seed to its end, and hold what happened to what is promised."""
+    rng = random.Random(seed)
+    world = World(seed, rng, Faults.drawn(rng), Plan.drawn(rng))
+    with _operating_system(world):
+        try:
+            asyncio.set_event_loop(world.loop)
+            world.loop.run_until_complete(asyncio.wait_for(world.run(), MOST_SECONDS))
+        except TimeoutError:
+            world.violation(f"the run has not ended after {MOST_SECONDS:g} seconds")
+        except AssertionError as error:
+            world.violation(f"{type(error).__name__}: {error}")
+        finally:
+            _close(world.loop)
+        invariants.check_records(world)
+        world.violations += world.loop.failures
+    for record in world.records:
+        seen = (record.ask.request_id, record.status, record.texts, record.finishes, record.codes, record.ended_at)
+        world.trace.update(repr(seen).encode())
+    digest = world.trace.hexdigest()
+    seconds = world.loop.time()
+    return Report(seed, world.violations, digest, world.records, world.faults, seconds, world.engines_made)
+
+
+@contextlib.contextmanager
+def _operating_system(world: World) -> Iterator[None]:
+    """What the simulation has instead: time, processes, signs of life. Logs are quiet, and nothing is collected in between."""
+    process, text = "windlass.engine.client.process", "windlass.server.text.workers.pool"
+    collecting = gc.isenabled()
+    gc.disable()  # the ends of forgotten generators would come at any time
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with (
+            simulated_time(world.loop),
+            mock.patch(f"{process}.ChildProcess", lambda *args, **options: EngineProcess(world, *args, **options)),
+            mock.patch(f"{process}.Pulse", lambda pid: SignsOfLife(world, pid)),
+            mock.patch(f"{text}.ForkServer", lambda source: SimulatedForkServer(world, source)),
+            mock.patch("simulation.network.HIGH_WATER", world.plan.high_water),
+        ):
+            yield
+    finally:
+        logging.disable(level)
+        if collecting:
+            gc.enable()
+
+
+def _close(loop: SimulatedLoop) -> None:
+    """End what is left, without a word."""
+    tasks = asyncio.all_tasks(loop)
+    loop.set_exception_handler(lambda *_: None)
+    for task in tasks:
+        task.cancel()
+    with contextlib.suppress(BaseException):
+        loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 1.0))
+    asyncio.set_event_loop(None)
+    loop.close()
+
+
+def _adapters() -> tuple[AdapterSource, ...]:
+    return tuple(AdapterSource(1 + number, name, f"/adapters/{name}") for number, name in enumerate(ADAPTERS))
