@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from windlass.server.routes.job import GenerationJob
 
 
-class Follower(Protocol):
+class RequestFollower(Protocol):
     """See `RecordedRequest`."""
 
     def take(self, delta: Delta) -> None: ...
@@ -28,7 +28,7 @@ def followed(
     exchange: Exchange, job: GenerationJob, plan: GenerationPlan, tally: Tally
 ) -> Iterator[Callable[[Delta], None] | None]:
     """A request runs until the block ends; what comes goes to the function, where there is one."""
-    state, followers = job.state, list[Follower]()
+    state, followers = job.state, list[RequestFollower]()
     if state.recorder is not None:
         followers.append(RecordedRequest(state.recorder, job, plan, tally, exchange.path))
     if state.tracing is not None and exchange.span is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class _Prompt:
+class _TracedPrompt:
     """Times on the monotonic clock, None before they come."""
 
     scheduled: float | None = None
@@ -30,7 +30,7 @@ class TracedRequest:
     def __init__(self, tracing: Tracing, span: Any, job: GenerationJob, plan: GenerationPlan, tally: Tally) -> None:
         self._tracing, self._span, self._job, self._plan, self._tally = tracing, span, job, plan, tally
         self._handed = time.monotonic()
-        self._prompts = [_Prompt() for _ in plan.prompts]
+        self._prompts = [_TracedPrompt() for _ in plan.prompts]
 
     def take(self, delta: Delta) -> None:
         """What came now."""
