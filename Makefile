@@ -14,7 +14,11 @@ BIN    := $(VENV)/bin
 # Tests and servers share two cores on small machines; a spinning thread pool each would slow all of them.
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: help serve test test-slow soak check format docs bench clean
+# What only releases take has an environment of its own.
+RELEASE := build/release
+TOOLS   := $(RELEASE)/bin
+
+.PHONY: help serve test test-slow soak check format docs bench clean lock sbom audit wheels
 
 help:
 	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
@@ -24,6 +28,8 @@ help:
 	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make docs       the documentation as a site in build/docs, its links checked"
 	@echo "make bench      beside the peers in work/peers (BENCH=options)"
+	@echo "make lock       requirements.lock anew; make sbom: what is installed, as CycloneDX; make audit: known holes in what is locked;"
+	@echo "                make wheels: for Linux, in containers (docs/release.md)"
 	@echo "make clean      away with $(VENV), the compiled kernels and what the tools keep"
 
 $(BIN)/python:
@@ -84,6 +90,25 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/context_cost.py
 	$(BIN)/python benchmarks/experts_and_latent.py
 	$(BIN)/python benchmarks/http_cost.py --model smollm2
+
+$(TOOLS)/%: | $(BIN)/python
+	@test -x $(TOOLS)/python || $(PYTHON) -m venv $(RELEASE)
+	$(TOOLS)/python -m pip install --disable-pip-version-check --quiet uv cyclonedx-bom pip-audit build cibuildwheel
+	@test -x $@
+
+lock: $(TOOLS)/uv
+	$(TOOLS)/python deploy/make_lock.py $(TOOLS)/uv
+
+sbom: $(TOOLS)/cyclonedx-py $(VENV)/.installed
+	$(TOOLS)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --of JSON -o build/sbom.cdx.json
+	@echo "== see build/sbom.cdx.json"
+
+audit: $(TOOLS)/pip-audit
+	$(TOOLS)/pip-audit --require-hashes --disable-pip --requirement requirements.lock
+
+wheels: $(TOOLS)/cibuildwheel
+	$(TOOLS)/python -m build --sdist --outdir build/source .
+	$(TOOLS)/cibuildwheel --platform linux --output-dir dist build/source/windlass_llm-*.tar.gz
 
 clean:
 	rm -rf $(VENV) build dist kernels/cpu/*.so src/*.egg-info clients/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

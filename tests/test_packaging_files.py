@@ -6,13 +6,19 @@ import ast
 import fnmatch
 import json
 import re
+import runpy
 import subprocess
 import sys
 import threading
+import tomllib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 TOOLS = Path(sys.executable).parent
@@ -135,3 +141,54 @@ def test_the_health_checks_tell_the_truth(which, status, healthy):
         thread.join()
     assert asked == ["/health"]
     assert (result.returncode == 0) is healthy
+
+
+def services() -> dict[str, dict]:
+    return yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+
+
+@pytest.mark.parametrize("name", ["windlass", "windlass-cuda", "loadtest"])
+def test_what_is_built_here_runs_with_as_little_as_it_needs(name):
+    service = services()[name]
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]  # and so Docker's own seccomp profile
+    assert service["pids_limit"] > 0 and any(mount.startswith("/tmp:") for mount in service["tmpfs"])
+    # What the image writes goes to a volume.
+    written = re.findall(r"(?:HF_HOME|WINDLASS_CACHE)=(\S+)", DOCKERFILE)
+    mounted = [volume.split(":")[1] for volume in services()["windlass"]["volumes"]]
+    assert written and all(any(path.startswith(place) for place in mounted) for path in written)
+    if name != "loadtest":
+        assert service["ulimits"]["core"] == 0 and "mem_limit" in service and "cpus" in service
+
+
+def locked() -> dict[str, tuple[str, list[str]]]:
+    """Versions and hashes by name."""
+    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    found = {}
+    for entry in re.sub(r"\\\n\s+", " ", text).splitlines():
+        if entry and not entry.startswith("#"):
+            name, version, rest = re.match(r"([\w.-]+)==([^ ;]+)(.*)", entry).groups()
+            found[canonicalize_name(name)] = version, re.findall(r"--hash=sha256:([0-9a-f]{64})", rest)
+    return found
+
+
+def test_the_lock_has_every_requirement_in_one_version_with_hashes():
+    maker = runpy.run_path(str(ROOT / "deploy" / "make_lock.py"))
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    found = locked()
+    assert len(found) > 40 and all(hashes for _, hashes in found.values())
+    for text in maker["wanted"]():
+        wanted = Requirement(text)
+        version, _ = found[canonicalize_name(wanted.name)]
+        assert wanted.specifier.contains(version), text
+    assert {name: found[name][0] for name in pins} == pins
+    assert not {"windlass-llm", "windlass-client"} & set(found)
+
+
+def test_wheels_are_built_for_what_is_supported_and_leave_torch_its_threads():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    wheels, supported = settings["tool"]["cibuildwheel"], SpecifierSet(settings["project"]["requires-python"])
+    built = {re.fullmatch(r"cp3(\d+)-manylinux_\*", name)[1] for name in wheels["build"]}
+    assert built == {str(minor) for minor in range(8, 20) if f"3.{minor}.5" in supported}
+    assert wheels["linux"]["archs"] == ["x86_64", "aarch64"]
+    assert "--exclude libgomp.so.1" in wheels["linux"]["repair-wheel-command"]

@@ -157,6 +157,7 @@ class RequestOutput:
     pooled: what came of a pooled prompt, on its only output.
     rotary, context: what the sample ran under and what became of its context, on its last output unless it failed.
     error: set when the request failed; then it is the last output of the request (all samples).
+    scheduled_at: `time.monotonic()` seconds when its first step was planned, on its first output.
     """
 
     request_id: str
@@ -171,6 +172,7 @@ class RequestOutput:
     context: ContextReport | None = None
     error: Exception | None = None
     pooled: PooledRows | None = None
+    scheduled_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -246,6 +246,7 @@ def _to_tuple(output: RequestOutput) -> tuple[Any, ...]:
         output.context,
         portable_error(output.error) if output.error is not None else None,
         output.pooled,
+        output.scheduled_at,
     )
 
 

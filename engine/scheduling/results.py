@@ -122,6 +122,7 @@ class ResultIntake:
         if start is not None:
             self._settle(seq, start + num_accepted)
         self._counters.generation_tokens += num_accepted
+        scheduled_at = seq.first_scheduled_time if seq.first_token_time is None else None
         self._note_first_token(seq, now)
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
         report = seq.held.report_of(seq.cache)
@@ -138,6 +139,7 @@ class ResultIntake:
             cached_tokens=seq.cached_tokens or 0,
             rotary=None if reason is None else seq.rotation.report(seq.stage, seq.cache.num_rerotations),
             context=None if reason is None else report,
+            scheduled_at=scheduled_at,
         )
 
     def _finish_scoring(self, seq: Sequence, results: dict[int, StepResult], now: float) -> list[RequestOutput]:

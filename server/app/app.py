@@ -123,6 +123,10 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             expose_headers=["x-request-id", "retry-after"],
             allow_credentials=False,
         )
+    if state.tracing is not None:
+        from windlass.server.exchange.tracing import TracingMiddleware  # an extra
+
+        app.add_middleware(TracingMiddleware, tracing=state.tracing)
     app.add_middleware(RequestIdMiddleware)
     if settings.root_path:
         app.add_middleware(RootPathMiddleware, root_path=settings.root_path)

@@ -28,6 +28,7 @@ from windlass.server.text.parsing.reasoning.model import ThinkingModel
 from windlass.server.text.service import TextService
 
 if TYPE_CHECKING:
+    from windlass.server.exchange.tracing import Tracing
     from windlass.server.text.tokenizer import Tokenizer
 
 
@@ -65,6 +66,7 @@ class ServerState:
         self.conditions = Conditions()
         self.recorder = None if settings.record is None else WorkloadRecorder(settings.record)
         self.metrics.registry.register(RecordingCollector(self.recorder))
+        self.tracing = _tracing(settings.otel_endpoint)
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
@@ -168,3 +170,13 @@ class ServerState:
         self.text.close()
         if self.recorder is not None:
             self.recorder.close()
+        if self.tracing is not None:
+            self.tracing.close()
+
+
+def _tracing(endpoint: str | None) -> Tracing | None:
+    if endpoint is None:
+        return None
+    from windlass.server.exchange.tracing import tracing_to  # an extra, which starts refuse to do without
+
+    return tracing_to(endpoint)

@@ -98,6 +98,11 @@ class Exchange(Response):
         return str(self._scope["path"])
 
     @property
+    def span(self) -> Any:
+        """The span of the exchange, None where there are none."""
+        return self._scope.get("windlass.span")
+
+    @property
     def cut_short(self) -> str:
         """The code of what has ended the work from outside; empty where nothing has."""
         if self._gone:

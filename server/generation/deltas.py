@@ -67,7 +67,7 @@ class Delta:
     """What one engine output adds to one choice (choice = prompt index * samples + sample).
 
     prompt_logprobs comes once per prompt, on its first delta. finish_reason marks the choice's last delta, which also has
-    the rotary report. pieces: the text by token, where there are several.
+    the rotary report. pieces: the text by token, where there are several. scheduled_at: see `RequestOutput`.
     """
 
     choice: int
@@ -79,6 +79,7 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     rotary: RotaryReport | None = None
     pieces: tuple[str, ...] = ()
+    scheduled_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -251,7 +252,18 @@ class Generation:
             rule = self.plan.requests[sample.prompt_index].context
             rotary = replace(rotary, context=context_object(context, rule))
         pieces = tuple(detokenizer.pieces) if len(token_ids) > 1 else ()
-        return Delta(0, text, token_ids, logprobs, reason, stop_reason, output.prompt_logprobs, rotary, pieces)
+        return Delta(
+            0,
+            text,
+            token_ids,
+            logprobs,
+            reason,
+            stop_reason,
+            output.prompt_logprobs,
+            rotary,
+            pieces,
+            output.scheduled_at,
+        )
 
     async def _run_many(self) -> AsyncGenerator[Delta]:
         """Merge the streams of several prompts; the first failure, or being closed, ends all of them."""

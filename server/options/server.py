@@ -211,6 +211,11 @@ class ServerOptions:
         str,
         option("--log-format", panel=OPERATION, help="text, or json: every line on standard error is one object."),
     ] = "text"
+    otel_endpoint: Annotated[
+        str | None,
+        option("--otel-endpoint", panel=OPERATION, metavar="URL", help="Send spans of requests and of their phases to "
+               "this collector (OTLP over HTTP), such as http://127.0.0.1:4318. Needs the extra otel."),
+    ] = None  # fmt: skip
     crash_dir: Annotated[
         str | None,
         option("--crash-dir", panel=OPERATION, metavar="DIR", help="Where a report is left when the engine dies, without "
@@ -296,7 +301,22 @@ class ServerOptions:
             max_loras=engine.max_loras,
             lora_folder=self._lora_folder(),
             record=self._record(engine.deterministic),
+            otel_endpoint=self._otel_endpoint(),
         )
+
+    def _otel_endpoint(self) -> str | None:
+        if self.otel_endpoint is None:
+            return None
+        if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", self.otel_endpoint):
+            raise LoadError(f"--otel-endpoint must be a URL such as http://127.0.0.1:4318, got {self.otel_endpoint!r}")
+        try:
+            import opentelemetry.exporter.otlp.proto.http
+            import opentelemetry.sdk.trace  # noqa: F401
+        except ImportError:
+            raise LoadError(
+                "--otel-endpoint needs OpenTelemetry: run pip install -c constraints.txt -e '.[otel]' in the clone"
+            ) from None
+        return self.otel_endpoint
 
     def _record(self, deterministic: bool) -> RecordSettings | None:
         limit = read_size("--record-limit", self.record_limit)

@@ -81,6 +81,7 @@ class ServerSettings:
     adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
     later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
     attention_maps: whether /v1/attention answers.
+    otel_endpoint: the collector that spans go to, None for none.
     record: the file that requests are recorded in, None for none.
     recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
@@ -134,6 +135,7 @@ class ServerSettings:
     adapter_drain_seconds: float = 30.0
     attention_maps: bool = False
     record: RecordSettings | None = None
+    otel_endpoint: str | None = None
     recommended_sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property

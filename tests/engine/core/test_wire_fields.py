@@ -30,6 +30,7 @@ def test_no_field_of_an_output_is_lost_or_shifted() -> None:
         "context": ContextReport(2048, 16, 160, 10, 96, 2),
         "error": RequestError("no", "field", "code"),
         "pooled": PooledRows(b"\0\0\x80?", 1),
+        "scheduled_at": 12.5,
     }
     assert set(values) == {field.name for field in dataclasses.fields(RequestOutput)}
     output = RequestOutput(**values)  # type: ignore[arg-type]
