@@ -19,7 +19,7 @@ from simulation.network import connection
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.core.process import ORPHAN_GRACE, serve
-from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, encode
+from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, Ready, encode
 from windlass.engine.errors import LoadError
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class EngineProcess:
     def emit(self, message: Message) -> None:
         if isinstance(message, Crashed) and message.reason and INJECTED not in message.reason:
             self.world.violation(f"the engine crashed by itself: {message.reason}")
+        if isinstance(message, Ready):
+            self.world.ready.append(self.world.loop.time())
         self._theirs.write(encode(message))
 
     def flush(self, timeout: float) -> None:

@@ -79,8 +79,8 @@ class Plan:
             max_in_flight=rng.choice([2, 6, 100]),
             max_connections=rng.choice([3, 100, 100]),
             keep_alive=rng.choice([0.5, 10.0]),
-            window=rng.choice([256, 2048, 65536]),
-            high_water=rng.choice([512, 4096, 65536]),
+            window=rng.choice([256, 256, 2048, 65536]),
+            high_water=rng.choice([512, 512, 4096, 65536]),
             clients=rng.randint(1, 5),
             asks=rng.randint(1, 4),
         )
