@@ -57,7 +57,7 @@ test: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	@echo "== testing: the slow ones"
-	$(BIN)/pytest -m "slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile -m "slow"
 
 soak: $(VENV)/.installed-dev
 	@echo "== attacking, fuzzing, simulating and loading, in the long form"
@@ -82,6 +82,8 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/prepare_peers.py
 	$(BIN)/python benchmarks/peers.py $(BENCH)
 	$(BIN)/python benchmarks/context_cost.py
+	$(BIN)/python benchmarks/experts_and_latent.py
+	$(BIN)/python benchmarks/http_cost.py --model smollm2
 
 clean:
 	rm -rf $(VENV) build dist kernels/cpu/*.so src/*.egg-info clients/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -79,7 +79,7 @@ def candidates_of(model: Path, max_len: int, sinks: int) -> tuple[list[Candidate
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = resolve_model(str(options.model))
     candidates, trained = candidates_of(model, options.max_len, options.sinks)
-    candidates = [c for c in candidates if not options.kinds or c.kind in options.kinds or c.kind == "none"]
+    candidates = [c for c in candidates if not options.kinds or c.kind in options.kinds]
     texts, windows = make_windows(model, find_files(options.text), options.max_len, 1)
     scorer = Scorer.load(model, device="cpu", dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype)
     kept, progress = KeptPasses(options.keep), SweepProgress()
@@ -90,7 +90,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if not options.report_only:
             for measured in reading:
                 measured.announce(candidates)
-                measured.announce_cut()
+                if any(c.kind == "none" for c in candidates):
+                    measured.announce_cut()
         for text, measured in zip(texts, reading, strict=True):
             for candidate in candidates:
                 if options.report_only and not measured.is_known(candidate):
@@ -155,7 +156,7 @@ def table(report: dict[str, Any]) -> str:
         full = len(texts) == max(map(len, sets.values()))
         names = [name for name, own in sets.items() if own == texts or (not full and name in (NONE, CUT))]
         names = [name for name in names if set(texts) <= set(sets[name])]
-        if NONE in names:
+        if names:
             tables.append(_table_of(report, names, texts))
     return "\n\n".join(tables)
 
@@ -174,14 +175,14 @@ def _table_of(report: dict[str, Any], names: list[str], texts: Sequence[str]) ->
         for low, high in stretches:
             mean = sum(mean_over(report, one, low, high) for one in found) / len(found)
             cells.append(f"{math.exp(min(mean, 700.0)):.2f}")
-        cells.append("" if name == NONE else change(report, name, NONE, texts, 0, trained))
+        cells.append("" if name == NONE or NONE not in names else change(report, name, NONE, texts, 0, trained))
         cells.append("" if name == CUT or CUT not in names else change(report, name, CUT, texts, late, end))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Perplexity by stretch, a line for each way that all texts were read in. Needs matplotlib."""
+    """By how much each way's perplexity lies above the cut text's, of those that all texts were read in. Needs matplotlib."""
     from harness.charts import legend, new_figure, style
 
     from windlass.server.cli.rope.pictures import COLOURS, DASHES
@@ -189,19 +190,22 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()
     middles = [(a + b) / 2 for a, b in pairwise(report["edges"])]
+    texts = [text["name"] for text in report["texts"]]
     for name, found in report["loss"].items():
-        if len(found) < len(report["texts"]):
+        if name == CUT or len(found) < len(texts):
             continue
-        means = [sum(at) / len(at) for at in zip(*found.values(), strict=True)]
+        apart = [[a - b for a, b in zip(found[t], report["loss"][CUT][t], strict=True)] for t in texts]
+        above = [100 * math.expm1(min(sum(at) / len(at), 5.0)) for at in zip(*apart, strict=True)]
         kind = next((k for k in COLOURS if name.startswith(k)), "other")
-        kind = {NONE: "none", CUT: "cut"}.get(name, "rerope" if name.startswith("leaky") else kind)
-        look = {"dashes": DASHES[kind]} if kind in DASHES else {}
-        axes.plot(middles, [math.exp(x) for x in means], color=COLOURS[kind], label=name, linewidth=1.3, **look)
-    axes.set_yscale("log")
-    axes.set_ylim(top=min(axes.get_ylim()[1], 200))
+        kind = {NONE: "none"}.get(name, kind)
+        look: dict[str, Any] = {"dashes": DASHES[kind]} if kind in DASHES else {}
+        if name.startswith("leaky"):
+            kind, look = "rerope", {"dashes": (1, 1)}
+        axes.plot(middles, above, color=COLOURS[kind], label=name, linewidth=1.4, **look)
+    axes.set_ylim(-3, 15)
     axes.axvline(report["trained_length"], color="#808080", linewidth=0.8, linestyle=":")
     axes.set_xlabel("position", fontsize=8)
-    axes.set_ylabel("perplexity", fontsize=8)
+    axes.set_ylabel("% of perplexity above text cut to the trained length", fontsize=8)
     style(axes)
     legend(axes)
     figure.savefig(path, dpi=120)
@@ -212,7 +216,9 @@ def main() -> None:
     parser.add_argument(
         "--sinks", type=int, default=4, help="of the window, which leaves room for them in the trained length"
     )
-    parser.add_argument("--kinds", nargs="+", choices=[*ORDER, "dynamic"], help="read only these, and no scaling")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=[*ORDER, "dynamic"], help="read only these; without none, nothing is cut either"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--keep", type=Path, required=True, help="file of finished passes, which are not repeated")

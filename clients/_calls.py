@@ -298,8 +298,13 @@ def probe(path: str) -> Call[Health]:
 
     def answer(response: httpx.Response) -> Health:
         data = response.json()
-        status = data.get("status") if isinstance(data, dict) else None
-        return Health(ok=response.status_code == 200, status=status if isinstance(status, str) else "")
+        found = data if isinstance(data, dict) else {}
+        status, degraded = found.get("status"), found.get("degraded")
+        return Health(
+            ok=response.status_code == 200,
+            status=status if isinstance(status, str) else "",
+            degraded=tuple(map(str, degraded)) if isinstance(degraded, list) else (),
+        )
 
     return Call(method="GET", path=path, answer=answer, accepted=frozenset({503}), retried=False)
 

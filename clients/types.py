@@ -293,7 +293,8 @@ class Detokenization:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """What /health or /ready answered: `ok` for 200. status: in the server's words."""
+    """What /health or /ready answered: `ok` for 200. status, degraded: in the server's words."""
 
     ok: bool
     status: str = ""
+    degraded: tuple[str, ...] = ()

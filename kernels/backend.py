@@ -237,6 +237,10 @@ class Backend(ABC):
         """Bring every number of x [T, N] into -limit … limit, in place."""
 
     @abstractmethod
+    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
+        """x times the factor of its row, in place. x: [T, N]. factors: [T] float32, contiguous."""
+
+    @abstractmethod
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         """x times sigmoid(gate), in place. x: [T, N]. gate: [T, N], or [T, 1] for a whole row; of x's dtype or float32."""
 

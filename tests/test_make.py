@@ -56,7 +56,11 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("goal", "options"),
-    [("test", '-n 2 --dist loadfile -m "not slow and not soak"'), ("test-slow", '-m "slow"'), ("soak", '-m "soak"')],
+    [
+        ("test", '-n 2 --dist loadfile -m "not slow and not soak"'),
+        ("test-slow", '-n 2 --dist loadfile -m "slow"'),
+        ("soak", '-m "soak"'),
+    ],
 )
 def test_each_goal_runs_its_tests(tmp_path: Path, goal: str, options: str) -> None:
     venv = install(tmp_path / "venv", ".installed-dev")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 
 def say(line: str) -> None:
-    """One line on standard error."""
-    print(line, file=sys.stderr, flush=True)
+    """One line on standard error. Where it cannot be written, on a full disk or into a closed pipe, work goes on without it."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

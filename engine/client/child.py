@@ -14,38 +14,61 @@ import subprocess
 import sys
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.core.black_box import BlackBox, StackMemory
 from windlass.engine.core.threads import wait_settings
 from windlass.engine.core.wire import Load, encode
+
+STACKS_SIGNAL = signal.SIGUSR2
+DEFAULT_CORE = "windlass.engine.core.loop:default_core"
+ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name: it brings torch
+
+
+def module_ahead(core: str, *, pinned: bool) -> str | None:
+    """What a child that is to make this core may import before it knows what to load.
+
+    None where the engine is to be pinned to cores: OpenMP reads those once, and they must be settled before torch comes.
+    """
+    return ENGINE_MODULE if core == DEFAULT_CORE and not pinned else None
 
 
 class ChildProcess:
     """A running `windlass.engine.core.process`, which waits for `load`.
 
-    ahead: a module to import meanwhile. None where the engine is to be pinned to cores: OpenMP reads those once.
-    Attributes: `socket` is the parent's end, `process` the Popen object.
+    ahead: a module to import meanwhile, see `module_ahead`.
+    Attributes: `socket` is the parent's end, `process` the Popen object. `box` and `stacks`: what is left of it when it is gone.
     """
 
     def __init__(self, core: str, log_level: str, *, ahead: str | None = None) -> None:
         self.socket, theirs = socket.socketpair()
+        kept = [BlackBox.make(), StackMemory.make()]
+        self.box, self.stacks = BlackBox(kept[0]), StackMemory(kept[1])
         with theirs:
             # -P keeps the working directory off the child's import path. A session of its own keeps the terminal's
             # ctrl-C away: the parent decides when the engine ends.
             options = [f"--fd={theirs.fileno()}", f"--core={core}", f"--log-level={log_level}"]
+            options += [f"--box={kept[0]}", f"--stacks={kept[1]}"]
             options += [] if ahead is None else [f"--ahead={ahead}"]
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.engine.core.process", *options],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *kept],
                 env={**os.environ, **wait_settings(os.environ)},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # nothing it prints may mix with what a command writes to its standard output
                 start_new_session=True,
             )
+        for number in kept:
+            os.close(number)
 
     def load(self, config: EngineConfig) -> None:
         """Tell it what to load, once."""
         # It fits the socket's buffer, so this does not wait; a child that is already dead shows up as closed later.
         with contextlib.suppress(OSError):
             self.socket.sendall(encode(Load(config)))
+
+    def ask_for_stacks(self) -> None:
+        """Have it write to `stacks` what its threads do. One that is stopped will not."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(STACKS_SIGNAL)
 
     @property
     def ended(self) -> bool:

@@ -20,6 +20,11 @@ class LookCalls:
         self._ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
 
+    @property
+    def waiting(self) -> int:
+        """Questions that the engine has not answered."""
+        return len(self._waiting)
+
     async def look(self, question: EngineQuestion[A]) -> A:
         """See `EngineClient.look`."""
         self._require_engine()

@@ -12,16 +12,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from pathlib import Path
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
-from windlass.engine.client.child import ChildProcess
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, module_ahead
+from windlass.engine.client.crash_reports import STACK_SECONDS, CrashReports
 from windlass.engine.client.looks import LookCalls
-from windlass.engine.client.pulse import Pulse
 from windlass.engine.client.router import RequestRouter
+from windlass.engine.client.waiting import wait_ended, wait_for_stacks
+from windlass.engine.client.watchdog import Watchdog
 from windlass.engine.core.loop import ProgressCallback
 from windlass.engine.core.wire import (
     AskStats,
@@ -34,6 +37,7 @@ from windlass.engine.core.wire import (
     Ready,
     Stats,
     StatsAccumulator,
+    StepBegun,
     StepDone,
     encode,
 )
@@ -41,11 +45,8 @@ from windlass.engine.errors import EngineDeadError, LoadError
 
 _logger = logging.getLogger("windlass.engine.client")
 
-DEFAULT_CORE = "windlass.engine.core.loop:default_core"
 STATS_TIMEOUT = 1.0  # seconds to wait for fresh statistics before the last known ones do
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
-SLOW_STEP_FACTOR = 20.0  # a step may take this many times the slowest one seen before it counts as hung
-LIFELESS_SECONDS = 2.5  # a child that owes an answer, and neither computes nor waits for a disk for so long, is stuck
 FAILED_RELOADS = 3  # restarts in a row that do not even load
 
 
@@ -53,10 +54,11 @@ class ProcessClient:
     """An `EngineClient` over a child process.
 
     progress: called in the event loop with (stage, done, total) while the model loads.
-    hang_seconds: the engine is killed and restarted when requests are in flight and no step ends for this long (or for
-    SLOW_STEP_FACTOR times its slowest step, if that is longer); after LIFELESS_SECONDS where its process does nothing at all.
+    hang_seconds: the engine is killed and restarted when requests are in flight and no step ends for this long; sooner where
+    `Watchdog` can tell that it is stuck.
     max_deaths, death_window: it is given up after this many deaths within so many seconds.
     backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
+    crash_folder: where a report of each death is left, None for nowhere.
     core: private; see `windlass.engine.core.process`. child: one that waits for what to load; it is the client's from now on.
     """
 
@@ -72,6 +74,7 @@ class ProcessClient:
         backoff: float = 0.25,
         core: str = DEFAULT_CORE,
         child: ChildProcess | None = None,
+        crash_folder: Path | None = None,
     ) -> None:
         self.progress = progress
         self._config = config
@@ -82,6 +85,9 @@ class ProcessClient:
         self._max_deaths = max_deaths
         self._death_window = death_window
         self._backoff = backoff
+
+        self._crashes = CrashReports(crash_folder)
+        self._lost: list[EngineRequest] = []  # what the last engine died with
 
         self._state = "starting"
         self._state_changed = asyncio.Event()
@@ -99,8 +105,7 @@ class ProcessClient:
         self._stats_waiter: asyncio.Future[None] | None = None
 
         self._reported: str | None = None  # what the child itself said about its end
-        self._silent_seconds = 0.0
-        self._slowest_step = 0.0
+        self._watchdog: Watchdog | None = None
 
     # ---- the EngineClient protocol -----------------------------------------------------------------------------------
     @property
@@ -114,6 +119,11 @@ class ProcessClient:
     @property
     def restarts(self) -> int:
         return self._restarts
+
+    @property
+    def crash_report(self) -> Path | None:
+        """The report of the last death, where there is one."""
+        return self._crashes.last
 
     @property
     def failure(self) -> str:
@@ -180,7 +190,7 @@ class ProcessClient:
     def spawn(self) -> None:
         """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
         if self._child is None:
-            self._child, self._waiting_child = self._waiting_child or self._new_child(), None
+            self._child = self._new_child()
             self._child.load(self._config)
 
     def start_nowait(self) -> None:
@@ -208,10 +218,12 @@ class ProcessClient:
         return self._state
 
     def _new_child(self) -> ChildProcess:
-        return ChildProcess(self._core, self._log_level)
+        child, self._waiting_child = self._waiting_child, None
+        return child or ChildProcess(self._core, self._log_level)
 
     def kill(self, *, reap: bool = True) -> None:
         """End the child at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
+        self._drop_spare()
         if self._child is not None:
             self._child.kill(reap=reap)
             if self._writer is None:  # else the transport owns the socket
@@ -230,16 +242,20 @@ class ProcessClient:
             if self._info is None:
                 self._fail(self._reported or f"the engine process ended while loading: {self._child.describe_end()}")
                 return
+            memory = None if self._watchdog is None else self._watchdog.memory
+            told = await self._crashes.write(self._child, reason, self._config, self._info, self._lost, memory)
             now = time.monotonic()
             deaths.append(now)
             while deaths[0] < now - self._death_window:
                 deaths.popleft()
             failed_reloads = 0 if loaded else failed_reloads + 1
             if len(deaths) >= self._max_deaths or failed_reloads >= FAILED_RELOADS:
-                self._fail(f"the engine died {len(deaths)} times within {self._death_window:g} seconds; last: {reason}")
+                self._fail(
+                    f"the engine died {len(deaths)} times within {self._death_window:g} seconds; last: {reason}{told}"
+                )
                 return
             pause = min(self._backoff * 2 ** (len(deaths) - 1), 10.0)
-            _logger.error("%s; starting another in %.2g s", reason, pause)
+            _logger.error("%s; starting another in %.2g s%s", reason, pause, told)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), pause)
             if self._closing.is_set():
@@ -251,10 +267,16 @@ class ProcessClient:
     async def _serve(self, child: ChildProcess) -> bool:
         """Carry messages until the child is gone, and reap it. True if it had loaded."""
         self._reported = None
-        self._silent_seconds = self._slowest_step = 0.0
         reader, writer = await asyncio.open_unix_connection(sock=child.socket, limit=1 << 20)
         self._writer = writer
-        watchdog = asyncio.get_running_loop().create_task(self._watch(child, writer), name="engine-watchdog")
+        self._watchdog = watchdog = Watchdog(
+            child,
+            self._hang_seconds,
+            owes_answer=lambda: self._router.in_flight > 0,
+            answers_looks=lambda: self._looks.waiting > 0,
+            suspect=self._keep_spare,
+        )
+        watching = asyncio.get_running_loop().create_task(self._watch(child, watchdog, writer), name="engine-watchdog")
         frames = FrameReader()
         try:
             with contextlib.suppress(ConnectionError):
@@ -263,59 +285,54 @@ class ProcessClient:
                         self._receive(message)
             loaded = self._state == "ready"
             self._engine_gone()
-            if not await _wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
+            if not await wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
                 child.process.kill()
-                await _wait_ended(child, 10.0)
+                await wait_ended(child, 10.0)
             return loaded
         finally:
             self._writer = None
-            watchdog.cancel()
+            watching.cancel()
             writer.transport.abort()
             if not child.ended:
                 child.kill()
 
-    async def _watch(self, child: ChildProcess, writer: asyncio.StreamWriter) -> None:
-        """Kill a child that owes an answer and shows no sign of life.
+    async def _watch(self, child: ChildProcess, watchdog: Watchdog, writer: asyncio.StreamWriter) -> None:
+        """Kill a child that is stuck."""
+        reason = await watchdog.watch()
+        if reason is None:  # and yet the socket is open: a process of the child's own inherited it
+            writer.transport.abort()
+            return
+        self._reported = f"{reason}; it was killed"
+        await wait_for_stacks(child, STACK_SECONDS)
+        child.process.kill()
 
-        Silence is counted in ticks of this loop rather than read off a clock, so a parent that was itself stopped or
-        busy does not blame the engine.
-        """
-        tick = min(0.5, self._hang_seconds / 10)
-        pulse, lifeless = Pulse(child.process.pid), 0.0
-        while True:
-            await asyncio.sleep(tick)
-            if child.ended:  # and yet the socket is open: a process of the child's own inherited it
-                writer.transport.abort()
-                return
-            if self._router.in_flight == 0:
-                self._silent_seconds = lifeless = 0.0
-                continue
-            self._silent_seconds += tick
-            lifeless = lifeless + tick if pulse.lifeless() and self._silent_seconds > tick else 0.0
-            if lifeless >= LIFELESS_SECONDS:
-                self._reported = (
-                    f"the engine did nothing for {lifeless:g} seconds with requests to answer; it was killed"
-                )
-                child.process.kill()
-                return
-            limit = max(self._hang_seconds, SLOW_STEP_FACTOR * self._slowest_step)
-            if self._silent_seconds >= limit:
-                self._reported = f"no step of the engine finished for {limit:g} seconds; it was killed"
-                child.process.kill()
-                return
+    def _keep_spare(self, wanted: bool) -> None:
+        """Have a child at hand that imports what it needs, which takes most of a start, or none."""
+        if wanted and self._waiting_child is None:
+            ahead = module_ahead(self._core, pinned=self._config.compute.cores is not None)
+            self._waiting_child = ChildProcess(self._core, self._log_level, ahead=ahead)
+        elif not wanted and self._waiting_child is not None:
+            self._drop_spare()
+
+    def _drop_spare(self) -> None:
+        spare, self._waiting_child = self._waiting_child, None
+        if spare is not None:
+            spare.kill(reap=False)
+            spare.socket.close()
 
     def _receive(self, message: Message) -> None:
-        self._silent_seconds = 0.0
-        if isinstance(message, StepDone):
-            self._slowest_step = max(self._slowest_step, message.seconds)
-            if message.stats is not None:
-                self._stats.add(message.stats)
+        if self._watchdog is not None:
+            self._watchdog.hear(message)
+        if isinstance(message, StepDone) and message.stats is not None:
+            self._stats.add(message.stats)
         if any(part.deliver(message) for part in (self._router, self._adapters, self._looks)):
             return
         match message:
             case Stats(stats):
                 self._stats.add(stats)
                 self._resolve_stats()
+            case StepBegun():
+                pass
             case Progress(stage, done, total):
                 if self.progress is not None:
                     self.progress(stage, done, total)
@@ -350,6 +367,7 @@ class ProcessClient:
     def _engine_gone(self) -> None:
         """Tell everybody who waits, at once: reaping the process and starting another take longer."""
         self._writer = None
+        self._lost = self._router.requests
         if self._info is not None and not self._closing.is_set():
             self._set_state("restarting")
         self._router.fail_all(
@@ -374,13 +392,3 @@ class ProcessClient:
         self._state = state
         self._state_changed.set()
         self._state_changed = asyncio.Event()
-
-
-async def _wait_ended(child: ChildProcess, timeout: float) -> bool:
-    """Wait for the process to end, without blocking the event loop; False if it still runs after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while not child.ended:
-        if time.monotonic() >= deadline:
-            return False
-        await asyncio.sleep(0.01)
-    return True

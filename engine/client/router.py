@@ -19,12 +19,13 @@ from windlass.engine.errors import EngineError, RequestError
 class _RequestStream:
     """Outputs of one request that its consumer has not taken yet. Unbounded: the engine never waits for a consumer."""
 
-    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "cut_short", "error")
+    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "cut_short", "error", "request")
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
         self._outputs: deque[RequestOutput] = deque()
         self._prompt_parts: list[TokenLogprobs | None] = []
-        self._unfinished = set(range(samples))
+        self._unfinished = set(range(request.sampling.n))
         self._waiter: asyncio.Future[None] | None = None
         self.cut_short = False  # the consumer ended a sample, so outputs may be under way after all have finished
         self.error: Exception | None = None
@@ -102,6 +103,11 @@ class RequestRouter:
         """Requests whose end the engine still owes, those being aborted included; not those that wait for a slow reader alone."""
         return sum(not stream.finished for stream in self._streams.values()) + len(self._aborting)
 
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """Those whose end the engine owes."""
+        return [stream.request for stream in self._streams.values() if not stream.finished]
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient.generate`."""
         request_id = request.request_id
@@ -112,7 +118,7 @@ class RequestRouter:
             self._require_engine()
         if request_id in self._streams:
             raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
-        stream = self._streams[request_id] = _RequestStream(request.sampling.n)
+        stream = self._streams[request_id] = _RequestStream(request)
         try:
             self._send(Add(request))
             while (output := await stream.get()) is not None:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from windlass._version import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
 from windlass.engine.api.looks import A, EngineQuestion
@@ -26,7 +25,10 @@ from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.adapter_shelf import AdapterShelf
+from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.compiling import CompilingRequests
+from windlass.engine.core.fingerprint import fingerprint
+from windlass.engine.core.forecast import Announce, StepForecast
 from windlass.engine.core.looking import look
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.drafter import DraftModel
@@ -89,6 +91,8 @@ class EngineCore:
         # A token that sees those behind it is another in every text: nothing of one text stands in another.
         shares = config.cache.prefix_caching and not spec.sees_whole_texts
         self.blocks = BlockManager(layouts, config.cache.block_size, shares)
+        self._forecast = StepForecast()
+        self.plan_watcher: PlanWatcher | None = None  # told of each plan before it is computed
         self._limits = ContextLimits(
             max_model_len=plan.max_model_len,
             block_size=config.cache.block_size,
@@ -169,16 +173,21 @@ class EngineCore:
     def has_work(self) -> bool:
         return len(self._compiling) > 0 or self.scheduler.has_work()
 
-    def step(self) -> list[RequestOutput]:
-        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first."""
+    def step(self, announce: Announce | None = None) -> list[RequestOutput]:
+        """Plan, run and account for one step. Outputs of requests whose deadline has passed come first. announce: see `Core`."""
         outputs = self._admit_compiled() + self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_work():
             self._forget_the_last()
             return outputs
         plan = self.scheduler.schedule()
+        if self.plan_watcher is not None:
+            self.plan_watcher(plan, self.scheduler.live_sequences)
+        self._forecast.announce(plan.num_tokens, announce)
         started = time.perf_counter()
         results = self.runner.execute(plan)
-        self.scheduler.observe(plan, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._forecast.observe(plan.num_tokens, seconds)
+        self.scheduler.observe(plan, seconds)
         for result in results:
             if result.error is not None:
                 outputs += self.scheduler.fail_sequence(result.seq_id, result.error)
@@ -352,7 +361,7 @@ def _describe(
         model_rotary_groups=model.rotary_groups,
         weight_bytes=decoder.weight_bytes(),
         load_seconds=seconds,
-        fingerprint=_fingerprint(config, model),
+        fingerprint=fingerprint(config, model),
         hidden_size=spec.hidden_size,
         pooling=model.pooling,
         classifier=spec.classifier,
@@ -374,21 +383,3 @@ def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> Draft
         weight_bytes=decoder.weight_bytes(),
         num_tokens=speculation.draft_tokens,
     )
-
-
-def _fingerprint(config: EngineConfig, model: LoadedModel) -> str:
-    """A digest of what logits depend on. Whether a prefix is cached, or a token was proposed, changes nothing."""
-    decoder = model.decoder
-    groups = [(group.name, group.scaling.to_dict()) for group in decoder.spec.rotary_groups]
-    compute = replace(config.compute, cores=None)  # which cores it has changes nothing
-    parts: tuple[object, ...] = (
-        __version__,
-        model.digest,
-        compute,
-        decoder.dtype,
-        decoder.weight_dtype,
-        model.cache_dtype,
-    )
-    parts += (model.quantization, decoder.backend.explain(), groups, config.rotary.update)
-    parts += (config.rotary.scaling == AUTO, config.rotary.ladder)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -18,6 +18,7 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.core.forecast import Announce
 from windlass.engine.core.threads import prepare_this_process
 from windlass.engine.core.wire import (
     Abort,
@@ -34,6 +35,7 @@ from windlass.engine.core.wire import (
     Rejected,
     Seen,
     Stats,
+    StepBegun,
     StepDone,
     portable_error,
 )
@@ -82,7 +84,9 @@ class Core(Protocol):
 
     def has_work(self) -> bool: ...
 
-    def step(self) -> list[RequestOutput]: ...
+    def step(self, announce: Announce) -> list[RequestOutput]:
+        """Do one step. announce: told before what may take more than a second, or nobody can tell how long, its seconds."""
+        ...
 
     def prepare_ahead(self) -> None:
         """Begin, beside the steps, what the first requests of some kind would otherwise wait for; called once."""
@@ -176,7 +180,8 @@ class EngineLoop:
         except EngineError as error:
             self._emit(Rejected(request.request_id, portable_error(error)))
         except Exception as error:  # a defect met by one request must not end the others
-            _logger.exception("request %s could not be added", request.request_id)
+            known = {"request_id": request.request_id}
+            _logger.exception("request %s could not be added", request.request_id, extra=known)
             self._core.abort(request.request_id)
             self._emit(Rejected(request.request_id, portable_error(error)))
 
@@ -200,11 +205,14 @@ class EngineLoop:
 
     def _step(self) -> None:
         start = time.monotonic()
-        outputs = self._core.step()
+        outputs = self._core.step(self._announce)
         now = time.monotonic()
         due = now - self._pushed_stats_at >= STATS_INTERVAL
         if outputs or due:
             self._emit(StepDone(tuple(outputs), now - start, self._snapshot() if due else None))
+
+    def _announce(self, seconds: float | None) -> None:
+        self._emit(StepBegun(seconds))
 
     def _snapshot(self) -> EngineStats:
         self._pushed_stats_at = time.monotonic()

@@ -21,11 +21,14 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.json_log import log_as_json, wants_json
+from windlass.engine.core.black_box import STACK_BYTES, BlackBox
 from windlass.engine.core.loop import Core, CoreFactory, EngineLoop
 from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, LoadFailed, Message, Progress, Ready, encode
 from windlass.engine.errors import LoadError
@@ -123,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the engine process; the exit code is 0 only after an orderly close."""
     parser = argparse.ArgumentParser(prog="windlass.engine.core.process", description="internal: started by the server")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--box", type=int, required=True)
+    parser.add_argument("--stacks", type=int, required=True)
     parser.add_argument("--core", default="windlass.engine.core.loop:default_core")
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--ahead", help="a module to import before it is known what to load")
@@ -130,10 +135,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.enable()
-    logging.basicConfig(
-        level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    # A fatal signal, or the parent before it kills, has the stacks written where the parent reads them.
+    faulthandler.enable(file=options.stacks)
+    faulthandler.register(signal.SIGUSR2, file=options.stacks)
+    if wants_json():
+        log_as_json("engine", options.log_level)
+    else:
+        logging.basicConfig(
+            level=options.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        )
     sock = socket.socket(fileno=options.fd)
     sock.set_inheritable(False)
     connection = ParentSocket(sock)
@@ -141,11 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.ahead is not None:
         with contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
             importlib.import_module(options.ahead)
-    return serve(lambda *arguments: _factory(options.core)(*arguments), connection)
+    box = BlackBox(options.box)
+    return serve(lambda *arguments: _factory(options.core)(*arguments), connection, box, options.stacks)
 
 
-def serve(factory: CoreFactory, connection: ParentConnection) -> int:
-    """Load what the parent says, and serve it until it says `Close`; the exit code is 0 only after an orderly close."""
+def serve(
+    factory: CoreFactory, connection: ParentConnection, box: BlackBox | None = None, stacks: int | None = None
+) -> int:
+    """Load what the parent says, and serve it until it says `Close`; the exit code is 0 only after an orderly close.
+
+    box, stacks: where the last plans and the stack of an exception are left for the parent, a file's descriptor.
+    """
     first = connection.inbox.get()
     if not isinstance(first, Load):
         return 0  # closed before it began
@@ -153,11 +169,15 @@ def serve(factory: CoreFactory, connection: ParentConnection) -> int:
     if core is None:
         connection.flush(5.0)
         return 1
+    if box is not None and hasattr(core, "plan_watcher"):  # a core of tests may plan nothing
+        core.plan_watcher = box.write
     connection.emit(Ready(core.info))
     try:
         EngineLoop(core, connection.inbox, connection.emit).run()
     except Exception as error:
         _logger.exception("the engine failed in a step")
+        if stacks is not None:
+            os.pwrite(stacks, traceback.format_exc().encode("utf-8", "replace")[-STACK_BYTES:], 0)
         connection.emit(Crashed(f"{type(error).__name__}: {_first_line(error)}"))
         connection.flush(5.0)
         return 1

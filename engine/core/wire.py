@@ -137,6 +137,13 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class StepBegun:
+    """A step has begun that may take long. seconds: how long; None where nothing like it has been seen yet."""
+
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """Everything one step produced, in one frame; it is also the sign of life that the watchdog waits for.
 
@@ -181,6 +188,7 @@ Message = (
     | AdapterLoaded
     | Seen
     | Stats
+    | StepBegun
     | StepDone
     | PromptLogprobs
     | Crashed

@@ -68,7 +68,7 @@ class DecodeReplay:
         self._recorder = None if self.obstacle is not None else decoder.backend.recorder(_ARENA_BYTES)
         self.max_rows = sys.maxsize if self.obstacle is None else 0
         spec = decoder.spec
-        self._embeds_in_kernels = spec.temperature is None and isinstance(decoder.embedding, Tensor)
+        self._embeds_in_kernels = not spec.changes_scales and isinstance(decoder.embedding, Tensor)
         self.num_repeated = 0
 
     def run(self, batch: ForwardBatch, *, maxima: bool) -> StepTensors | None:
@@ -126,7 +126,7 @@ def _new_plan(batch: ForwardBatch, x: Tensor | None, width: int) -> _Plan:
     own_x = None if x is None else torch.empty_like(x)
     if batch.lasting and batch.block_tables.shape[2] == width:
         return _Plan(batch, own_x)
-    copies = {name: getattr(batch, name).clone() for name in _TENSORS}
+    copies = {name: tensor.clone() for name in _TENSORS if (tensor := getattr(batch, name)) is not None}
     groups, rows, _ = batch.block_tables.shape
     copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
     adapters = None if batch.adapters is None else batch.adapters.with_slots(batch.adapters.slots.clone())
@@ -157,7 +157,7 @@ def _fill(plan: _Plan, batch: ForwardBatch, x: Tensor | None) -> None:
         return
     for name in _TENSORS:
         source, target = getattr(batch, name), getattr(plan.batch, name)
-        if source is not target:
+        if source is not None and source is not target:
             (target[:, :, : source.shape[2]] if name == "block_tables" else target).copy_(source)
     adapters, own = batch.adapters, plan.batch.adapters
     if adapters is not None and own is not None and adapters.slots is not own.slots:

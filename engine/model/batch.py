@@ -60,3 +60,5 @@ class ForwardBatch:
     lasting: bool = False
     adapters: AdapterRows | None = None
     token_types: Tensor | None = None  # [T] int64
+    growth: Tensor | None = None  # [G, T] float32, on queries and keys in front of norms that follow the rotation
+    unrotated_score_scale: Tensor | None = None  # [T] float32, that of layers that do not rotate, where it is another

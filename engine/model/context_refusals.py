@@ -7,6 +7,7 @@ from typing import TypedDict
 from windlass.engine.model.spec import ModelSpec
 
 _WHOLE = "every token of this model sees the whole text, of which none can be left out"
+_CHUNKS = "layers of this model see chunks that begin at fixed positions, so that none of its tokens can move"
 _LEARNED = "the positions of this model are learned and part of every key and value, none of which can move"
 _SINKS = (
     "scores of this model lose by the distance of their keys, so that it would see nothing of tokens kept from far away"
@@ -24,8 +25,9 @@ class ContextRefusals(TypedDict):
 def context_refusals(spec: ModelSpec) -> ContextRefusals:
     """Why no sequence of this model may drop tokens or take them up elsewhere, have an attention window, or sinks beside it."""
     whole = _WHOLE if spec.sees_whole_texts else None
+    chunks = _CHUNKS if spec.has_chunks else None
     return ContextRefusals(
-        shift_refusal=whole or (_LEARNED if spec.positions else None),
-        window_refusal=whole,
-        sinks_refusal=whole or (_SINKS if spec.loses_by_distance else None),
+        shift_refusal=whole or chunks or (_LEARNED if spec.positions else None),
+        window_refusal=whole or chunks,
+        sinks_refusal=whole or chunks or (_SINKS if spec.loses_by_distance else None),
     )

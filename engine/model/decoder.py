@@ -130,10 +130,16 @@ class Decoder:
         if self._positions is not None:
             self.backend.add(x, self.backend.embed(self._positions, batch.positions))
         x = self._embedding_norm(x)
+        if self.spec.norms_follow_rotation:  # what makes rotated dims longer is applied in front of the norm
+            batch = replace(batch, growth=batch.q_scale.sqrt(), q_scale=torch.ones_like(batch.q_scale))
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature
             growth = 1 + beta * self.backend.log1p(batch.context_positions // length)  # [T]
             batch = replace(batch, score_scale=batch.score_scale * growth)
+        if self.spec.unrotated_temperature is not None:
+            beta, length = self.spec.unrotated_temperature
+            growth = 1 + beta * self.backend.log1p((batch.context_positions + 1) // length)  # [T]
+            batch = replace(batch, unrotated_score_scale=batch.score_scale * growth)
         return x, batch
 
     def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVStorage) -> Tensor:

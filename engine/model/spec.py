@@ -103,6 +103,7 @@ class ModelSpec:
     embedding_norm: the stream begins normed by such a norm. unit_head: rows of the head have the length 1.
     token_types, positions: kinds of tokens, and positions, that have a row added to their embedding; 0: there are none.
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
+    unrotated_temperature: the same of layers that do not rotate alone, with positions that count from 1.
     unused: beginnings of names of tensors that predict further tokens, which the model does without.
     """
 
@@ -120,6 +121,7 @@ class ModelSpec:
     logit_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     temperature: tuple[float, int] | None = None
+    unrotated_temperature: tuple[float, int] | None = None
     head: HeadSpec | None = None
     generates: bool = True
     notices: tuple[str, ...] = ()
@@ -142,6 +144,22 @@ class ModelSpec:
     def sees_whole_texts(self) -> bool:
         """Whether tokens see those behind them too, so that a text has to be computed as one."""
         return any(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.causal for layer in self.layers)
+
+    @property
+    def norms_follow_rotation(self) -> bool:
+        """Whether layers norm queries and keys behind the rotation."""
+        return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.qk_norm == "after" for layer in self.layers)
+
+    @property
+    def changes_scales(self) -> bool:
+        """Whether a step begins with numbers of its own for the scales of queries."""
+        temperatures = self.temperature, self.unrotated_temperature
+        return self.norms_follow_rotation or any(one is not None for one in temperatures)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether layers see chunks that begin at multiples of a length."""
+        return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.chunked for layer in self.layers)
 
     @property
     def loses_by_distance(self) -> bool:

@@ -20,8 +20,6 @@ from windlass.kernels.layouts.pages import KVPages
 
 def call_refusal(call: AttentionCall) -> str | None:
     """What such a call asks for that the functions below do not do, or None."""
-    if call.chunk is not None:
-        return "queries see the keys of their chunk only"
     return None if call.alibi_slopes is None else "scores lose by the distance of their key"
 
 
@@ -70,13 +68,19 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
         and (sinks is None or vector_ok(sinks, torch.float32, heads)),
         f"paged_attention_decode: seq_lens (int), score_scale [{batch}] and sink_logits [{heads}] (float32), contiguous",
     )
-    check(call.window is None or call.window > 0, "paged_attention_decode: window must be positive")
+    _check_sight(call, "paged_attention_decode")
     if tables.shape[1] > 1 and tables.stride(1) != 1:
         tables = tables.contiguous()
     out = torch.empty((batch, heads, sizes.value_dim), dtype=q.dtype)
     arguments = _arguments(q, pages, call, sizes, tables, None, wide, out)
     _raise_for((library or load()).paged_attention_decode(arguments), "paged_attention_decode")
     return out
+
+
+def _check_sight(call: AttentionCall, name: str) -> None:
+    check(call.window is None or call.window > 0, f"{name}: window must be positive")
+    alone = call.chunk is None or (call.chunk > 0 and call.window is None and call.causal)
+    check(alone, f"{name}: chunk must be positive, causal, and without a window")
 
 
 def paged_attention_prefill(
@@ -122,7 +126,7 @@ def paged_attention_prefill(
         and (sinks is None or vector_ok(sinks, torch.float32, heads)),
         f"{name}: score_scale [{tokens}] and sink_logits [{heads}] must be float32, contiguous",
     )
-    check(call.window is None or call.window > 0, f"{name}: window must be positive")
+    _check_sight(call, name)
     if tables.shape[1] > 1 and tables.stride(1) != 1:
         tables = tables.contiguous()
     if out is None:

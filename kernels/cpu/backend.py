@@ -20,6 +20,7 @@ from windlass.kernels.cpu import (
     attention,
     block_filling,
     blocks,
+    elementwise,
     expert_products,
     latent,
     library,
@@ -149,12 +150,10 @@ class CompiledBackend(Backend):
         return ops.rms_norm(x, weight, eps, residual, library=self._library)
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        if activation not in ops.ACTIVATIONS:
-            return self._torch.gated_activation(gate_up, activation)
         return ops.gated_activation(gate_up, activation, library=self._library)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return self._torch.layer_norm(x, weight, bias, eps)
+        return elementwise.layer_norm(x, weight, bias, eps, library=self._library)
 
     def add(self, residual: Tensor, x: Tensor) -> None:
         # The sum is what the norm's kernel leaves in its residual; unlike torch's addition it can be recorded.
@@ -182,13 +181,16 @@ class CompiledBackend(Backend):
         return ops.embed_rows(x, places, factor, library=self._library)
 
     def activation(self, x: Tensor, activation: str) -> Tensor:
-        return self._torch.activation(x, activation)
+        return elementwise.activate(x, activation, library=self._library)
 
     def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        return self._torch.xielu(x, alpha_p, alpha_n, beta, eps)
+        return elementwise.xielu(x, alpha_p, alpha_n, beta, eps, library=self._library)
 
     def clip(self, x: Tensor, limit: float) -> None:
-        self._torch.clip(x, limit)
+        elementwise.clip(x, limit, library=self._library)
+
+    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
+        elementwise.scale_rows(x, factors, library=self._library)
 
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         return ops.clamped_glu(gate_up, alpha, limit, library=self._library)

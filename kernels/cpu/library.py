@@ -120,6 +120,14 @@ SIGNATURES: dict[str, list[type]] = {
     "sum_of_experts": [_POINTER, _INT, _POINTER, _LONG, _POINTER, _LONG, _LONG],
     "clamped_glu": [_POINTER, _LONG, _INT, _FLOAT, _FLOAT, _POINTER, _LONG, _LONG],
     "gate_by_sigmoid": [*_TENSOR2, *_TENSOR2, _LONG, _LONG, _LONG],
+    "layer_norm": [
+        *(_POINTER, _LONG, _LONG, _LONG, _INT),  # x: rows and groups of rows
+        *(_POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG),  # weight, bias, eps, out
+    ],
+    "activate": [*_TENSOR2, _INT, _POINTER, _LONG, _LONG],
+    "xielu": [*_TENSOR2, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG],  # its four numbers, out
+    "clip": [*_TENSOR2, _FLOAT, _LONG, _LONG],
+    "scale_rows": [*_TENSOR2, _POINTER, _LONG, _LONG],
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "fill_rows": [
@@ -185,6 +193,11 @@ class Library:
     sum_of_experts: Function
     clamped_glu: Function
     gate_by_sigmoid: Function
+    layer_norm: Function
+    activate: Function
+    xielu: Function
+    clip: Function
+    scale_rows: Function
     repeat_calls: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function

@@ -1,4 +1,4 @@
-"""Embedding, norm, activation and soft cap on the CPU, through the compiled kernels.
+"""Embedding, RMS norm, gated activations and soft cap on the CPU, through the compiled kernels.
 
 Checks what would make the C code read or write astray, cheaply, and raises ValueError with what is wrong. Arithmetic is
 float32 whatever the storage. Knows nothing of requests, models or other backends.
@@ -12,7 +12,7 @@ from torch import Tensor
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 
 
 def rms_norm(
@@ -60,7 +60,7 @@ def rms_norm(
 
 
 def gated_activation(gate_up: Tensor, activation: str, *, library: Library | None = None) -> Tensor:
-    """activation(gate) * up of [T, 2F] holding (gate, up), any row stride. activation: "silu" or "gelu_tanh".
+    """activation(gate) * up of [T, 2F] holding (gate, up), any row stride. activation: one of ACTIVATIONS.
 
     Returns [T, F], contiguous, rounded once to gate_up's dtype. Raises ValueError.
     """

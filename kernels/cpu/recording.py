@@ -51,6 +51,11 @@ _REPEATABLE = (
     "sum_of_experts",
     "clamped_glu",
     "gate_by_sigmoid",
+    "layer_norm",
+    "activate",
+    "xielu",
+    "clip",
+    "scale_rows",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

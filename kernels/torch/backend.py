@@ -131,6 +131,9 @@ class TorchBackend(Backend):
     def clip(self, x: Tensor, limit: float) -> None:
         x.clamp_(-limit, limit)
 
+    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
+        x.copy_(x.float() * factors[:, None])
+
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)
 

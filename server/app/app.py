@@ -107,7 +107,10 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
         open_paths = OPEN_PATHS | PAGE_PATHS | (UI_PATHS if settings.ui else frozenset())
         app.add_middleware(AuthMiddleware, callers=state.callers, open_paths=open_paths)
     app.add_middleware(
-        LimitsMiddleware, max_body_bytes=settings.max_body_bytes, max_header_bytes=settings.max_header_bytes
+        LimitsMiddleware,
+        max_body_bytes=settings.max_body_bytes,
+        max_bodies_bytes=settings.max_bodies_bytes,
+        max_header_bytes=settings.max_header_bytes,
     )
     if settings.cors_origins:
         app.add_middleware(

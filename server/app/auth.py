@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.server.errors import ApiError, error_response
 from windlass.server.exchange.callers import Callers
-from windlass.server.exchange.request_id import CALLER
+from windlass.server.exchange.request_id import CALLER, CALLER_NAME
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
@@ -32,6 +32,7 @@ class AuthMiddleware:
             caller = self._caller(scope)
             if caller is not None or scope["path"] in self._open:
                 scope[CALLER] = caller
+                scope[CALLER_NAME] = self._callers.of(caller).name if caller is not None else ""
                 await self._app(scope, receive, send)
             else:
                 error = ApiError(

@@ -6,7 +6,9 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from windlass.server.app.body_budget import BodyBudget
 from windlass.server.errors import ApiError, error_response
+from windlass.server.exchange.request_id import CALLER
 
 # A client that is mid-upload may never see an answer sent before it is done: up to this many bytes beyond the limit
 # are read and thrown away first.
@@ -19,10 +21,14 @@ class _BodyTooLarge(Exception):
 
 
 class LimitsMiddleware:
-    """431 for headers and 413 for bodies over their limits. A declared length is refused before a byte is read."""
+    """431 for headers and 413 for bodies over their limits. A declared length is refused before a byte is read.
 
-    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_header_bytes: int) -> None:
+    max_bodies_bytes: see `BodyBudget`.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_body_bytes: int, max_bodies_bytes: int, max_header_bytes: int) -> None:
         self._app = app
+        self._budget = BodyBudget(max_bodies_bytes)
         self._max_body = max_body_bytes
         self._max_headers = max_header_bytes
 
@@ -47,15 +53,15 @@ class LimitsMiddleware:
             await self._refuse_body(scope, receive, send)
             return
 
-        received = 0
         started = False
 
         async def counted() -> Message:
-            nonlocal received
             message = await receive()
             if message["type"] == "http.request":
-                received += len(message.get("body", b""))
-                if received > self._max_body:
+                # Known only by now: the app has looked at the request's key.
+                body.caller = body.caller or scope.get(CALLER) or (scope["client"] or ("",))[0]
+                body.add(len(message.get("body", b"")))
+                if body.received > self._max_body:
                     raise _BodyTooLarge
             return message
 
@@ -65,7 +71,8 @@ class LimitsMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, counted, watched)
+            with self._budget.hold() as body:
+                await self._app(scope, counted, watched)
         except _BodyTooLarge:
             if started:
                 raise

@@ -18,6 +18,7 @@ from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
 from windlass.server.cli.brief_help import BriefHelp, help_all_option
 from windlass.server.cli.rope.commands import app as rope
+from windlass.server.cli.top.command import top
 from windlass.server.options.config_file import config_option
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
@@ -36,6 +37,7 @@ bench = InjectingTyper(help="Measure speed.", no_args_is_help=True)
 add_commands(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
+app.command("top")(top)
 
 
 Engine = Annotated[EngineOptions, Depends(EngineOptions)]
@@ -175,6 +177,39 @@ def chat(
     if url is None:
         return chat_here(model, engine, system)
     return chat_with(url, api_key, model, system)
+
+
+@app.command(cls=BriefHelp)
+def replay(
+    engine: Engine,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `windlass serve --record` wrote.")],
+    model: ModelArgument = None,
+    url: Annotated[
+        str | None,
+        option(
+            "--url",
+            help="Repeat it on a running server, such as http://127.0.0.1:8000, rather than start one. Then MODEL and "
+            "the engine's options are that server's.",
+        ),
+    ] = None,
+    api_key: Annotated[str | None, option("--api-key", help="The server's key, with --url.")] = None,
+    speed: Annotated[float, typer.Option("--speed", help="2 repeats it in half the time.")] = 1.0,
+    as_fast_as_possible: Annotated[
+        bool, typer.Option("--as-fast-as-possible", help="Send without waiting for the recorded times.")
+    ] = False,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", min=1, max=65536, help="Requests in flight at most.")
+    ] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    help_all: HelpAll = False,
+) -> int:
+    """Repeat a recorded workload. Recorded with text, the answers are compared token by token: exit code 1 where one differs."""
+    from windlass.server.cli.replay.command import read_pace, replay_here, replay_there
+
+    pace = read_pace(speed, as_fast_as_possible, concurrency)
+    if url is None:
+        return replay_here(file, model, engine, pace, as_json)
+    return replay_there(file, url, api_key, pace, as_json)
 
 
 @app.command()

@@ -18,6 +18,7 @@ from windlass.engine.api.request import EngineStats
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import EngineError
 from windlass.server.exchange.histograms import Histogram, Observer, Several
+from windlass.server.exchange.scaling_metrics import ScalingCollector
 from windlass.server.exchange.vllm_metrics import VllmMetrics
 from windlass.server.options.settings import MetricsNames
 
@@ -30,6 +31,8 @@ _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320,
 _GAUGES = {
     "num_requests_running": ("num_running", "Sequences the engine is working on."),
     "num_requests_waiting": ("num_waiting", "Sequences waiting for the engine."),
+    "kv_blocks": ("kv_blocks_total", "Blocks of the KV cache."),
+    "kv_blocks_used": ("kv_blocks_used", "Blocks held by live requests."),
     "kv_cache_usage_perc": ("kv_cache_usage", "Share of KV blocks held by live requests, 0 to 1."),
     "adapters_loaded": ("adapters_loaded", "LoRA adapters loaded."),
     "adapter_bytes": ("adapter_bytes", "Memory of the loaded LoRA adapters."),
@@ -115,6 +118,8 @@ class ServerMetrics:
         )
         self._collector = _EngineCollector(engine)
         self.registry.register(self._collector)
+        self.scalings = ScalingCollector()
+        self.registry.register(self.scalings)
         self._success = Counter(
             "windlass_request_success", "Outputs finished, by reason.", ["finished_reason"], registry=self.registry
         )

@@ -8,15 +8,18 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from windlass.server.errors import error_response, internal_error, of_messages
 
+CALLER_NAME = "windlass.caller_name"  # in a scope: its name, where it has one
 CALLER = "windlass.caller"  # in a scope: a digest of the key that it was sent with, where keys are asked for
 _HEADER = b"x-request-id"
 _VALID = re.compile(rb"[A-Za-z0-9._:/-]{1,128}")
 _logger = logging.getLogger("windlass.server")
+_current: ContextVar[Scope | None] = ContextVar("windlass-request", default=None)
 
 
 class RequestIdMiddleware:
@@ -32,6 +35,7 @@ class RequestIdMiddleware:
         given = next((value for name, value in scope["headers"] if name == _HEADER), b"")
         valid = _VALID.fullmatch(given) is not None
         scope["windlass.request_id"] = given.decode() if valid else uuid.uuid4().hex
+        _current.set(scope)  # for this task, which has this request only, and for those it starts
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -52,6 +56,16 @@ class RequestIdMiddleware:
                 raise
             _logger.exception("request %s failed", request_id(scope), exc_info=error)
             await error_response(internal_error(), scope)(scope, receive, send_with_id)
+
+
+class RequestFields(logging.Filter):
+    """Gives records of the log the id and the caller's name of the request that they are about, where they come from one."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if (scope := _current.get()) is not None:
+            record.request_id = getattr(record, "request_id", None) or request_id(scope)
+            record.caller = scope.get(CALLER_NAME)
+        return True
 
 
 def request_id(scope: Scope) -> str:

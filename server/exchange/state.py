@@ -17,8 +17,10 @@ from windlass.server.errors import ApiError, unavailable
 from windlass.server.exchange.adapters import ServedAdapter, ServedAdapters
 from windlass.server.exchange.caller_metrics import CallerCollector
 from windlass.server.exchange.callers import Callers
+from windlass.server.exchange.conditions import Conditions
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.exchange.recent import OneAtATime, Recent
+from windlass.server.exchange.recording import RecordingCollector, WorkloadRecorder
 from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 
+STALL = 1.0  # seconds of an event loop that stands still which `/health` tells of
 MOST_RESPONSES = 16384  # kept for later requests, however small
 
 
@@ -59,6 +62,9 @@ class ServerState:
         )
         if settings.callers:
             self.metrics.registry.register(CallerCollector(self.callers))
+        self.conditions = Conditions()
+        self.recorder = None if settings.record is None else WorkloadRecorder(settings.record)
+        self.metrics.registry.register(RecordingCollector(self.recorder))
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
@@ -74,6 +80,14 @@ class ServerState:
     def in_flight(self) -> int:
         """Generation requests running or waiting, streams included."""
         return len(self._exchanges)
+
+    def beat(self, late: float) -> None:
+        """Called ten times a second or so, with the seconds by which the event loop was late."""
+        self.metrics.event_loop_lag.observe(late)
+        if late >= STALL:
+            self.conditions.note("event_loop_stalled")
+        self.conditions.follow("engine_restarted", self.engine.restarts)
+        self.conditions.follow("text_process_lost", self.text.processes_lost)
 
     def admit(self, caller: str = "") -> ModelInfo:
         """The loaded model if new generation work of `caller` may start now; raises ApiError 503 or 429 otherwise."""
@@ -150,5 +164,7 @@ class ServerState:
         return f"{request_id}-{next(self._serial)}"
 
     def close(self) -> None:
-        """End the text processes. The engine belongs to whoever made it."""
+        """End the text processes and the recording. The engine belongs to whoever made it."""
         self.text.close()
+        if self.recorder is not None:
+            self.recorder.close()

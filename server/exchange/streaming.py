@@ -92,6 +92,18 @@ class Exchange(Response):
         self._keep_alive_timer: asyncio.TimerHandle | None = None
         self._keep_alive_task: asyncio.Task[None] | None = None
 
+    @property
+    def path(self) -> str:
+        """Of the endpoint that was asked for."""
+        return str(self._scope["path"])
+
+    @property
+    def cut_short(self) -> str:
+        """The code of what has ended the work from outside; empty where nothing has."""
+        if self._gone:
+            return "client_disconnected"
+        return "" if self._reason is None else self._reason.code or str(self._reason.status)
+
     # ---- for the work ------------------------------------------------------------------------------------------------
     def begin_stream(self) -> None:
         """Say that the answer is a stream: from now on silence is filled with keep-alive comments."""

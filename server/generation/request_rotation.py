@@ -18,6 +18,7 @@ from windlass.engine.rotary.groups import RotaryGroup, apply_scaling, main_group
 from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, RotaryLadder
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport, make_auto_plan
 from windlass.engine.rotary.scaling import RopeScaling, original_len
+from windlass.server.exchange.scaling_metrics import DEFAULT
 from windlass.server.options.profiles import OPTION
 from windlass.server.options.settings import ServerSettings
 
@@ -40,6 +41,12 @@ class Rotation:
     def plan(self, longest: int) -> RotaryPlan:
         """What the engine plans for a request of at most `longest` tokens."""
         return self.planner.plan(longest, self.scaling, self.update, exact=self.exact)
+
+    def shown_name(self, asked: Any) -> str:
+        """What it is counted under: the name of a profile, "auto", the kind, or "default". asked: the body's field."""
+        if isinstance(asked, str):
+            return asked
+        return DEFAULT if self.scaling is None else self.scaling.rope_type
 
     @property
     def longest(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.key_file import read_key_file
 from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
-from windlass.server.options.settings import ContextOverflow, MetricsNames, RopePolicy, ServerSettings
+from windlass.server.options.settings import ContextOverflow, MetricsNames, RecordSettings, RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
 
 _CONTEXT_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
@@ -206,6 +207,29 @@ class ServerOptions:
         option("--stats-interval", panel=OPERATION, metavar="SECONDS", help="While requests run, a line this often on "
                "how many do and how fast; 0: never. None with --log-level warning."),
     ] = 10.0  # fmt: skip
+    log_format: Annotated[
+        str,
+        option("--log-format", panel=OPERATION, help="text, or json: every line on standard error is one object."),
+    ] = "text"
+    crash_dir: Annotated[
+        str | None,
+        option("--crash-dir", panel=OPERATION, metavar="DIR", help="Where a report is left when the engine dies, without "
+               "prompts and keys; none: nowhere. Default: crashes in WINDLASS_CACHE, else in ~/.cache/windlass."),
+    ] = None  # fmt: skip
+    record: Annotated[
+        Path | None,
+        option("--record", panel=OPERATION, metavar="FILE", help="Append a line of JSON for each generation request: time, "
+               "parameters, token counts and how it ended, without any text. `windlass replay` repeats it."),
+    ] = None  # fmt: skip
+    record_text: Annotated[
+        bool,
+        option("--record-text/--no-record-text", panel=OPERATION, help="Record prompts as token ids too, and digests of "
+               "answers, so that a replay compares."),
+    ] = False  # fmt: skip
+    record_limit: Annotated[
+        str,
+        option("--record-limit", panel=OPERATION, metavar="SIZE", help="Size of that file at which recording stops."),
+    ] = "256MiB"
     access_log: Annotated[
         bool, option("--access-log/--no-access-log", panel=OPERATION, help="Log a line per HTTP request.")
     ] = False
@@ -271,6 +295,21 @@ class ServerOptions:
             adapters=engine.adapters(),
             max_loras=engine.max_loras,
             lora_folder=self._lora_folder(),
+            record=self._record(engine.deterministic),
+        )
+
+    def _record(self, deterministic: bool) -> RecordSettings | None:
+        limit = read_size("--record-limit", self.record_limit)
+        if self.record is None:
+            if self.record_text:
+                raise LoadError("--record-text goes with --record FILE")
+            return None
+        try:
+            os.close(os.open(self.record, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise LoadError(f"cannot write --record {self.record}: {error.strerror or error}") from None
+        return RecordSettings(
+            path=self.record.absolute(), text=self.record_text, max_bytes=limit, deterministic=deterministic
         )
 
     def _lora_folder(self) -> Path | None:

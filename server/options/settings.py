@@ -36,6 +36,16 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordSettings:
+    """Where requests are recorded. text: with what people wrote. max_bytes: of the file. deterministic: whether the engine is."""
+
+    path: Path
+    text: bool = False
+    max_bytes: int = 256 * MIB
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
 
@@ -49,6 +59,7 @@ class ServerSettings:
     events; both are estimated before anything is generated.
     response_store_bytes: what `/v1/responses` keeps of its answers for later requests; 0: nothing.
     reasoning_parser: how thinking is told apart from answers; "auto": as the chat template marks it.
+    max_bodies_bytes: of all requests in progress, see `windlass.server.app.body_budget`.
     max_in_flight: generation requests handled at once, whatever the engine's queue holds; more get 429.
     default_timeout: deadline of a request that names none; None means no deadline.
     body_stall_seconds: how long a client may pause while it sends its body.
@@ -70,6 +81,7 @@ class ServerSettings:
     adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
     later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
     attention_maps: whether /v1/attention answers.
+    record: the file that requests are recorded in, None for none.
     recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
 
@@ -86,6 +98,7 @@ class ServerSettings:
     default_timeout: float | None = None
     retry_after_seconds: int = 1
     max_body_bytes: int = 32 * MIB
+    max_bodies_bytes: int = 512 * MIB
     max_header_bytes: int = 64 * 1024
     body_stall_seconds: float = 30.0
     max_response_bytes: int = 64 * MIB
@@ -120,6 +133,7 @@ class ServerSettings:
     lora_folder: Path | None = None
     adapter_drain_seconds: float = 30.0
     attention_maps: bool = False
+    record: RecordSettings | None = None
     recommended_sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -142,6 +156,7 @@ class ServerSettings:
             "default_max_tokens",
             "completion_max_tokens",
             "max_body_bytes",
+            "max_bodies_bytes",
             "max_header_bytes",
             "max_response_bytes",
             "max_in_flight",

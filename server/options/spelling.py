@@ -14,6 +14,7 @@ import typer
 from windlass.engine.api.config import parse_dtype, parse_size
 from windlass.engine.errors import LoadError, did_you_mean
 
+LOG_FORMATS = ("text", "json")
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 Choice = TypeVar("Choice", bound=str)

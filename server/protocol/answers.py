@@ -306,6 +306,8 @@ class Status(StrictModel):
     """How the server is: `draining` once a shutdown has begun, else how its engine is."""
 
     status: Literal["starting", "ready", "restarting", "failed", "closed", "draining"]
+    degraded: list[Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]] | None = None
+    crash_report: str | None = None
 
 
 class Version(StrictModel):

@@ -19,7 +19,8 @@ from windlass.server.generation.prompts import check_token_prompts, split_prompt
 from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.routes.fill_in.gaps import check_suffix, prompts_around_gaps
-from windlass.server.routes.pipeline import GenerationJob, check, envelope, run
+from windlass.server.routes.job import GenerationJob
+from windlass.server.routes.pipeline import check, envelope, run
 from windlass.server.text.service import Prompt
 
 router = APIRouter()

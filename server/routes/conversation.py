@@ -22,7 +22,8 @@ from windlass.server.generation.structured import StructuredOutput, structured_o
 from windlass.server.generation.tool_use import plan_tools, tools_for_template
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.routes.common import caller_of
-from windlass.server.routes.pipeline import GenerationJob, check
+from windlass.server.routes.job import GenerationJob
+from windlass.server.routes.pipeline import check
 from windlass.server.text.history import check_calls
 from windlass.server.text.parsing.reasoning.formats import HARMONY
 from windlass.server.text.service import Prompt

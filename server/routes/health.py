@@ -20,9 +20,14 @@ _ANSWERS[503] = {**_ANSWERS[200], "description": "It is not"}
 
 @router.get("/health", responses=_ANSWERS)
 async def health(request: Request) -> Response:
-    """200 while process and engine are alive, draining included."""
+    """200 while process and engine are alive, draining included; tells what has lately gone wrong."""
     state = state_of(request)
-    return _status(state, state.engine.state == "ready", state.engine.state)
+    degraded = state.conditions.current()
+    told: dict[str, object] = {"degraded": degraded} if degraded else {}
+    # Anybody may ask: the name alone, in a folder that the operator knows.
+    if (report := getattr(state.engine, "crash_report", None)) is not None:
+        told["crash_report"] = report.name
+    return _status(state, state.engine.state == "ready", state.engine.state, told)
 
 
 @router.get("/ready", responses=_ANSWERS)
@@ -46,8 +51,11 @@ async def metrics(request: Request) -> Response:
     return Response(await state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
-def _status(state: ServerState, good: bool, status: str) -> Response:
+def _status(state: ServerState, good: bool, status: str, more: dict[str, object] | None = None) -> Response:
     headers = {} if good else {"retry-after": str(state.settings.retry_after_seconds)}
     return Response(
-        to_json({"status": status}), status_code=200 if good else 503, media_type="application/json", headers=headers
+        to_json({"status": status, **(more or {})}),
+        status_code=200 if good else 503,
+        media_type="application/json",
+        headers=headers,
     )

@@ -9,24 +9,21 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from windlass.engine.api.context import ContextRule, PassageReuse
-from windlass.engine.api.context_size import ContextSize
-from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
+from windlass.engine.api.request import EngineRequest, ModelInfo
 from windlass.engine.errors import RequestError
 from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions
 from windlass.server.answers.size import estimate_bytes
 from windlass.server.answers.writer import Writer
 from windlass.server.errors import answer_exceeds_context, answer_too_large, bad_request
-from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.behind_thinking import behind_thinking
 from windlass.server.generation.context_rules import reuse_of, rule_of, size_of
 from windlass.server.generation.deltas import Delta, Generation, GenerationPlan, Tally, TextOptions
-from windlass.server.generation.request_rotation import Rotation, rotation_of
+from windlass.server.generation.request_rotation import rotation_of
 from windlass.server.generation.sampling_params import (
     build_sampling,
     fit_to_context,
@@ -37,52 +34,14 @@ from windlass.server.generation.sampling_params import (
 from windlass.server.generation.structured import StructuredOutput, structured_of
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
+from windlass.server.routes.followed import followed
+from windlass.server.routes.job import GenerationJob
+from windlass.server.routes.recorded import with_seed
 from windlass.server.text.line_limits import LineLimits
 from windlass.server.text.parsing.events import ParsingPlan
-from windlass.server.text.parsing.reasoning.formats import Place
 from windlass.server.text.service import Prompt
 
 CALLING_FIELDS = ("tool_choice", "function_call")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob:
-    """A checked request that waits for its prompts. Made by `check`, run by `run`.
-
-    sampling: what all prompts share; max_tokens is clamped per prompt.
-    overflow: what is done where prompt and answer are longer than the context; rule, size, reuse: what the engine does, what
-    that comes to, and what is taken of other prompts.
-    parsing: how answers are taken apart; None where all text is content.
-    structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
-    """
-
-    state: ServerState
-    body: GenerationRequest
-    info: ModelInfo
-    request_id: str
-    caller: str  # whose request it is, for taking turns
-    arrival: float  # time.monotonic() seconds
-    deadline: float | None
-    sampling: SamplingParams
-    rotation: Rotation
-    options: AnswerOptions
-    chat: bool
-    echo: bool
-    overflow: ContextOverflow
-    rule: ContextRule
-    reuse: PassageReuse
-    size: ContextSize
-    parsing: ParsingPlan | None
-    structured: StructuredOutput | None
-    place: Place = "behind"
-    priority: int = 0
-    adapter: ServedAdapter | None = None
-    line_limits: LineLimits | None = None
-
-    @property
-    def model_name(self) -> str:
-        """What the answer says that it comes from."""
-        return self.state.settings.served_model_name if self.adapter is None else self.adapter.source.name
 
 
 def check(
@@ -219,22 +178,27 @@ async def _run(
     param: str,
     make_writer: Callable[[Sequence[Prompt], Tally], Writer],
 ) -> None:
-    plan = await _plan(job, list(prompts), param)
     state = job.state
+    if state.recorder is not None and len(prompts) == 1:
+        job = with_seed(job)
+    plan = await _plan(job, list(prompts), param)
     generation = Generation(state.engine, state.tokenizer, state.metrics, plan, job.arrival)
     writer = make_writer(plan.prompts, generation.tally)
     streaming = bool(job.body.stream)
     state.callers.take_prompts(job.caller, generation.tally.prompt_tokens)
-    async with _blaming(job.structured), _counting(job, generation.tally), aclosing(generation.deltas()) as deltas:
-        async for delta in deltas:
-            if delta.prompt_logprobs is not None:
-                prompt_index = delta.choice // plan.samples
-                await state.text.on_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
-                delta.prompt_logprobs = None  # its text is kept instead
-            if not streaming:
-                writer.add(delta)
-            elif events := await _event(state, writer, delta):
-                await exchange.send_events(events)
+    with followed(exchange, job, plan, generation.tally) as take:
+        async with _blaming(job.structured), _counting(job, generation.tally), aclosing(generation.deltas()) as deltas:
+            async for delta in deltas:
+                if take is not None:
+                    take(delta)
+                if delta.prompt_logprobs is not None:
+                    prompt_index = delta.choice // plan.samples
+                    await state.text.on_thread(writer.take_prompt_logprobs, prompt_index, delta.prompt_logprobs)
+                    delta.prompt_logprobs = None  # its text is kept instead
+                if not streaming:
+                    writer.add(delta)
+                elif events := await _event(state, writer, delta):
+                    await exchange.send_events(events)
     if streaming:
         long = writer.size > LARGE_ANSWER
         await exchange.finish(await state.text.on_thread(writer.last_event) if long else writer.last_event())
@@ -247,7 +211,8 @@ async def _run(
 async def _counting(job: GenerationJob, tally: Tally) -> AsyncIterator[None]:
     """What was generated is the caller's, however the request ends."""
     try:
-        yield
+        with job.state.metrics.scalings.running(job.rotation.shown_name(job.body.rope_scaling), tally):
+            yield
     finally:
         job.state.callers.take_generated(job.caller, tally.completion_tokens)
 

@@ -14,15 +14,14 @@ import os
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
-from windlass.engine.client.child import ChildProcess
-from windlass.engine.client.process import DEFAULT_CORE, ProcessClient
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, module_ahead
+from windlass.engine.client.process import ProcessClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
@@ -38,13 +37,15 @@ from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
-from windlass.server.options.spelling import check_log_level
+from windlass.server.options.spelling import LOG_FORMATS, check_log_level, choose
 from windlass.server.startup.activity import report_activity
+from windlass.server.startup.catalogue.folder import cache_folder
 from windlass.server.startup.catalogue.known import KNOWN
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.key_reload import reread_on_signal
+from windlass.server.startup.logs import log_to_stderr
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.startup.shown_options import not_default
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 # Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
-ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name: it brings torch
 
 
 def serve(
@@ -70,7 +70,7 @@ def serve(
     person who started it, when it cannot start.
     """
     level = check_log_level(log_level)
-    _log_to_stderr(level)
+    log_to_stderr(level, choose("--log-format", server.log_format, LOG_FORMATS))
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
@@ -94,7 +94,7 @@ def _serve_with(
     bounds = connections.to_settings().within(raise_limit())
     shown = not_default(engine, server)  # with the draft model as it was named
     path, engine, settings = prepare(model, engine, server)
-    client = make_client(engine, path, level, child)
+    client = make_client(engine, path, level, child, _crash_folder(server))
     if engine.pin_cores:
         pin(split_cores()[1])
     with _listener(server) as listener, exit_on_signal():
@@ -143,19 +143,6 @@ def read_template(server: ServerOptions) -> str | None:
     return source
 
 
-class _LogLines(logging.Formatter):
-    """Log lines in the words of the command, whoever wrote them."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return in_options(super().format(record))
-
-
-def _log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-
-
 def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None = None) -> None:
     """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line.
 
@@ -197,15 +184,21 @@ def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
 def start_engine(engine: EngineOptions, log_level: str) -> ChildProcess:
     """An engine process that imports what it needs and waits for a model; whoever asks for it ends it."""
     core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
-    # Pinned to cores only once it knows its configuration, before it imports torch.
-    ahead = ENGINE_MODULE if core == DEFAULT_CORE and not engine.pin_cores else None
-    return ChildProcess(core, log_level, ahead=ahead)
+    return ChildProcess(core, log_level, ahead=module_ahead(core, pinned=engine.pin_cores))
 
 
-def make_client(engine: EngineOptions, path: Path, log_level: str, child: ChildProcess) -> ProcessClient:
+def make_client(
+    engine: EngineOptions, path: Path, log_level: str, child: ChildProcess, crash_folder: Path | None = None
+) -> ProcessClient:
     """A client for the model in `path`; its `spawn` tells the child what to load."""
     core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
-    return ProcessClient(engine.to_config(path), log_level=log_level, core=core, child=child)
+    return ProcessClient(engine.to_config(path), log_level=log_level, core=core, child=child, crash_folder=crash_folder)
+
+
+def _crash_folder(server: ServerOptions) -> Path | None:
+    if server.crash_dir == "none":
+        return None
+    return cache_folder() / "crashes" if server.crash_dir is None else Path(server.crash_dir).absolute()
 
 
 def _listener(server: ServerOptions) -> contextlib.AbstractContextManager[socket.socket]:
@@ -304,7 +297,7 @@ async def _run(
     engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
-    watch = LoopWatch(app.state.windlass.metrics.event_loop_lag.observe).start()
+    watch = LoopWatch(app.state.windlass.beat).start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)
         loading.stop()

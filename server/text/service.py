@@ -59,12 +59,7 @@ class TextService:
         }
         self.fill_in = FillIn.of(tokenizer)
         self._pool = TextPool(
-            TextSource(
-                tokenizer=tokenizer.backend.to_str(),
-                special_tokens=tokenizer.special_tokens,
-                chat_template=tokenizer.chat_template,
-                tool_template=tokenizer.tool_template,
-            ),
+            TextSource.of(tokenizer),
             short=settings.text_processes,
             large=1,
             templates=settings.max_concurrent_templates,
@@ -81,6 +76,11 @@ class TextService:
     def template_facts(self) -> TemplateFacts | None:
         """Of the template for chats with functions, which is the only one of most models; None where there is none."""
         return self._template_facts[True]
+
+    @property
+    def processes_lost(self) -> int:
+        """Processes that ended when nobody had asked them to."""
+        return self._pool.processes_lost
 
     # ---- life --------------------------------------------------------------------------------------------------------
     def spawn(self) -> None:

@@ -34,9 +34,9 @@ def _as_from_a_terminal() -> None:
 class PseudoTerminal:
     """Runs `python ARGUMENTS` with the terminal as its standard streams and as what sends it signals for keys."""
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, columns: int = 200) -> None:
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=slave,

@@ -1,7 +1,8 @@
 """A torch-free engine core that does what the prompt's first token says, for tests of what surrounds an engine.
 
 Token i of every sample is 100 + i. Special first tokens: CRASH raises in the third step, KILL ends the process by
-SIGKILL there, HANG sleeps there, REFUSE is a RequestError, BUG an unexpected exception in `add`, FAIL an error output.
+SIGKILL there, HANG sleeps there, SPIN computes there for ever, REFUSE is a RequestError, BUG an unexpected exception in
+`add`, FAIL an error output.
 Environment (it reaches the child by itself): SCRIPT_STEP_SECONDS, SCRIPT_LOAD_SECONDS, SCRIPT_LOAD_ERROR,
 SCRIPT_LOAD_GATE (a file that the load waits for), SCRIPT_RELOAD_FILE (a marker: the second load with it fails),
 SCRIPT_VOCAB_SIZE.
@@ -21,11 +22,12 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.core.forecast import Announce
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 
-CRASH, KILL, HANG, REFUSE, BUG, FAIL = 1, 2, 3, 4, 5, 6
+CRASH, KILL, HANG, REFUSE, BUG, FAIL, SPIN = 1, 2, 3, 4, 5, 6, 7
 FIRST_TOKEN = 100
 
 
@@ -101,7 +103,7 @@ class ScriptedCore:
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, announce: Announce) -> list[RequestOutput]:
         time.sleep(self._step_seconds)
         self._steps += 1
         outputs = []
@@ -146,6 +148,8 @@ class ScriptedCore:
             os.kill(os.getpid(), signal.SIGKILL)
         if first == HANG:
             time.sleep(1000)
+        while first == SPIN:
+            pass
 
 
 def scripted_info(config: EngineConfig) -> ModelInfo:
@@ -182,6 +186,6 @@ def scripted_info(config: EngineConfig) -> ModelInfo:
 class SpinningCore(ScriptedCore):
     """Makes outputs as fast as it can, to measure the path between the processes."""
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, announce: Announce) -> list[RequestOutput]:
         self._step_seconds = 0.0
-        return super().step()
+        return super().step(announce)

@@ -94,7 +94,7 @@ def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any)
     if family in tiny_plain.FAMILIES:
         return tiny_plain.save(family, directory, seed, **overrides)
     name, settings = (FAMILIES | tiny_families.FAMILIES | tiny_experts.FAMILIES)[family]
-    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    config_class = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Llama4") else f"{name}Config")
     common = tiny_families.COMMON.get(family, _COMMON)
     config = config_class(**{**common, **settings, **overrides})
     torch.manual_seed(seed)
@@ -138,7 +138,7 @@ class Reference:
         fallback = specs[0]
         takes_half = type(self.model).__name__ == "GptOssForCausalLM"
         repeats = type(self.model).__name__.startswith("Cohere")
-        is_complex = type(self.model).__name__.startswith("DeepseekV2")
+        is_complex = type(self.model).__name__.startswith(("DeepseekV2", "Llama4"))
 
         def rotary(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
             spec = by_name.get(layer_type or "", fallback)

@@ -1,8 +1,8 @@
 """How the weights of a quantized checkpoint are stored, as config.json tells.
 
-Responsible for the methods that are read: GPTQ, AWQ, compressed-tensors and FP8. What the remaining ones are called is the
-business of `unsupported`. Sizes of groups and numbers of bits are taken from the shapes of the tensors wherever those tell,
-since a checkpoint may mix them; this is what they do not tell. Opens no file and imports no torch.
+Responsible for the methods that are read: GPTQ, AWQ, compressed-tensors, FP8, MXFP4 and BitNet. What the others are called is the
+business of `unsupported`. Sizes of groups and numbers of bits are taken from the shapes of the tensors wherever those tell, since
+a checkpoint may mix them; this is what they do not tell. Opens no file and imports no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from windlass.engine.model.config_json.values import Config
 
-Method = Literal["GPTQ", "AWQ", "compressed-tensors", "FP8"]
+Method = Literal["GPTQ", "AWQ", "compressed-tensors", "FP8", "MXFP4", "BitNet"]
 
 _METHODS: dict[str, Method] = {
     "gptq": "GPTQ",
@@ -21,6 +21,8 @@ _METHODS: dict[str, Method] = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "fbgemm_fp8": "FP8",
+    "mxfp4": "MXFP4",
+    "bitnet": "BitNet",
 }
 _COMPRESSED_FORMATS = (
     "pack-quantized",
@@ -37,7 +39,8 @@ class StoredQuantization:
     """What must be known of a checkpoint beside its tensors.
 
     group_size: of GPTQ and AWQ, None: one group a row. zeros_less_one: zero points are stored minus one (GPTQ's first format).
-    block: rows and columns that share a scale, where weights of 8-bit floating point have blocks.
+    block: rows and columns that share a scale, where weights of 8-bit floating point have blocks. divided: ternary weights are
+    divided by their scale.
     unread: what keeps it from being read, in a few words; None where nothing does.
     """
 
@@ -45,6 +48,7 @@ class StoredQuantization:
     group_size: int | None = None
     zeros_less_one: bool = False
     block: tuple[int, int] | None = None
+    divided: bool = False
     unread: str | None = None
 
 
@@ -103,7 +107,27 @@ def _fp8(found: Config) -> StoredQuantization:
     return StoredQuantization("FP8", block=_block(found.get("weight_block_size")))
 
 
-_READERS = {"GPTQ": _gptq, "AWQ": _awq, "compressed-tensors": _compressed, "FP8": _fp8}
+def _mxfp4(found: Config) -> StoredQuantization:
+    return StoredQuantization("MXFP4")
+
+
+def _bitnet(found: Config) -> StoredQuantization:
+    unread = None
+    if found.get("quantization_mode", "offline") != "offline":
+        unread = f"rounded while it runs (quantization_mode {found['quantization_mode']})"
+    elif found.get("use_rms_norm"):
+        unread = "with a norm in front of each product (use_rms_norm)"
+    return StoredQuantization("BitNet", divided=found.get("linear_class", "bitlinear") == "bitlinear", unread=unread)
+
+
+_READERS = {
+    "GPTQ": _gptq,
+    "AWQ": _awq,
+    "compressed-tensors": _compressed,
+    "FP8": _fp8,
+    "MXFP4": _mxfp4,
+    "BitNet": _bitnet,
+}
 
 
 def _group_size(found: Config) -> int | None:

@@ -14,7 +14,6 @@ from windlass.engine.model.config_json.quantization import read_quantization
 
 _METHODS = {
     "bitsandbytes": "bitsandbytes",
-    "mxfp4": "MXFP4",
     "torchao": "torchao",
     "hqq": "HQQ",
     "aqlm": "AQLM",
@@ -30,9 +29,10 @@ _ENDS = {
     ".SCB": "bitsandbytes",
     ".qweight": "GPTQ or AWQ",
     ".scales": "MLX",
+    "_proj_blocks": "MXFP4",
 }
 # Those of them that are read where config.json tells of them.
-_UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ")
+_UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ", "MXFP4")
 
 # By the name of the class in front of "For…", in small letters.
 _KINDS = {
@@ -47,6 +47,7 @@ _KINDS = {
         {"deepseekv32", "deepseekv4", "glmmoedsa"}
     ),
     "a model whose layers share keys and have embeddings of their own (Gemma 3n)": frozenset({"gemma3n"}),
+    "a model whose layers share keys and differ in the width of their heads (Gemma 4)": frozenset({"gemma4"}),
     "a model without rotary attention (ALiBi)": frozenset({"mpt"}),
     "a model without rotary attention (learned or sinusoidal positions)": frozenset(
         "biogpt ctrl gptbigcode gptneo openaigpt openai opt xglm".split()

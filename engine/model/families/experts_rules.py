@@ -69,7 +69,8 @@ class ExpertsRules:
     the first that is there counts. router: top_k aside, and but for what the other keys say. normalized_key: whether weights
     are divided by their sum. scale_key: what multiplies them. grouped: `n_group` and `topk_group` are read. jitter_key,
     least_sum_key: of `RouterSpec.jitter` and `RouterSpec.least_sum`. bias: on the experts' products. clamp_keys: of alpha and
-    limit of gpt-oss's activation. more_keys: that are looked at elsewhere, or say what always holds.
+    limit of gpt-oss's activation. scaled_inputs: see `ExpertsSpec`. more_keys: that are looked at elsewhere, or say what
+    always holds.
     """
 
     experts: int
@@ -87,6 +88,7 @@ class ExpertsRules:
     bias: bool = False
     clamp_keys: tuple[str, str] | None = None
     clamp: tuple[float, float] = (1.702, 7.0)
+    scaled_inputs: bool = False
     shared: SharedExpert | None = None
     dense: DenseLayer = no_dense_layers
     names: ExpertsNames = field(default_factory=ExpertsNames)
@@ -138,6 +140,7 @@ def read_experts(config: Config, rules: ExpertsRules, activation: Activation, bi
         ),
         shared_size=None if rules.shared is None else rules.shared.width(config, width),
         shared_bias=bias,
+        scaled_inputs=rules.scaled_inputs,
         names=rules.names,
     )
 

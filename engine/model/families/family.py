@@ -125,7 +125,9 @@ class Family:
     causal: tokens see none behind them; the others are encoders, which generate nothing. first_norms: of the first layer, where
     they are others. text_head, token_head: of its models that tell the classes of texts, and of tokens. token_types: kinds of
     tokens have embeddings of their own. positions: what tells them apart. unused_heads: as unused, of heads that tell no classes.
-    title: what people call its models, where that is another name.
+    title: what people call its models, where that is another name. chunked: windows are chunks, see `AttentionSpec`.
+    norms_rotated: `qk_norm` is that of layers that rotate; the others have none. unrotated_temperature: see `ModelSpec`, from the
+    config; raises LoadError.
     """
 
     architecture: str
@@ -176,6 +178,9 @@ class Family:
     )
     token_types: bool = False
     positions: Literal["rotary", "learned", "alibi"] = "rotary"
+    chunked: bool = False
+    norms_rotated: bool = False
+    unrotated_temperature: Callable[[Config], tuple[float, int] | None] | None = None
 
     @property
     def own_keys(self) -> frozenset[str]:

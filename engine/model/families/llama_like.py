@@ -126,7 +126,7 @@ APERTUS = Family(
 # Plain numbers only: what its quantized files hold, and how they round activations, is not read.
 BITNET = Family(
     architecture="BitNetForCausalLM",
-    title="BitNet (unquantized)",
+    title="BitNet",
     model_type="bitnet",
     rules=ConfigRules(
         max_position_embeddings=2048,

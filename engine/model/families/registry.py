@@ -28,6 +28,7 @@ from windlass.engine.model.families.latent_attention import (
 )
 from windlass.engine.model.families.layer_norms import GPT_NEOX, JAIS2, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
 from windlass.engine.model.families.llama import LLAMA
+from windlass.engine.model.families.llama4 import LLAMA4
 from windlass.engine.model.families.llama_like import APERTUS, ARCEE, BITNET, CWM, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
 from windlass.engine.model.families.nanochat import NANOCHAT
@@ -51,6 +52,7 @@ from windlass.engine.model.families.unrotated import BLOOM, GPT2
 
 FAMILIES = (
     LLAMA,
+    LLAMA4,
     MISTRAL,
     MINISTRAL3,
     QWEN2,

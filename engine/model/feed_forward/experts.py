@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec, RouterSpec
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
 from windlass.kernels import Backend, ExpertWeights, Routing
+
+_KEPT_ONES = 256  # tokens of a step
 
 
 class ExpertsFeedForward:
@@ -36,7 +39,17 @@ class ExpertsFeedForward:
             prefix = "shared."
             own = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
             self._shared = GatedFeedForward(spec.shared, own, norm_eps, backend)
+        self._units: dict[int, Tensor] = {}  # by the number of tokens
         self._shared_gate: Tensor | None = weights.get("shared_gate")  # [1, hidden] float32
+
+    def _ones(self, tokens: int, chosen: int) -> Tensor:
+        """[tokens, chosen]; of few tokens always the same, so that steps of as many can be recorded."""
+        found = self._units.get(tokens)
+        if found is None:
+            found = torch.ones((tokens, chosen), dtype=torch.float32, device=self._backend.device)
+            if tokens <= _KEPT_ONES:
+                self._units[tokens] = found
+        return found
 
     def _experts(self, weights: Mapping[str, Any], name: str) -> ExpertWeights:
         each = [f"experts.{index}.{name}" for index in range(self.spec.experts)]
@@ -50,6 +63,9 @@ class ExpertsFeedForward:
         logits = backend.linear(wide, self._router, self._router_bias)  # [T, E]
         chosen, weights = backend.route(logits, self._routing, self._choice_bias)
         gate_up = backend.linear_of_experts(x, self._gate_up, chosen)  # [T * k, 2 * intermediate]
+        if self.spec.scaled_inputs:  # the product of what is scaled is the scaled product
+            backend.scale_rows(gate_up, weights.view(-1))
+            weights = self._ones(*weights.shape)
         if self.spec.clamp is not None:
             y = backend.clamped_glu(gate_up, *self.spec.clamp)
         else:

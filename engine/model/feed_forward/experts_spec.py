@@ -84,7 +84,8 @@ class ExpertsSpec:
     """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), and what the shared expert makes of x.
 
     shared_size: width of the shared expert, None where there is none; it is multiplied by sigmoid(gate(x)) where it has a gate.
-    clamp: (alpha, limit) of gpt-oss's activation in place of the other.
+    clamp: (alpha, limit) of gpt-oss's activation in place of the other. scaled_inputs: weights multiply what an expert is given
+    instead of what it makes of it.
     """
 
     experts: int
@@ -95,7 +96,16 @@ class ExpertsSpec:
     shared_size: int | None = None
     shared_bias: bool = False
     clamp: tuple[float, float] | None = None
+    scaled_inputs: bool = False
     names: ExpertsNames = field(default_factory=ExpertsNames)
+
+    @property
+    def apart(self) -> ExpertsSpec:
+        """The same of a checkpoint that has gate and up of experts as tensors of their own, under names of the usual kind."""
+        names, shared = self.names, self.names.shared
+        if shared is not None and shared.gate_up is not None:
+            shared = replace(shared, gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj", gate_up=None)
+        return replace(self, names=replace(names, stacks=None, shared=shared))
 
     @property
     def shared(self) -> GatedSpec | None:

@@ -20,6 +20,7 @@ from windlass.engine.model.families.gemma import GEMMA, GEMMA2
 from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.glm import GLM, GLM4
 from windlass.engine.model.families.hunyuan import HUNYUAN
+from windlass.engine.model.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from windlass.engine.model.families.layer_norms import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
 from windlass.engine.model.families.llama import LLAMA
 from windlass.engine.model.families.llama_like import ARCEE, GRANITE, SEED_OSS
@@ -28,8 +29,17 @@ from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
 from windlass.engine.model.families.smollm3 import SMOLLM3
-from windlass.engine.model.families.softmax_experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from windlass.engine.model.families.softmax_experts import (
+    GPT_OSS,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.model.gguf.latent import LATENT_KEYS, latent_experts, latent_family, latent_rope
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
@@ -44,6 +54,10 @@ def _nothing_more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str
     return {}
 
 
+def _as_told(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
+    return dict(rope)
+
+
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """One value of `general.architecture`.
@@ -53,7 +67,8 @@ class Architecture:
     norms_with_offset: the converter added the family's offset to the weights of its norms. more: keys of config.json that only
     this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
     keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
-    means something else elsewhere, where all of them are there. fused_in_parts: see `GgufIndex`.
+    means something else elsewhere, where all of them are there. fused_in_parts: see `GgufIndex`. rope: the rotation of layers
+    that see everything, from what the keys that all share say of it.
     """
 
     family: Family
@@ -66,6 +81,7 @@ class Architecture:
     told_by: Callable[[Container[str]], dict[str, Any]] = lambda tensors: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
     fused_in_parts: bool = False
+    rope: Callable[[Mapping[str, Any], ArchitectureKeys], dict[str, Any]] = _as_told
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -191,6 +207,33 @@ def _granite(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def _granite_with_shared_experts(keys: ArchitectureKeys) -> Family | None:
+    return GRANITE_MOE_SHARED if keys.count(_SHARED_WIDTH) else None
+
+
+def _granite_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_granite(keys, config),
+        "num_local_experts": keys.size(_EXPERTS[0]),
+        "num_experts_per_tok": keys.size(_EXPERTS[1]),
+        "shared_intermediate_size": keys.count(_SHARED_WIDTH) or None,
+    }
+
+
+def _gpt_oss(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_local_and_global(2)(keys, config),
+        "intermediate_size": keys.count(_EXPERT_WIDTH) or config["intermediate_size"],
+        "num_local_experts": keys.size(_EXPERTS[0]),
+        "num_experts_per_tok": keys.size(_EXPERTS[1]),
+    }
+
+
+def _gpt_oss_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
+    """The file does not say that the ends of YaRN's ramp are no whole numbers in this family."""
+    return {**rope, "truncate": False} if rope["rope_type"] == "yarn" else dict(rope)
+
+
 def _logit_scale(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"logit_scale": keys.number("logit_scale")}
 
@@ -291,6 +334,35 @@ ARCHITECTURES: dict[str, Architecture] = {
         interleaved=True,
         more=_granite,
         reads=("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+    ),
+    "granitemoe": Architecture(
+        GRANITE_MOE,
+        interleaved=True,
+        choose=_granite_with_shared_experts,
+        others=(GRANITE_MOE_SHARED,),
+        more=_granite_moe,
+        reads=(
+            *("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+            *_EXPERTS,
+            _EXPERT_WIDTH,
+            _SHARED_WIDTH,
+        ),
+    ),
+    "gpt-oss": Architecture(
+        GPT_OSS,
+        more=_gpt_oss,
+        reads=(_SWA, _SWA_PATTERN, *_EXPERTS, _EXPERT_WIDTH),
+        aliases={"post_attention_norm": "ffn_norm"},
+        rope=_gpt_oss_rope,
+    ),
+    "deepseek2": Architecture(
+        DEEPSEEK_V2,
+        interleaved=True,
+        choose=latent_family,
+        others=(DEEPSEEK_V3, YOUTU),
+        more=latent_experts,
+        reads=tuple(LATENT_KEYS),
+        rope=latent_rope,
     ),
     "exaone4": Architecture(EXAONE4, more=_local_and_global(4), reads=(_SWA, _SWA_PATTERN)),
     "internlm2": Architecture(LLAMA, interleaved=True),  # its tensors are taken apart there

@@ -17,6 +17,7 @@ from windlass.engine.model.gguf.metadata import read_facts
 from windlass.engine.model.gguf.reader import GGUFHeader, read_floats, read_header
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.gguf.tensor_names import PlacedTensor, rename
+from windlass.engine.model.loading.gguf_index import as_gguf_holds
 
 VERSION = 1  # of gguf.json: whoever reads it checks it
 
@@ -53,7 +54,9 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
     }
     facts = _told(first, lambda: read_facts(headers[0].metadata, placed, factors))
     spec = _told(first, lambda: read_spec(facts.config, facts.generation))
-    tensors = _told(first, lambda: rename(placed, facts.family, spec, facts.architecture.aliases))
+    in_parts = "blk.0.attn_k_b.weight" in placed and "blk.0.attn_kv_b.weight" not in placed
+    held = as_gguf_holds(spec, latent_in_parts=in_parts)
+    tensors = _told(first, lambda: rename(placed, facts.family, held, facts.architecture.aliases))
     index = {
         "version": VERSION,
         "files": [
@@ -73,6 +76,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         "interleaved": facts.architecture.interleaved,
         "norms_with_offset": facts.architecture.norms_with_offset,
         "fused_in_parts": facts.architecture.fused_in_parts,
+        "latent_in_parts": in_parts,
     }
     return GGUFDescription(headers[0].metadata, facts.config, facts.generation, index)
 

@@ -15,6 +15,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family, Flag
 from windlass.engine.model.gguf.architectures import Architecture, find_architecture
 from windlass.engine.model.gguf.fields import ArchitectureKeys, decimal
+from windlass.engine.model.gguf.latent import latent_sizes
 from windlass.engine.model.gguf.rope import read_rope
 from windlass.engine.model.gguf.tensor_names import EMBEDDING, HEAD, PlacedTensor, has_bias
 from windlass.engine.rotary.fields import shown
@@ -60,6 +61,7 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
+_NULLS = ("sliding_window", "q_lora_rank")  # keys of config.json whose null says something
 _SENTENCE_PIECE_END = 2  # of a vocabulary of that kind which names none
 
 
@@ -88,15 +90,14 @@ def read_facts(
     config["tie_word_embeddings"] = HEAD not in tensors
     config |= _biases(family, tensors)
     config |= architecture.more(keys, config) | architecture.told_by(tensors)
-    config |= _rotation(keys, family, config, factors)
+    config |= _rotation(keys, architecture, family, config, factors)
     left = _unread(keys, architecture, config)
     config |= _token_ids(metadata)
     config |= {keys.key(key): shown(keys.raw(key)) for key in left}
     generation = {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
     generation |= _sampling(metadata)
-    return ModelFacts(
-        architecture, family, {k: v for k, v in config.items() if v is not None or k == "sliding_window"}, generation
-    )
+    said = {key: value for key, value in config.items() if value is not None or key in _NULLS}
+    return ModelFacts(architecture, family, said, generation)
 
 
 def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor, family: Family) -> dict[str, Any]:
@@ -104,8 +105,9 @@ def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor, family: Family) -> 
     layers = keys.size("block_count") - keys.count("nextn_predict_layers")
     if not 1 <= layers <= _MOST_LAYERS:
         raise LoadError(f"{keys.key('block_count')} must lie between 1 and {_MOST_LAYERS}, got {layers}")
-    head_dim = keys.size("attention.key_length", hidden // heads)
-    if keys.size("attention.value_length", head_dim) != head_dim:
+    latent = None if family.latent is None else latent_sizes(keys)
+    head_dim = keys.size("attention.key_length", hidden // heads) if latent is None else latent["qk_rope_head_dim"]
+    if latent is None and keys.size("attention.value_length", head_dim) != head_dim:
         raise LoadError("has keys and values of different widths, which is not supported: choose another model")
     if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
         raise LoadError(f"tensor {EMBEDDING} has the shape {list(embedding.shape)}, [tokens, {hidden}] is expected")
@@ -113,14 +115,16 @@ def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor, family: Family) -> 
     epsilon = keys.number(name)
     if epsilon is None:
         raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
+    kv_heads = heads if latent is not None else keys.size("attention.head_count_kv", heads)
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
         "intermediate_size": keys.size("feed_forward_length"),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.size("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
+        **(latent or {}),
         "max_position_embeddings": keys.size("context_length"),
         family.norm_eps_key or "rms_norm_eps": epsilon,
     }
@@ -140,7 +144,11 @@ def _biases(family: Family, tensors: Mapping[str, PlacedTensor]) -> dict[str, bo
 
 
 def _rotation(
-    keys: ArchitectureKeys, family: Family, config: Mapping[str, Any], factors: dict[str, tuple[float, ...]]
+    keys: ArchitectureKeys,
+    architecture: Architecture,
+    family: Family,
+    config: Mapping[str, Any],
+    factors: dict[str, tuple[float, ...]],
 ) -> dict[str, Any]:
     head_dim = config["head_dim"]
     rotary_dim = keys.size("rope.dimension_count", head_dim)
@@ -151,7 +159,7 @@ def _rotation(
     share = rotary_dim / head_dim
     if int(head_dim * share) != rotary_dim:
         share = math.nextafter(share, 2)  # it is read back as int(head_dim * share)
-    scaling = read_rope(keys, factors, rotary_dim, config["max_position_embeddings"])
+    scaling = architecture.rope(read_rope(keys, factors, rotary_dim, config["max_position_embeddings"]), keys)
     if family.rules.scales_full_layers_alone:
         plain = {"rope_type": "default", "rope_theta": scaling.get("rope_theta", family.rules.rope_theta)}
         return {

@@ -16,12 +16,16 @@ from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.latent_spec import LatentNames, LatentSpec
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.fields import shown_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))")
+# Tensors whose names have no ending in a checkpoint, and those of latent attention for all heads.
+_BARE = ("attn_sinks", "exp_probs_b")
+_OF_HEADS = ("attn_k_b", "attn_v_b")
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
 
 
@@ -104,7 +108,26 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
         names |= {"attn_q_norm": attention.q_norm, "attn_k_norm": attention.k_norm}
     if attention.qkv is not None:
         names["attn_qkv"] = attention.qkv
+    if isinstance(mixer := spec.layers[0].mixer, LatentSpec):
+        names |= _latent_names(mixer.names)
+    elif mixer.sinks:
+        names["attn_sinks"] = attention.sinks
     return {name: known for name, known in names.items() if known is not None}
+
+
+def _latent_names(own: LatentNames) -> dict[str, str]:
+    return {
+        "attn_q": own.q,
+        "attn_q_a": own.q_down,
+        "attn_q_a_norm": own.q_norm,
+        "attn_q_b": own.q_up,
+        "attn_kv_a_mqa": own.kv_down,
+        "attn_kv_a_norm": own.kv_norm,
+        "attn_kv_b": own.kv_up,
+        "attn_k_b": own.k_up,
+        "attn_v_b": own.v_up,
+        "attn_output": own.out,
+    }
 
 
 def _renamed(
@@ -126,14 +149,24 @@ def _renamed(
     if layer >= len(spec.layers) or what in _UNUSED:
         return  # a layer behind the last one predicts further tokens, which the model does without
     prefix = f"{spec.names.layers}.{layer}."
-    feed_forward = spec.layers[layer].feed_forward
+    feed_forward, mixer = spec.layers[layer].feed_forward, spec.layers[layer].mixer
     if isinstance(feed_forward, ExpertsSpec) and (found := _of_experts(feed_forward, what, tensor)) is not None:
         for new, one in found:
-            yield f"{prefix}{new}.{suffix}", one
+            yield f"{prefix}{new}" if what in _BARE else f"{prefix}{new}.{suffix}", one
+    elif what in _OF_HEADS and isinstance(mixer, LatentSpec):
+        if mixer.in_parts:  # else the file has them beside the tensor of both
+            if tensor.shape[:1] != (mixer.num_heads,):
+                raise LoadError(
+                    f"tensor {shown_key(name)} has the shape {list(tensor.shape)} for {mixer.num_heads} heads"
+                )
+            for head, one in enumerate(tensor.each()):
+                yield f"{prefix}{names[what]}[{head}].{suffix}", one
+    elif what in _BARE and what in names:
+        yield f"{prefix}{names[what]}", tensor
     elif what in names:
         yield f"{prefix}{names[what]}.{suffix}", tensor
     elif what == "attn_qkv":
-        mixer, attention, first = spec.layers[layer].mixer, family.attention_names, 0
+        attention, first = family.attention_names, 0
         assert isinstance(mixer, AttentionSpec)
         q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
         if tensor.shape[0] != q + 2 * kv:
@@ -150,6 +183,8 @@ def _of_experts(spec: ExpertsSpec, what: str, tensor: PlacedTensor) -> list[tupl
     names, shared = spec.names, spec.names.shared
     if what == "ffn_gate_inp":
         return [(names.router, tensor)]
+    if what == "exp_probs_b" and names.choice_bias is not None:
+        return [(names.choice_bias, tensor)]
     if what == "ffn_gate_inp_shexp" and names.shared_gate is not None:
         return [(names.shared_gate, replace(tensor, shape=(1, *tensor.shape[-1:])))]
     matched = _EXPERTS.fullmatch(what)
@@ -175,6 +210,8 @@ def _as_listed(found: dict[str, PlacedTensor], spec: ModelSpec) -> dict[str, Pla
             tensor, shape = found.pop(stored.name, None), (stored.rows, *weight.shape[1:])
             if stored.by_head is not None:
                 shape = (stored.by_head, stored.rows // stored.by_head)
+            if stored.transposed:
+                shape = shape[::-1]
             if tensor is None:
                 raise LoadError(f"tensor {stored.name} (as Hugging Face calls it) is missing: download the file again")
             if tensor.shape != shape:

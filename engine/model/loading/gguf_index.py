@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
@@ -33,6 +34,7 @@ BLOCKS = {
     "Q4_K": ("q4_k", 256, 144),
     "Q5_K": ("q5_k", 256, 176),
     "Q6_K": ("q6_k", 256, 210),
+    "MXFP4": ("q5_0", 32, 17),  # as other blocks of the same numbers
 }
 PLAIN = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
 # Types that are dequantized while they are loaded, and kept with 8 bits: elements and bytes of a block.
@@ -50,7 +52,6 @@ _OTHERS = {
     "IQ4_XS": (256, 136),
     "TQ1_0": (256, 54),
     "TQ2_0": (256, 66),
-    "MXFP4": (32, 17),
     "NVFP4": (64, 36),
 }
 _KEPT_AS = "q8_0"
@@ -62,6 +63,7 @@ class GgufIndex:
 
     interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: norms are stored with what the family
     adds to them. fused_in_parts: a tensor of queries, keys and values has all queries, all keys, all values.
+    latent_in_parts: what makes keys and what makes values of latent attention are two tensors.
     """
 
     files: tuple[Path, ...]
@@ -70,6 +72,7 @@ class GgufIndex:
     interleaved: bool
     norms_with_offset: bool
     fused_in_parts: bool = False
+    latent_in_parts: bool = False
 
     def types(self) -> list[str]:
         """The types of the matrices, that of most numbers first."""
@@ -85,6 +88,7 @@ class GgufIndex:
 
     def adapt(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model as these files hold it."""
+        spec = as_gguf_holds(spec, latent_in_parts=self.latent_in_parts)
         if self.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
         if self.fused_in_parts:
@@ -102,6 +106,18 @@ class GgufIndex:
             )
             layers.append(replace(layer, mixer=mixer))
         return replace(spec, layers=tuple(layers))
+
+
+def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool) -> ModelSpec:
+    """The spec with the tensors that GGUF files have in place of others; see `GgufIndex`."""
+    layers = []
+    for layer in spec.layers:
+        if isinstance(layer.feed_forward, ExpertsSpec):
+            layer = replace(layer, feed_forward=layer.feed_forward.apart)
+        if isinstance(layer.mixer, LatentSpec):
+            layer = replace(layer, mixer=replace(layer.mixer, in_parts=latent_in_parts))
+        layers.append(layer)
+    return replace(spec, layers=tuple(layers))
 
 
 def _fused_in_parts(layer: LayerSpec) -> LayerSpec:
@@ -174,6 +190,7 @@ def _parsed(content: dict[str, Any]) -> GgufIndex:
         bool(content["interleaved"]),
         bool(content["norms_with_offset"]),
         bool(content.get("fused_in_parts", False)),
+        bool(content.get("latent_in_parts", False)),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.fp4 import codes_of_fp4, scales_of_fp4
 from windlass.engine.model.loading.gguf_index import PLAIN, GgufIndex
 from windlass.engine.model.loading.tensor_stream import Entry, Part, Place, read_entries
 
@@ -29,6 +30,8 @@ _SCALES = {
     "Q6_K": slice(208, 210),
 }
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+_MXFP4_BYTES = 17
+_NO_EXPONENT = 255  # of MXFP4: its numbers are NaN
 _NOT_FINITE = 0x7C00  # the exponent of a float16 that is NaN or infinite
 
 
@@ -57,8 +60,30 @@ def _entry(name: str, index: GgufIndex) -> Entry:
 
 def scales_are_finite(blocks: Tensor, kind: str) -> bool:
     """Whether no number of these rows, uint8 [count, bytes of a row] of this type, is NaN or infinite."""
+    if kind == "MXFP4":
+        return not bool((blocks.reshape(-1, _MXFP4_BYTES)[:, 0] == _NO_EXPONENT).any())
     scales = blocks.reshape(-1, _BLOCK_BYTES[kind])[:, _SCALES[kind]].contiguous().view(torch.int16)
     return not bool((scales & _NOT_FINITE == _NOT_FINITE).any())
+
+
+def as_kept(blocks: Tensor, kind: str, name: str) -> Tensor:
+    """Rows of bytes of a type that is multiplied as it is, as a file of the form in which they are kept would have them.
+
+    name: of the tensor, for the error. Raises LoadError for numbers that no weights have.
+    """
+    if kind != "MXFP4":
+        return blocks
+    each = blocks.reshape(-1, _MXFP4_BYTES)
+    data = each[:, 1:]
+    codes, scales = scales_of_fp4(codes_of_fp4(torch.cat((data & 0x0F, data >> 4), dim=1)), each[:, 0], name)
+    fifth = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)  # [N, 4, 8]
+    low = codes & 0x0F
+    parts = (
+        scales[:, None].view(torch.uint8),
+        fifth.sum(2, dtype=torch.uint8),
+        low[:, :16] | (low[:, 16:] << 4),
+    )
+    return torch.cat(parts, dim=1).view(*blocks.shape[:-1], -1)
 
 
 def dequantized(blocks: Tensor, kind: str) -> Tensor:

@@ -6,7 +6,7 @@ Which tensor goes where is said by the specs of the weights. Reads safetensors a
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from windlass.engine.model.allocation import storage_of
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GgufIndex, read_index
-from windlass.engine.model.loading.gguf_tensors import dequantized, read_gguf_tensors, scales_are_finite
+from windlass.engine.model.loading.gguf_tensors import as_kept, dequantized, read_gguf_tensors, scales_are_finite
 from windlass.engine.model.loading.inventory import is_derived
 from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
@@ -189,7 +189,9 @@ def load_weights(
                 raise LoadError(f"{directory}: unexpected tensor {name!r}: this architecture has no place for it")
             continue
         taken = blocks is not None and target.takes(blocks)
-        if not taken:
+        if blocks is not None and taken:
+            tensor = as_kept(tensor, blocks, name)
+        else:
             tensor = _numbers(tensor, blocks, decoder, directory, target, name)
         target.fill(decoder.backend, tensor, part.first, blocks=taken)
         if progress:
@@ -206,7 +208,7 @@ def _fill_quantized(
 ) -> Iterator[int]:
     """Fill what the checkpoint holds quantized: the bytes that each tensor was made from, once it is done."""
     for tensor, sources in read_quantized(quantized):
-        target = targets[tensor.name]
+        target = replace(targets[tensor.name], transposed=False)  # what is quantized has the weight's own rows
         view, sorted_ = target.view, target.rows is not None
         if (
             isinstance(view, BlockRows)
@@ -281,7 +283,9 @@ def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor
     again = BlockWeight.empty(weight.rows, weight.columns, weight.form)
     target = _WeightTarget(again.narrow(0, again.rows))
     taken = blocks is not None and target.takes(blocks)
-    numbers = tensor if blocks is None or taken else dequantized(tensor, blocks)
+    if blocks is not None:
+        tensor = as_kept(tensor, blocks, "head") if taken else dequantized(tensor, blocks)
+    numbers = tensor
     if len(numbers) != weight.rows:
         return False
     target.fill(backend, numbers, blocks=taken)

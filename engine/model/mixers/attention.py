@@ -51,6 +51,7 @@ class AttentionInputs:
     """
 
     rotations: list[tuple[Tensor, Tensor, Tensor]]  # per rotary group cos and sin [T, d/2], q_scale [T]
+    growths: list[Tensor]  # per rotary group [T], see `ForwardBatch.growth`; none where there is none
     slots: list[Tensor]  # per KV group [T]
     calls: list[AttentionCall]  # per kind of layer, see `SharedAttention`
     sources: Tensor | None = None  # [V] int64
@@ -85,6 +86,7 @@ class _LayerKind(NamedTuple):
     rotates: bool
     causal: bool = True
     slopes: tuple[float, ...] | None = None
+    chunked: bool = False
 
 
 def _slopes(heads: int) -> tuple[float, ...]:
@@ -125,6 +127,7 @@ class SharedAttention:
                 spec.rotary_group is not None,
                 spec.causal,
                 _slopes(spec.num_heads) if spec.alibi else None,
+                spec.chunked,
             )
             for spec in specs
         ]
@@ -142,20 +145,26 @@ class SharedAttention:
         tables, versions = batch.block_tables.unbind(0), batch.versions
         calls = []
         for kind in self._kinds:
-            operands = tables[kind.kv_group], batch.query_start, batch.seq_lens, batch.score_scale, kind.scale
+            score_scale = batch.score_scale
+            if not kind.rotates and batch.unrotated_score_scale is not None:
+                score_scale = batch.unrotated_score_scale
+            operands = tables[kind.kv_group], batch.query_start, batch.seq_lens, score_scale, kind.scale
             window, cap = kind.window, kind.soft_cap
             if kind.slopes is not None:
                 slopes = torch.tensor(kind.slopes, dtype=torch.float32, device=batch.seq_lens.device)
                 ranges = _one_range(batch) if versions is None else _ranges_of(versions, versions.plain_rows, 0)
                 gaps = torch.zeros_like(batch.seq_lens)[:, None] if versions is None else versions.gaps
                 calls.append(AttentionCall(*operands, soft_cap=cap, **ranges, alibi_slopes=slopes, range_gaps=gaps))
+            elif kind.chunked:  # nothing moves in such a model, so there are no versions
+                calls.append(AttentionCall(*operands, chunk=window, soft_cap=cap))
             elif versions is None:
                 calls.append(AttentionCall(*operands, window=window, soft_cap=cap, causal=kind.causal))
             else:
                 rows = versions.rows if kind.rotates else versions.plain_rows
                 ranges = _ranges_of(versions, rows, self._windows.index(window))
                 calls.append(AttentionCall(*operands, soft_cap=cap, **ranges))
-        inputs = AttentionInputs(rotations, list(batch.slots.unbind(0)), calls)
+        growths = [] if batch.growth is None else list(batch.growth.unbind(0))
+        inputs = AttentionInputs(rotations, growths, list(batch.slots.unbind(0)), calls)
         if versions is not None:
             if versions.sources.shape[0]:
                 inputs.sources, inputs.turns = versions.sources, self._by_group(versions.cos, versions.sin)
@@ -222,9 +231,7 @@ class Attention:
         after = spec.qk_norm == "after"
         if after:
             # The original norms what the attention factor has made longer; that comes out again but for the norm's eps.
-            grown = q_scale.sqrt()[:, None, None]  # [T, 1, 1]
-            q, k = (q * grown).to(x.dtype), (k * grown).to(x.dtype)
-            q_scale = torch.ones_like(q_scale)
+            backend.scale_rows(projected[:, : (heads + kv_heads) * dim], inputs.growths[spec.rotary_group or 0])
         if self._q_norm is not None and self._k_norm is not None:
             if spec.qk_norm == "all heads":
                 q, k, _ = projected.split_with_sizes((heads * dim, kv_heads * dim, kv_heads * dim), 1)

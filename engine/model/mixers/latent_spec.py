@@ -14,7 +14,10 @@ LATENT_NORM_EPS = 1e-6  # of the norms inside of it, in every implementation, wh
 
 @dataclass(frozen=True, slots=True)
 class LatentNames:
-    """Of a checkpoint's tensors, within their layer. q: from the hidden state; q_down and q_up: by way of a narrower one."""
+    """Of a checkpoint's tensors, within their layer. q: from the hidden state; q_down and q_up: by way of a narrower one.
+
+    k_up, v_up: where what makes keys and what makes values of the heads are two tensors, [heads, ...] each.
+    """
 
     q: str = "self_attn.q_proj"
     q_down: str = "self_attn.q_a_proj"
@@ -23,6 +26,8 @@ class LatentNames:
     kv_down: str = "self_attn.kv_a_proj_with_mqa"
     kv_norm: str = "self_attn.kv_a_layernorm"
     kv_up: str = "self_attn.kv_b_proj"
+    k_up: str = "self_attn.k_b_proj"
+    v_up: str = "self_attn.v_b_proj"
     out: str = "self_attn.o_proj"
 
 
@@ -34,6 +39,7 @@ class LatentSpec:
     value_dim numbers made of the latent ones. scale multiplies q·k. query_rank: width of the narrower state that queries are
     made of, None where they are made of the hidden state. bias: of the projections from and to the hidden state, that of whole
     queries aside. interleaved: the checkpoint holds rotated pairs as (2j, 2j + 1).
+    in_parts: what makes keys [heads, latent_dim, plain_dim] and values [heads, value_dim, latent_dim] are two tensors there.
     """
 
     num_heads: int
@@ -45,6 +51,7 @@ class LatentSpec:
     query_rank: int | None = None
     bias: bool = False
     interleaved: bool = True
+    in_parts: bool = False
     rotary_group: int | None = 0
     kv_group: int = 0
     window: int | None = None
@@ -76,7 +83,16 @@ class LatentSpec:
         result += projection("kv", kv, hidden_size, bias=self.bias)
         result += (norm("kv_norm", names.kv_norm, self.latent_dim),)
         up_rows = self.num_heads * (self.plain_dim + self.value_dim)
-        up = (StoredTensor(f"{names.kv_up}.weight", up_rows),)
-        result += (WeightSpec("kv_up", "heads", (up_rows, self.latent_dim), up),)
+        up = [StoredTensor(f"{names.kv_up}.weight", up_rows)]
+        if self.in_parts:
+            up = [
+                part
+                for head in range(self.num_heads)
+                for part in (
+                    StoredTensor(f"{names.k_up}[{head}].weight", self.plain_dim, transposed=True),
+                    StoredTensor(f"{names.v_up}[{head}].weight", self.value_dim),
+                )
+            ]
+        result += (WeightSpec("kv_up", "heads", (up_rows, self.latent_dim), tuple(up)),)
         out = [StoredTensor(names.out, hidden_size, role="out")]
         return result + projection("out", out, self.num_heads * self.value_dim, bias=self.bias)

@@ -51,6 +51,10 @@ struct Operands : AttentionArguments {
         return lengths_are_64 ? (long)((const int64_t *)lengths)[b] : (long)((const int32_t *)lengths)[b];
     }
     INLINE_MEMBER long group() const { return heads / kv_heads; }
+    // The first key that a query at this index sees; without ranges.
+    INLINE_MEMBER long first_seen(long index) const {
+        return window ? max_of(0, index - window + 1) : chunk ? index - index % chunk : 0;
+    }
     INLINE_MEMBER CodePages codes() const {
         return {(int8_t *)keys, (int8_t *)values, (float *)key_scales, (float *)value_scales, block_size, kv_heads,
                 ceil_div(dim, QUAD), value_dim};
@@ -79,7 +83,7 @@ struct Attention : Operands {
     const Cut *range_cuts = nullptr;
 
     INLINE_MEMBER const Cut &range_cut(long b, long cut) const { return range_cuts[range_first[b] + cut]; }
-    INLINE_MEMBER long first_key(long b) const { return window ? max_of(0, length(b) - window) : 0; }
+    INLINE_MEMBER long first_key(long b) const { return length(b) > 0 ? first_seen(length(b) - 1) : 0; }
     INLINE_MEMBER long first_cut(long b) const { return range_cuts ? 0 : first_key(b) / SPLIT; }
     INLINE_MEMBER long cuts(long b) const {
         if (range_cuts) return range_first[b + 1] - range_first[b];

@@ -29,7 +29,7 @@ struct AttentionArguments {
 
 // Whether the call asks for what no kernel does.
 static inline bool unknown_to_the_kernels(const AttentionArguments &a) {
-    return a.chunk != 0 || (a.range_ends && (a.window != 0 || !a.causal));
+    return (a.chunk != 0 && (a.window != 0 || !a.causal)) || (a.range_ends && (a.window != 0 || a.chunk != 0 || !a.causal));
 }
 
 // What the entry points return, 0 for success.

@@ -64,7 +64,7 @@ static NOINLINE void round_queries(const Prefill &p, const Workspace &w, const U
 // One cut of a unit for one kv head: fills w.cut. The queries are rounded already.
 static NOINLINE void gather_cut(const Prefill &p, const Workspace &w, const Unit &unit, long head, long cut) {
     const int32_t *table = p.tables + unit.b * p.table_row;
-    const long first_key = p.window ? max_of(0, unit.position - p.window + 1) : 0, end_key = unit.position + unit.count;
+    const long first_key = p.first_seen(unit.position), end_key = unit.position + unit.count;
     const long begin = max_of(cut * CUT_KEYS, first_key), end = min_of((cut + 1) * CUT_KEYS, end_key);
     w.cut.start(round_up(unit.count * p.group(), TILE_ROWS), p.value_dim);
     CodeBlock block;
@@ -92,7 +92,7 @@ INLINE void merge_row(const Prefill &p, const Gathered &whole, long r, const flo
 }
 
 // Cuts of a unit: absolute numbers.
-INLINE long first_cut(const Prefill &p, const Unit &unit) { return p.window ? max_of(0, unit.position - p.window + 1) / CUT_KEYS : 0; }
+INLINE long first_cut(const Prefill &p, const Unit &unit) { return p.first_seen(unit.position) / CUT_KEYS; }
 INLINE long end_cut(const Unit &unit) { return ceil_div(unit.position + unit.count, CUT_KEYS); }
 
 static void finish(const Prefill &p, const Workspace &w, const Unit &unit, long head) {

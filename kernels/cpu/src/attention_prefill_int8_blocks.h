@@ -237,7 +237,7 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
         long begin = BLOCK, end = 0;
         for (long i = 0; i < high; i++) {
             const long at = unit.position + min_of(row + i, rows - 1) / group - start;
-            sight[i] = {max_of(skip, p.window ? at - p.window + 1 : 0), min_of(there, at + 1)};
+            sight[i] = {max_of(skip, p.first_seen(at + start) - start), min_of(there, at + 1)};
             begin = min_of(begin, sight[i].begin), end = max_of(end, sight[i].end);
         }
         if (begin >= end) continue;

@@ -21,11 +21,13 @@ namespace {
 constexpr long NO_BOUND = 1l << 62;  // a reach that ends nowhere
 
 // Keys [begin, end) of a sequence and the row of its first query as it meets them. ahead: keys behind itself that a query sees.
+// chunk: a query sees those of its own chunk only; 0: there are none.
 struct Range {
-    long begin, end, query, reach, ahead = 0;
+    long begin, end, query, reach, ahead = 0, chunk = 0;
 
     // Keys [first_seen, end_seen) are those that a query at this index sees; none where the first is no less than the second.
     INLINE_MEMBER long first_seen(long index) const {
+        if (chunk) return min_of(end, index - index % chunk);
         if (reach == 0) return end;
         return reach < 0 || reach > index ? begin : min_of(end, max_of(begin, index - reach + 1));
     }
@@ -38,7 +40,7 @@ template <class F> INLINE void each_range(const Operands &p, long b, long own, F
     const long length = p.length(b);
     if (!p.range_ends) {
         const long reach = p.window ? p.window : NO_BOUND;
-        return use(Range{0, max_of(0, length), own, reach, p.causal ? 0 : p.window ? p.window - 1 : NO_BOUND});
+        return use(Range{0, max_of(0, length), own, reach, p.causal ? 0 : p.window ? p.window - 1 : NO_BOUND, p.chunk});
     }
     const int64_t *ends = p.range_ends + b * p.ranges, *rows = p.range_rows + b * p.ranges, *reaches = p.range_reaches + b * p.ranges;
     Range last = {0, 0, -1, 0};

@@ -1,7 +1,8 @@
-// RMS norm, gated activations and soft caps. float32 arithmetic whatever the storage.
+// RMS norm, gated activations, soft caps, and rows of a table. float32 arithmetic whatever the storage.
 
 #pragma once
 
+#include "elementwise.h"
 #include "names.h"
 #include "simd.h"
 #include "tiles.h"
@@ -41,10 +42,6 @@ EXPORT int WINDLASS_NAME(rms_norm)(const void *x, long x_row, long group, long x
     return 0;
 }
 
-// silu(x) = x / (1 + exp(-x)); gelu's tanh form (Hendrycks and Gimpel, 1606.08415).
-INLINE vf silu(vf x) { return x / (1.0f + exp_of(-x)); }
-INLINE vf gelu_tanh(vf x) { return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x))); }
-
 // out[r, j] = combine(gate_up[r, j], gate_up[r, dim + j]), vector by vector.
 template <class F>
 INLINE int combine_halves(const void *gate_up, long row, int type, void *out, long rows, long dim, F combine) {
@@ -69,10 +66,12 @@ INLINE int combine_halves(const void *gate_up, long row, int type, void *out, lo
     return 0;
 }
 
-// out[r, j] = activation(gate_up[r, j]) * gate_up[r, dim + j]. activation: 0 silu, 1 gelu_tanh.
+// out[r, j] = activation(gate_up[r, j]) * gate_up[r, dim + j]. activation: see activate.
 EXPORT int WINDLASS_NAME(gated_activation)(const void *gate_up, long row, int type, int activation, void *out, long rows,
                                            long dim) {
-    return combine_halves(gate_up, row, type, out, rows, dim, [&](vf g, vf u) { return (activation ? gelu_tanh(g) : silu(g)) * u; });
+    return with_activation(activation, [&](auto f) {
+        return combine_halves(gate_up, row, type, out, rows, dim, [&](vf g, vf u) { return f(g) * u; });
+    });
 }
 
 // out[r, j] = gate * sigmoid(alpha * gate) * (up + 1), of gate_up[r, j] up to `limit` and gate_up[r, dim + j] within it (gpt-oss).

@@ -7,6 +7,7 @@
 #include "attention_rows.h"
 #include "block_linear.h"
 #include "block_widen.h"
+#include "elementwise.h"
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
@@ -82,6 +83,11 @@ static int make_all(const void *calls, long count) {
             case 19: code = make(call, experts::WINDLASS_NAME(sum_of_experts)); break;
             case 20: code = make(call, WINDLASS_NAME(clamped_glu)); break;
             case 21: code = make(call, WINDLASS_NAME(gate_by_sigmoid)); break;
+            case 22: code = make(call, WINDLASS_NAME(layer_norm)); break;
+            case 23: code = make(call, WINDLASS_NAME(activate)); break;
+            case 24: code = make(call, WINDLASS_NAME(xielu)); break;
+            case 25: code = make(call, WINDLASS_NAME(clip)); break;
+            case 26: code = make(call, WINDLASS_NAME(scale_rows)); break;
         }
         if (code) return code;
     }

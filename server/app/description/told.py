@@ -160,6 +160,8 @@ TOLD: dict[str, str] = {
     "last_id": "The last entry's id; null where there is none.",
     "has_more": "Whether there are more behind them.",
     "status": "How it stands.",
+    "degraded": "Of `/health`: faults of the last minute that the server survived; absent where there were none.",
+    "crash_report": "Of `/health`: the file in `--crash-dir` about the last death of the engine; absent where there was none.",
     "ListedReasoning.summary": "Text of the thinking.",
     "input_tokens": "Tokens of the input.",
     "output_tokens": "Tokens that were generated.",

@@ -12,7 +12,7 @@ from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.generation.prompts import check_token_prompts, split_prompts
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.infill import FilePassage, InfillRequest
-from windlass.server.routes.pipeline import GenerationJob
+from windlass.server.routes.job import GenerationJob
 from windlass.server.text.fill_in import FillIn
 from windlass.server.text.service import Prompt
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import tokenizers
 from pydantic_core import to_json
 
+from windlass.engine.api.json_log import log_as_json, wants_json
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import frames
@@ -41,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     control.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    faulthandler.enable()
+    if wants_json():
+        log_as_json("text", "warning", threads=False)  # no thread may be there when it forks
+    else:
+        faulthandler.enable()
     tasks = _load(control)
     if tasks is None:
         return 1

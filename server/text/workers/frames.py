@@ -11,7 +11,10 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from windlass.server.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct("!Q")
 _PIECE = 1 << 20  # bytes taken from a socket at once
@@ -29,6 +32,12 @@ class TextSource:
     special_tokens: dict[str, str]
     chat_template: str | None
     tool_template: str | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> TextSource:
+        """What this tokenizer was loaded from."""
+        parts = tokenizer.special_tokens, tokenizer.chat_template, tokenizer.tool_template
+        return cls(tokenizer.backend.to_str(), *parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class TextPool:
     """Processes for text jobs. Starts nothing until `spawn` or the first job.
 
     short, large: jobs of each kind that run at once. max_waiting: total size of the large jobs that may wait.
+    processes_lost: those that ended when nobody had asked them to.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TextPool:
         self._idle: list[TextProcess] = []
         self._running: set[TextProcess] = set()
         self._closed = False
+        self.processes_lost = 0
 
     def spawn(self) -> None:
         """Begin to load, without waiting."""
@@ -121,6 +123,7 @@ class TextPool:
         try:
             result = self._run(process, holder, body, seconds)
         except ProcessDiedError:
+            self.processes_lost += not self._closed
             if fresh or self._closed:
                 raise
             process = self._fork()  # it may have died while it was idle, through no fault of this job
@@ -158,6 +161,7 @@ class TextPool:
                 except ForkError as error:
                     raise ClosedError(f"no further process can be started ({error}): try again later") from None
                 except OSError:  # it was killed, or does not answer: another takes its place
+                    self.processes_lost += 1
                     server.kill()
         raise ClosedError("the processes for tokenizing and chat templates cannot be started")
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 from helpers.configs import engine_config
-from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE
+from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE, SPIN
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import CacheQuestion
 from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.client import process, watchdog
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
@@ -38,6 +39,20 @@ def anyio_backend():
 def scripted(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
+
+
+@pytest.fixture
+def spares(monkeypatch):
+    """Every child that is made, in order."""
+    made = []
+
+    class Noted(ChildProcess):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(process, "ChildProcess", Noted)
+    return made
 
 
 def make_client(config: EngineConfig | None = None, **options) -> ProcessClient:
@@ -181,7 +196,20 @@ async def test_a_hung_step_is_killed():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-async def test_a_stopped_engine_is_noticed_within_seconds():
+async def test_an_engine_that_computes_for_ever_is_killed_by_what_was_expected(monkeypatch):
+    monkeypatch.setattr(watchdog, "BUSY_SECONDS", 0.5)
+    monkeypatch.setattr(watchdog, "SLOW_STEP_FACTOR", 1.0)
+    async with running() as client:  # with two minutes for a step
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError):
+            await tokens(client, request("spins", SPIN, 10))
+        assert time.monotonic() - start < 20.0  # and not two minutes
+        await client.wait_ready()
+        assert await tokens(client, request("ok", max_tokens=1)) == [100]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_stopped_engine_is_noticed_within_seconds(spares):
     async with running() as client:  # with two minutes for a step
         stream = client.generate(request("a", max_tokens=100_000))
         await anext(stream)
@@ -193,6 +221,23 @@ async def test_a_stopped_engine_is_noticed_within_seconds():
         assert time.monotonic() - start < 20.0  # and not two minutes
         await client.wait_ready()
         assert await tokens(client, request("b", max_tokens=1)) == [100]
+        assert client.pid == spares[-1].process.pid  # begun before the old one was given up
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, spares):
+    monkeypatch.setattr(watchdog, "LIFELESS_SECONDS", 60.0)
+    async with running() as client:
+        pid = client.pid
+        stream = client.generate(request("a", max_tokens=100_000))
+        await anext(stream)
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: len(spares) == 2, 20.0)
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: spares[1].ended, 20.0)
+        await anext(stream)
+        await stream.aclose()
+        assert client.pid == pid and client.restarts == 0
 
 
 async def test_it_is_given_up_after_too_many_deaths():

@@ -18,7 +18,8 @@ def looks(pulse: Pulse, times: int = 5) -> list[bool]:
     found = []
     for _ in range(times):
         time.sleep(0.1)
-        found.append(pulse.lifeless())
+        pulse.feel()
+        found.append(pulse.lifeless)
     return found
 
 
@@ -28,8 +29,11 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
         try:
             assert process.stdout is not None and process.stdout.readline()
             pulse = Pulse(process.pid)
-            assert not pulse.lifeless()  # nothing to compare with yet
+            assert not looks(pulse, 1)[0]  # nothing to compare with yet
+            first = pulse.used_seconds
             assert looks(pulse)[-1] is asleep
+            assert first is not None and pulse.used_seconds is not None
+            assert (pulse.used_seconds - first < 0.05) is asleep
             process.send_signal(signal.SIGSTOP)
             assert looks(pulse)[-1]
             process.send_signal(signal.SIGCONT)
@@ -41,4 +45,5 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
 def test_nothing_is_said_of_a_process_that_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    assert looks(Pulse(process.pid), 2) == [False, False]
+    pulse = Pulse(process.pid)
+    assert looks(pulse, 2) == [False, False] and pulse.used_seconds is None

@@ -1,4 +1,4 @@
-"""Whoever does not take outputs holds up nobody: an engine that has finished owes nothing more, and is not taken for stuck."""
+"""Who does not take his outputs holds up nobody: an engine that has finished owes nothing, and is not taken for stuck."""
 
 from __future__ import annotations
 

@@ -27,9 +27,17 @@ FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES | tiny_experts.FAMILIES
 TOLERANCE = 1e-5  # of the largest reference logit
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 # Keys of config.json whose effect no tensor shows, with a value that changes it.
-SWITCHES = [("olmo", "clip_qkv", None), ("nanochat", "final_logit_softcapping", None), ("chatglm", "rope_ratio", 2.0)]
+SWITCHES = [
+    ("olmo", "clip_qkv", None),
+    ("nanochat", "final_logit_softcapping", None),
+    ("chatglm", "rope_ratio", 2.0),
+    ("llama4", "attention_chunk_size", 16),
+    ("llama4", "attn_scale", 0.1),
+    ("llama4", "floor_scale", 20),
+    ("llama4", "use_qk_norm", False),
+]
 # Families with operations that no other has.
-OWN_OPERATIONS = ["apertus", "bitnet", "cohere_normed", "nanochat", "olmo", "persimmon"]
+OWN_OPERATIONS = ["apertus", "bitnet", "cohere_normed", "llama4", "nanochat", "olmo", "persimmon"]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

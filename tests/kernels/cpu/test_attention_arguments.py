@@ -97,7 +97,14 @@ def test_every_field_holds_what_it_is_named_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"range_ends": 8, "causal": 0}, {"chunk": 4}, {"range_ends": 8, "window": 3}], ids=str
+    "change",
+    [
+        {"range_ends": 8, "causal": 0},
+        {"chunk": 4, "window": 3},
+        {"chunk": 4, "causal": 0},
+        {"range_ends": 8, "window": 3},
+    ],
+    ids=str,
 )
 def test_the_kernels_refuse_what_they_do_not_do(form: Library, change: dict[str, int]) -> None:
     """Whoever fills the struct himself; Python refuses such a call before."""

@@ -34,9 +34,10 @@ class Case:
         page_type: torch.dtype = torch.float32,
         index_type: torch.dtype = torch.int64,
         spread: float = 1.0,
+        chunk: int | None = None,
     ) -> None:
         value_dim = value_dim or dim
-        self.window, self.lengths = window, lengths
+        self.window, self.chunk, self.lengths = window, chunk, lengths
         self.q = (torch.randn(len(lengths), heads, dim) * spread).to(q_type)
         counts = [-(-n // block_size) for n in lengths]
         free = (torch.randperm(sum(counts) + 3) + 0).tolist()
@@ -45,7 +46,7 @@ class Case:
         self.value = torch.full((blocks, block_size, kv_heads, value_dim), torch.nan, dtype=page_type)
         self.table = torch.full((len(lengths), max([*counts, 1]) + 2), -1, dtype=torch.int32)
         for b, length in enumerate(lengths):
-            first = 0 if window is None else max(0, length - window)
+            first = self.first(length)
             for i in range(first // block_size, counts[b]):
                 self.table[b, i] = free.pop()
             for at in range(first, length):
@@ -56,11 +57,17 @@ class Case:
         self.score_scale = torch.rand(len(lengths)) + 0.5
         self.scale = dim**-0.5
 
+    def first(self, length: int) -> int:
+        """The first key that the last query of a sequence sees."""
+        if self.chunk is not None:
+            return (length - 1) // self.chunk * self.chunk
+        return 0 if self.window is None else max(0, length - self.window)
+
     def expected(self, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
         heads, kv_heads, block_size = self.q.shape[1], self.key.shape[2], self.key.shape[1]
         out = torch.zeros(*self.q.shape[:2], self.value.shape[-1], dtype=torch.float64)
         for b, length in enumerate(self.lengths):
-            first = 0 if self.window is None else max(0, length - self.window)
+            first = self.first(length)
             seen = [(int(self.table[b, i // block_size]), i % block_size) for i in range(first, length)]
             for h in range(heads if seen else 0):
                 kv = h // (heads // kv_heads)
@@ -84,7 +91,7 @@ class Case:
 
     def call(self, **options: Any) -> AttentionCall:
         return AttentionCall.of_single_tokens(
-            self.table, self.seq_lens, self.score_scale, self.scale, window=self.window, **options
+            self.table, self.seq_lens, self.score_scale, self.scale, window=self.window, chunk=self.chunk, **options
         )
 
     def check(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> None:
@@ -98,6 +105,11 @@ class Case:
 def test_types_and_lengths_about_every_boundary(form: Library, q_type: torch.dtype, page_type: torch.dtype) -> None:
     lengths = [0, 1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 300]
     Case(lengths, q_type=q_type, page_type=page_type).check(form)
+
+
+@pytest.mark.parametrize("chunk", [1, 6, 16, 256, 1000])
+def test_queries_see_the_keys_of_their_chunk_only(form: Library, chunk: int) -> None:
+    Case([1, 6, 7, 16, 17, 255, 256, 257, 512, 700], chunk=chunk).check(form)
 
 
 @pytest.mark.parametrize("dim", [16, 24, 40, 64, 80, 96, 100, 128, 192, 256, 5])
@@ -237,11 +249,14 @@ def test_refusals_say_why() -> None:
     assert "contiguous" in refusal(pages=KVPages(case.key[:, ::2], case.value[:, ::2]))
     assert "fit" in refusal(case.q[:, :3])
     assert refusal(causal=False) == ""
-    assert "chunk" in refusal(chunk=8)
+    assert refusal(chunk=8) == ""
     with pytest.raises(ValueError, match="block_table"):
         cpu.paged_attention_decode(case.q, pages, replace(call, block_tables=case.table.long()))
     with pytest.raises(ValueError, match="window"):
         case.window = 0
+        case.got(kernels("generic"))
+    with pytest.raises(ValueError, match="chunk"):
+        case.window = case.chunk = 4
         case.got(kernels("generic"))
 
 

@@ -36,8 +36,9 @@ class Case:
         page_type: torch.dtype = torch.float32,
         spread: float = 1.0,
         causal: bool = True,
+        chunk: int | None = None,
     ) -> None:
-        self.causal = causal
+        self.causal, self.chunk = causal, chunk
         value_dim = value_dim or dim
         self.shapes, self.window = shapes, window
         lengths = [old + new for old, new in shapes]
@@ -47,6 +48,7 @@ class Case:
         self.table = torch.full((len(shapes), max(-(-n // block_size) for n in lengths) + 2), -1, dtype=torch.int32)
         for b, (old, new) in enumerate(shapes):
             first = 0 if window is None else max(0, old - window + 1)
+            first = first if chunk is None else old // chunk * chunk
             for i in range(first // block_size, -(-(old + new) // block_size)):
                 self.table[b, i] = free.pop()
             at = torch.arange(first, old + new)
@@ -82,7 +84,7 @@ class Case:
                     0 if self.window is None else max(0, last - self.window + 1),
                     min(old + new, last + 1 + ahead),
                 )
-                at = torch.arange(first, end)
+                at = torch.arange(first if self.chunk is None else last // self.chunk * self.chunk, end)
                 where = self.table[b].long()[at // block_size], at % block_size
                 keys, values = (part[where].double().repeat_interleave(heads // kv_heads, 1) for part in self.wide)
                 scores = torch.einsum("shd,hd->hs", keys, self.q[row].double())
@@ -105,6 +107,7 @@ class Case:
             soft_cap=soft_cap,
             sink_logits=sinks,
             causal=self.causal,
+            chunk=self.chunk,
         )
         return cpu.paged_attention_prefill(self.q, self.all_pages, call, library=library, **options)
 
@@ -147,6 +150,13 @@ def test_head_dims(form: Library, dim: int, page_type: torch.dtype) -> None:
 @pytest.mark.parametrize("page_type", [torch.float32, torch.int8])
 def test_groups(form: Library, heads: int, kv_heads: int, page_type: torch.dtype) -> None:
     Case([(0, 37), (250, 9)], heads=heads, kv_heads=kv_heads, dim=16, page_type=page_type).check(form)
+
+
+@pytest.mark.parametrize("page_type", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("chunk", [1, 6, 16, 40, 128, 1000])
+def test_queries_see_the_keys_of_their_chunk_only(form: Library, chunk: int, page_type: torch.dtype) -> None:
+    shapes = [(0, 1), (0, 70), (37, 65), (80, 3), (127, 2), (128, 40), (200, 1)]
+    Case(shapes, chunk=chunk, page_type=page_type).check(form)
 
 
 @pytest.mark.parametrize("page_type", TYPES)

@@ -66,6 +66,25 @@ def httpx_address(live: Live) -> tuple[str, int]:
     return url.host, url.port
 
 
+def test_bodies_of_all_requests_together() -> None:
+    size = 300_000
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with live_server(max_bodies_bytes=2 * size) as live:
+        with socket.create_connection(httpx_address(live), timeout=5) as half_sent:
+            half_sent.sendall(head % size + padded(size)[:-1])
+            deadline = time.monotonic() + 10
+            while (refused := live.http.post(PATH, content=padded(size))).status_code == 200:
+                assert time.monotonic() < deadline  # the first one has not been read yet
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (429, "too_many_bytes")
+            assert error["message"].startswith("the bodies of your requests in progress may have 300000 bytes")
+            assert refused.headers["retry-after"] == "1"
+            assert live.http.post(PATH, content=padded(60_000)).status_code == 200  # small ones go on
+            half_sent.sendall(b" ")
+            assert half_sent.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert live.http.post(PATH, content=padded(size)).status_code == 200
+
+
 def test_headers_of_64_kib(live: Live) -> None:
     assert live.http.get("/health", headers={"x-pad": "p" * (63 * 1024)}).status_code == 200
     for headers in ({"x-pad": "p" * (64 * 1024)}, {f"x-{i}": "p" * 1000 for i in range(66)}):

@@ -138,7 +138,7 @@ DIRECTORIES = {
         configured(quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True}),
         QUANTIZED.format("bitsandbytes, 8 bits"),
     ),
-    "mxfp4": (configured(quantization_config={"quant_method": "mxfp4"}), QUANTIZED.format("MXFP4")),
+    "hqq": (configured(quantization_config={"quant_method": "hqq"}), QUANTIZED.format("HQQ")),
     "compressed": (
         configured(quantization_config={"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
         QUANTIZED.format("compressed-tensors, format nvfp4-pack-quantized"),
@@ -147,7 +147,7 @@ DIRECTORIES = {
 }  # fmt: skip
 
 
-QUICK = ("gguf", "no tokenizer", "experts", "mlx", "mxfp4")  # the others go through the same code
+QUICK = ("gguf", "no tokenizer", "experts", "mlx", "hqq")  # the others go through the same code
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.fp4 import codes_of_fp4, scales_of_fp4
 from windlass.engine.model.loading.quantized.plan import QuantizedTensor
 from windlass.kernels.layouts.forms import FORMS
 
@@ -42,7 +43,8 @@ class Blocks:
 class _Integers:
     """Rows of integers: a number is scales * (codes - zeros), of the group that its column belongs to.
 
-    codes: uint8 (int8 of plain bytes) [R, K]. zeros: int32 [R, G], None: `middle` everywhere. scales: [R, G], as stored.
+    codes: uint8 (int8 of plain bytes) [R, K]. zeros: int32 [R, G], None: `middle` everywhere. scales: [R, G], as stored, or as
+    the form of blocks has them.
     """
 
     codes: Tensor
@@ -110,7 +112,7 @@ def _steps(tensor: QuantizedTensor, whole: bool) -> Iterator[tuple[int, int]]:
 
 
 def _integers(tensor: QuantizedTensor, sources: Mapping[str, Tensor], whole: bool) -> Iterator[tuple[int, _Integers]]:
-    decode = {"gptq": _gptq, "awq": _awq, "packed": _packed, "bytes": _bytes}[tensor.packing]
+    decode = _DECODE[tensor.packing]
     for first, count in _steps(tensor, whole):
         yield first, decode(tensor, sources, first, count)
 
@@ -160,11 +162,43 @@ def _bytes(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, c
     return _Integers(sources["codes"][first : first + count], zeros, 0, scales)
 
 
+def _mxfp4(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    data = sources["codes"][first : first + count]  # [R, G, 16]
+    codes = codes_of_fp4(torch.stack((data & 0x0F, data >> 4), dim=3).flatten(2))  # [R, G, 32]
+    codes, scales = scales_of_fp4(codes, sources["scales"][first : first + count], tensor.name)
+    return _Integers(codes.flatten(1), None, 16, scales)
+
+
+def _ternary(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    packed = sources["codes"]
+    rows = torch.arange(first, first + count)
+    quarter, row = rows // len(packed), rows % len(packed)
+    codes = (packed[row] >> (2 * quarter).to(torch.uint8)[:, None]) & 3
+    scale = sources["scales"].reshape(1, 1)
+    if tensor.packing == "divided ternary":
+        scale = 1 / scale.float()
+        scale = scale if tensor.storage is None else scale.to(torch.float16)
+    if not bool(scale.isfinite().all()):
+        raise LoadError(f"tensor {tensor.sources['scales']!r} is too small to divide by: the checkpoint is damaged")
+    return _Integers(codes, None, 1, scale.expand(count, 1))
+
+
 def _row_scales(tensor: QuantizedTensor, scales: Tensor, first: int, count: int) -> Tensor:
     """Those of some rows [count, groups], where there may be one for the whole tensor."""
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(count, 1)
     return scales.view(tensor.rows, -1)[first : first + count]
+
+
+_DECODE = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "packed": _packed,
+    "bytes": _bytes,
+    "mxfp4": _mxfp4,
+    "ternary": _ternary,
+    "divided ternary": _ternary,
+}
 
 
 def _unpack(words: Tensor, bits: int, count: int) -> Tensor:

@@ -6,6 +6,8 @@ Responsible for asking the right module for every weight of a model and for what
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
@@ -13,11 +15,13 @@ from windlass.engine.model.config_json.quantization import read_quantization
 from windlass.engine.model.config_json.values import Config
 from windlass.engine.model.loading.quantized.awq import describe_awq
 from windlass.engine.model.loading.quantized.compressed import describe_compressed
-from windlass.engine.model.loading.quantized.files import locate
+from windlass.engine.model.loading.quantized.files import Located, LocatedTensor, locate
 from windlass.engine.model.loading.quantized.floats import describe_floats
 from windlass.engine.model.loading.quantized.gptq import describe_gptq
+from windlass.engine.model.loading.quantized.mxfp4 import describe_mxfp4
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint, QuantizedTensor
 from windlass.engine.model.loading.quantized.shapes import WantedTensor
+from windlass.engine.model.loading.quantized.ternary import describe_ternary
 from windlass.engine.model.spec import ModelSpec
 
 _DESCRIBE = {
@@ -25,6 +29,8 @@ _DESCRIBE = {
     "AWQ": describe_awq,
     "compressed-tensors": describe_compressed,
     "FP8": describe_floats,
+    "MXFP4": describe_mxfp4,
+    "BitNet": describe_ternary,
 }
 # Beside the weights of a module: what some writers add to them.
 _BESIDE = ("g_idx", "weight_shape", "weight_g_idx", "weight_zero_point", "weight_scale", "weight_scale_inv", "qzeros")
@@ -43,14 +49,16 @@ def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path)
         return None
     located = locate(directory)
     tensors: dict[str, QuantizedTensor] = {}
-    sources: set[str] = set()
+    sources: dict[str, LocatedTensor] = {}
     biases: set[str] = set()
     expected = {tensor.name for weight in spec.weights() for tensor in weight.stored}
+    stacked = Counter(name.rpartition("[")[0] for name in expected if name.endswith("]"))
     for weight in spec.weights():
         if len(weight.shape) != 2:
             continue
         for stored in weight.stored:
-            wanted = WantedTensor(stored.name.removesuffix(".weight"), stored.rows, weight.shape[1])
+            count = stacked[stored.name.rpartition("[")[0]] or 1
+            wanted = WantedTensor(stored.name.removesuffix(".weight"), stored.rows, weight.shape[1], count)
             try:
                 found = _DESCRIBE[told.method](located, wanted, told)
             except LoadError as error:
@@ -58,7 +66,19 @@ def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path)
             if found is None:
                 continue
             tensors[stored.name] = found
-            sources |= {*found.sources.values()} | {f"{wanted.module}.{end}" for end in _BESIDE} & located.keys()
+            for name in found.sources.values():
+                sources |= {one.name: one for one in _found(located, name)}
+            sources |= {name: located[name] for end in _BESIDE if (name := f"{wanted.module}.{end}") in located}
             biases |= {f"{wanted.module}.bias"} & located.keys() - expected
-    sources |= {name for name in located if _ACTIVATIONS.search(name)}
-    return QuantizedCheckpoint(told.method, tensors, {name: located[name] for name in sources}, frozenset(biases))
+    sources |= {name: one for name, one in located.items() if _ACTIVATIONS.search(name)}
+    return QuantizedCheckpoint(told.method, tensors, sources, frozenset(biases))
+
+
+def _found(located: Located, name: str) -> Iterator[LocatedTensor]:
+    """A tensor by its name; of "name[3]" also the one that holds it beside others."""
+    if name in located:
+        yield located[name]
+        return
+    stack, _, place = name.rpartition("[")
+    yield located[stack]
+    yield located[stack].one(int(place.removesuffix("]")))

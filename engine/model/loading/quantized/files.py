@@ -50,6 +50,13 @@ class LocatedTensor:
         except OSError as error:
             raise LoadError(f"cannot read {self.file}: {error}: download or copy the file again") from None
 
+    def one(self, index: int) -> LocatedTensor:
+        """One of the tensors that it holds along its first dimension, by the name "name[index]"."""
+        size = (self.header.end - self.header.begin) // self.shape[0]
+        begin = self.header.begin + index * size
+        header = TensorHeader(self.dtype, self.shape[1:], begin, begin + size)
+        return LocatedTensor(f"{self.name}[{index}]", self.file, header)
+
 
 Located: TypeAlias = Mapping[str, LocatedTensor]
 

@@ -11,7 +11,8 @@ blocks has a float16 scale for 32 elements (16 in q6_k), so a group must be whol
 - with zero points, up to 4 bits are q4_k and 5 bits q5_k: a common scale and a common minimum are both the float16 scale, the
   scale's byte is 1 and the minimum's byte is the zero point; of 6 or 7 bits code - zero is a signed byte, which is q8_0.
 
-Products and differences of such short numbers are exact in float32, so nothing is rounded anywhere.
+Ternary numbers are q4_0, 4-bit floats of MXFP4 q5_0 (`fp4` says how). Products and differences of such short numbers are exact in
+float32, so nothing is rounded anywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Literal
 
 from windlass.engine.model.loading.quantized.files import Located
 
-Packing = Literal["gptq", "awq", "packed", "bytes", "floats"]
+Packing = Literal["gptq", "awq", "packed", "bytes", "floats", "mxfp4", "ternary", "divided ternary"]
 
 BLOCK = 32  # elements that share a scale, in the forms that are used here except q6_k
 _HALF_BLOCK = 16

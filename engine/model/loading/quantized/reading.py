@@ -52,5 +52,5 @@ def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[Entry]:
         for source in tensor.sources.values():
             located = checkpoint.sources[source]
             if located.file == file:
-                dtype, shape = layout[source]
-                yield Entry(source, dtype, shape, located.header.begin)
+                dtype = layout[source.partition("[")[0]][0]  # "name[3]": one of those that a tensor holds
+                yield Entry(source, dtype, list(located.shape), located.header.begin)

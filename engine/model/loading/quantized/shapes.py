@@ -13,11 +13,13 @@ SCALE_TYPES = ("F16", "BF16", "F32", "F8_E8M0")
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor of the unquantized model. module: its name without ".weight"."""
+    """A tensor of the unquantized model. module: its name without ".weight". stacked: how many the tensor holds whose name stands
+    in front of a bracket, in "name[3]"."""
 
     module: str
     rows: int
     columns: int
+    stacked: int = 1
 
     @property
     def name(self) -> str:

@@ -1,0 +1,137 @@
+"""What outlives an engine process that dies: its last plans and the stacks of its threads, in memory that its parent holds too.
+
+A plan is written before it is computed, in a few microseconds, as numbers alone; what sequences are is written once, when
+they begin. Nothing of any text or token is in it. Knows plans by their shape, and nothing of who reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import struct
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+PLANS, PLAN_BYTES = 32, 4096
+NAMES, NAME_BYTES = 512, 256
+STACK_BYTES = 64 * 1024
+_SIZE = PLANS * PLAN_BYTES + NAMES * NAME_BYTES
+_HEAD = struct.Struct("<QdII")  # number (0: being written), Unix time, sequences, tokens
+_ROW = 3  # numbers of a sequence: its id, its first position, its tokens
+MOST_ROWS = (PLAN_BYTES - _HEAD.size) // (8 * _ROW)
+_NAME_HEAD = struct.Struct("<Q")
+_ID_CHARS = 96
+
+
+class BoxedPlan(Protocol):
+    """What is kept of a `SchedulerOutput`."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    step: Any
+    new: Any
+    forks: Any
+    sequences: Any
+
+
+LiveSequences = Callable[[], Iterable[Any]]
+PlanWatcher = Callable[[Any, LiveSequences], None]
+
+
+def memory_file(size: int) -> int:
+    """A file descriptor of so many zero bytes, which no name leads to."""
+    if hasattr(os, "memfd_create"):
+        number = os.memfd_create("windlass-engine")
+    else:
+        with tempfile.TemporaryFile() as file:
+            number = os.dup(file.fileno())
+    os.ftruncate(number, size)
+    return number
+
+
+class BlackBox:
+    """One side of it. number: the descriptor of a `memory_file`, which may be closed afterwards."""
+
+    def __init__(self, number: int) -> None:
+        self._memory = mmap.mmap(number, _SIZE)
+
+    @staticmethod
+    def make() -> int:
+        """The descriptor of an empty one."""
+        return memory_file(_SIZE)
+
+    def write(self, plan: BoxedPlan, live: LiveSequences) -> None:
+        """Keep a plan. live: the sequences there are, asked where some have begun."""
+        memory, sequences = self._memory, plan.sequences
+        if plan.new or plan.forks:
+            self._write_names({item.seq_id for item in (*plan.new, *plan.forks)}, live())
+        start = plan.step % PLANS * PLAN_BYTES
+        _HEAD.pack_into(memory, start, 0, 0.0, 0, 0)
+        rows = array("q")
+        for item in sequences[:MOST_ROWS]:
+            rows.extend((item.seq_id, item.start, item.num_tokens))
+        body = start + _HEAD.size
+        memory[body : body + 8 * len(rows)] = rows.tobytes()
+        _HEAD.pack_into(memory, start, plan.step + 1, time.time(), len(sequences), plan.num_tokens)
+
+    def _write_names(self, wanted: set[int], live: Iterable[Any]) -> None:
+        for seq in live:
+            if seq.seq_id not in wanted:
+                continue
+            request = seq.request
+            scaling = "default" if request.rope_scaling is None else str(request.rope_scaling.rope_type)
+            told = {"request_id": request.request_id.encode("ascii", "replace").decode()[:_ID_CHARS], "sample": seq.index,
+                    "prompt_tokens": seq.num_prompt_tokens, "scaling": scaling[:16]}  # fmt: skip
+            data = json.dumps(told).encode()[: NAME_BYTES - _NAME_HEAD.size - 1] + b"\0"
+            start = PLANS * PLAN_BYTES + seq.seq_id % NAMES * NAME_BYTES
+            _NAME_HEAD.pack_into(self._memory, start, seq.seq_id + 1)
+            self._memory[start + _NAME_HEAD.size : start + _NAME_HEAD.size + len(data)] = data
+
+    def read(self) -> list[dict[str, Any]]:
+        """The plans that are whole, oldest first: step, time, tokens, and of each sequence what is known."""
+        found = []
+        for slot in range(PLANS):
+            start = slot * PLAN_BYTES
+            number, at, count, tokens = _HEAD.unpack_from(self._memory, start)
+            if not number:
+                continue
+            rows = array("q")
+            shown = min(count, MOST_ROWS)
+            body = start + _HEAD.size
+            rows.frombytes(self._memory[body : body + 8 * _ROW * shown])
+            sequences = [
+                {**self._name(rows[i]), "start": rows[i + 1], "tokens": rows[i + 2]} for i in range(0, len(rows), _ROW)
+            ]
+            plan = {"step": number - 1, "at": round(at, 6), "num_sequences": count, "num_tokens": tokens}
+            found.append({**plan, "sequences": sequences})
+        return sorted(found, key=lambda plan: plan["step"])
+
+    def _name(self, seq_id: int) -> dict[str, Any]:
+        start = PLANS * PLAN_BYTES + seq_id % NAMES * NAME_BYTES
+        if _NAME_HEAD.unpack_from(self._memory, start)[0] == seq_id + 1:
+            data = self._memory[start + _NAME_HEAD.size : start + NAME_BYTES].partition(b"\0")[0]
+            with contextlib.suppress(ValueError):
+                return {**json.loads(data)}
+        return {"sequence": seq_id}
+
+
+class StackMemory:
+    """Where an engine process leaves the stacks of its threads. number: as for `BlackBox`."""
+
+    def __init__(self, number: int) -> None:
+        self._memory = mmap.mmap(number, STACK_BYTES)
+
+    @staticmethod
+    def make() -> int:
+        """The descriptor of an empty one."""
+        return memory_file(STACK_BYTES)
+
+    def read(self) -> str:
+        """What was left there."""
+        return self._memory[:].partition(b"\0")[0].decode("utf-8", "replace")

@@ -1,0 +1,114 @@
+"""Llama 4, text alone. Layers that rotate see chunks of the context and norm queries and keys behind the rotation; every fourth
+does neither, sees everything, and its queries grow with their position (2501.19399)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import LayerFacts
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
+from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert
+from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks, RouterSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+_PART = "feed_forward"
+
+
+def _rewritten(config: Config) -> dict[str, Any]:
+    """In the names of other families: a chunk is a window, and `intermediate_size` is that of layers without experts."""
+    result = {
+        key: value for key, value in config.items() if key not in ("attention_chunk_size", "intermediate_size_mlp")
+    }
+    if "attention_chunk_size" in config:
+        result["sliding_window"] = config["attention_chunk_size"]
+    if config.get("no_rope_layers") == []:
+        del result["no_rope_layers"]
+    if isinstance(kinds := config.get("layer_types"), list):
+        result["layer_types"] = [SLIDING_ATTENTION if kind == "chunked_attention" else kind for kind in kinds]
+    result["moe_intermediate_size"] = config.get("intermediate_size", 8192)
+    result["intermediate_size"] = config.get("intermediate_size_mlp", 16_384)
+    return result
+
+
+def _chunks_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Layers that rotate see a chunk, the others everything; `layer_types` says it layer by layer."""
+    full = [FULL_ATTENTION] * facts.count
+    own = [SLIDING_ATTENTION if rotates else FULL_ATTENTION for rotates in facts.rotates]
+    return (facts.given or own) if facts.windowed else full, full
+
+
+def _is_dense(config: Config, index: int) -> bool:
+    """Every `interleave_moe_layer_step`-th layer has experts; `moe_layers` names them one by one."""
+    named = config.get("moe_layers")
+    if named is None:
+        return (index + 1) % read_size(config, "interleave_moe_layer_step", 1) != 0
+    if not isinstance(named, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in named):
+        raise LoadError("config.json: moe_layers must be a list of the numbers of layers")
+    return index not in named
+
+
+def _temperature(config: Config) -> tuple[float, int] | None:
+    if "attn_temperature_tuning" in config and not config["attn_temperature_tuning"]:  # older files have a number there
+        return None
+    return read_number(config, "attn_scale") or 0.1, read_size(config, "floor_scale", 8192)
+
+
+def _normed_where_told(family: Family, config: Config) -> Family:
+    return family if read_flag(config, "use_qk_norm", default=True) else replace(family, qk_norm=None)
+
+
+LLAMA4 = Family(
+    architecture="Llama4ForCausalLM",
+    title="Llama 4 (text)",
+    model_type="llama4_text",
+    rules=ConfigRules(
+        layer_pattern=_chunks_rotate,
+        max_position_embeddings=131_072,
+        hidden_size=5120,
+        num_hidden_layers=48,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        sliding_window=8192,
+        rope_theta=500_000.0,
+        no_rope_layer_interval=4,
+        rewrite=_rewritten,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    qk_norm="after",
+    qk_norm_form=NormForm(weight=False),
+    norms_rotated=True,
+    interleaved=True,
+    chunked=True,
+    unrotated_temperature=_temperature,
+    feed_forward_names=GatedNames(f"{_PART}.gate_proj", f"{_PART}.up_proj", down=f"{_PART}.down_proj"),
+    variant=_normed_where_told,
+    reads=frozenset({"use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
+    experts=ExpertsRules(
+        experts=16,
+        top_k=1,
+        counts=("num_local_experts",),
+        router=RouterSpec(scores="sigmoid", normalized=False),
+        scaled_inputs=True,
+        shared=SharedExpert(),
+        dense=_is_dense,
+        names=ExpertsNames(
+            router=f"{_PART}.router",
+            shared=GatedNames(
+                f"{_PART}.shared_expert.gate_proj",
+                f"{_PART}.shared_expert.up_proj",
+                down=f"{_PART}.shared_expert.down_proj",
+            ),
+            stacks=ExpertStacks(f"{_PART}.experts.gate_up_proj", f"{_PART}.experts.down_proj", transposed=True),
+        ),
+        more_keys=frozenset({"moe_layers", "interleave_moe_layer_step"}),
+    ),
+)

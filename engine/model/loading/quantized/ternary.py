@@ -1,0 +1,36 @@
+"""Where a BitNet checkpoint keeps a weight of ternary numbers (2402.17764, as transformers packs them).
+
+`weight` uint8 [rows / 4, columns]: the lowest two bits are those of the first quarter of the rows plus one, the next two those of
+the second quarter, and so on. `weight_scale`, one number, multiplies them or, in the older kind of layer, divides them. A
+reciprocal is no float16 number as a rule: it is rounded to one, by at most 2^-11 of itself. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.quantization import StoredQuantization
+from windlass.engine.model.loading.quantized.files import Located, are_halves
+from windlass.engine.model.loading.quantized.plan import Packing, QuantizedTensor, choose_storage
+from windlass.engine.model.loading.quantized.shapes import SCALE_TYPES, WantedTensor, check_shape, find
+
+_BITS = 2
+_EACH = 4  # rows in a byte
+
+
+def describe_ternary(located: Located, wanted: WantedTensor, told: StoredQuantization) -> QuantizedTensor | None:
+    """What a weight is made of; None for one that is not quantized. Raises LoadError."""
+    codes = located.get(wanted.name)
+    if codes is None or codes.dtype != "U8":
+        return None
+    rows, columns = wanted.rows, wanted.columns
+    check_shape(codes, (-(-rows // _EACH), columns))
+    scales = find(located, wanted, "weight_scale", SCALE_TYPES)
+    check_shape(scales, (1,), ())
+    if not any(scales.read()):
+        raise LoadError(f"tensor {scales.name!r} is zero: the checkpoint is damaged: download or copy it again")
+    storage, reason = choose_storage(
+        _BITS, columns, columns, symmetric=True, scales_fit=told.divided or are_halves(scales), ordered=True
+    )
+    sources = {"codes": codes.name, "scales": scales.name}
+    packing: Packing = "divided ternary" if told.divided else "ternary"
+    return QuantizedTensor(wanted.name, rows, columns, packing, sources, _BITS, columns, storage=storage, reason=reason)

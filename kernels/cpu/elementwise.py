@@ -1,0 +1,82 @@
+"""Activations without a gate, the norm around the mean, limits and factors of rows on the CPU, through the compiled kernels.
+
+Checks what would make the C code read or write astray, cheaply, and raises ValueError with what is wrong. Arithmetic is
+float32 whatever the storage. Knows nothing of requests, models or other backends.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.cpu.checks import check, vector_ok
+from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.ops import ACTIVATIONS
+
+
+def _check_rows(x: Tensor, name: str) -> None:
+    check(
+        x.dim() == 2 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
+        f"{name}: x is {x.dtype} {tuple(x.shape)}, not a float CPU tensor [T, N] with adjacent elements",
+    )
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, library: Library | None = None) -> Tensor:
+    """See `Backend.layer_norm`. x: [T, D] or [T, H, D], any strides but the last. Raises ValueError."""
+    shape = x.shape
+    check(
+        2 <= len(shape) <= 3 and x.dtype in TYPE_CODES and x.is_cpu and (shape[-1] < 2 or x.stride(-1) == 1),
+        f"layer_norm: x is {x.dtype} {tuple(shape)}, not a float CPU tensor [T, D] or [T, H, D] with adjacent elements",
+    )
+    dim = shape[-1]
+    check(
+        vector_ok(weight, torch.float32, dim) and (bias is None or vector_ok(bias, torch.float32, dim)),
+        f"layer_norm: weight and bias must be float32 [{dim}], contiguous",
+    )
+    out = torch.empty(shape, dtype=x.dtype)
+    group = shape[1] if len(shape) == 3 else 1  # rows of one token
+    (library or load()).layer_norm(
+        *(x.data_ptr(), x.stride(-2), max(group, 1), x.stride(0), TYPE_CODES[x.dtype]),
+        *(weight.data_ptr(), None if bias is None else bias.data_ptr(), eps, out.data_ptr(), shape[0] * group, dim),
+    )
+    return out
+
+
+def activate(x: Tensor, activation: str, *, library: Library | None = None) -> Tensor:
+    """See `Backend.activation`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
+    _check_rows(x, "activate")
+    check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+    out = torch.empty(tuple(x.shape), dtype=x.dtype)
+    (library or load()).activate(
+        x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], ACTIVATIONS[activation], out.data_ptr(), *x.shape
+    )
+    return out
+
+
+def xielu(
+    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, *, library: Library | None = None
+) -> Tensor:
+    """See `Backend.xielu`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
+    _check_rows(x, "xielu")
+    numbers = (alpha_p, alpha_n, beta, eps)
+    check(all(vector_ok(one, torch.float32, 1) for one in numbers), "xielu: its numbers must be float32 [1]")
+    out = torch.empty(tuple(x.shape), dtype=x.dtype)
+    (library or load()).xielu(
+        x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], *(one.data_ptr() for one in numbers), out.data_ptr(), *x.shape
+    )
+    return out
+
+
+def clip(x: Tensor, limit: float, *, library: Library | None = None) -> None:
+    """See `Backend.clip`. x: [T, N], any row stride. Raises ValueError."""
+    _check_rows(x, "clip")
+    (library or load()).clip(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], limit, *x.shape)
+
+
+def scale_rows(x: Tensor, factors: Tensor, *, library: Library | None = None) -> None:
+    """See `Backend.scale_rows`. x: [T, N], any row stride. Raises ValueError."""
+    _check_rows(x, "scale_rows")
+    check(
+        vector_ok(factors, torch.float32, x.shape[0]), f"scale_rows: factors must be float32 [{x.shape[0]}], contiguous"
+    )
+    (library or load()).scale_rows(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], factors.data_ptr(), *x.shape)

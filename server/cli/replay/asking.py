@@ -1,0 +1,67 @@
+"""From a recorded request to one that asks for the same again, and what its answers have to be. Sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from windlass.server.cli.replay.reading import RecordedLine
+
+# Of one client or one moment: a repetition has its own.
+_NOT_AGAIN = ("request_id", "timeout", "user", "metadata", "stream_options", "model", "safety_identifier")
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAgain:
+    """path, body: what is posted. wanted: the digests of its answers by choice, None where there is nothing to compare with.
+
+    some: whether the answers are some of `wanted`, as the best of several are.
+    """
+
+    recorded: RecordedLine
+    path: str
+    body: dict[str, Any]
+    wanted: tuple[str, ...] | None = None
+    some: bool = False
+
+
+def asked_again(recorded: RecordedLine, ordinary: Sequence[int]) -> AskedAgain:
+    """ordinary: token ids to make prompts of, where those of the request are not known."""
+    path = "/v1/completions"
+    if recorded.prompt_token_ids is None:
+        return AskedAgain(recorded, path, {**_common(recorded), **_synthetic(recorded, ordinary)})
+    wanted = None
+    if recorded.exact and recorded.ended_well:
+        digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
+        wanted = tuple(digest for digest in digests if digest is not None)
+    if recorded.body is not None:
+        kept = {name: value for name, value in recorded.body.items() if name not in _NOT_AGAIN}
+        body = {**kept, **_common(recorded), "seed": recorded.fields.get("seed")}
+        some = bool(wanted) and (kept.get("best_of") or 1) > (kept.get("n") or 1)
+        return AskedAgain(recorded, "/v1/chat/completions" if recorded.chat else path, body, wanted, some)
+    ids: Any = recorded.prompt_token_ids
+    body = {**recorded.fields, **recorded.texts, **_common(recorded), "prompt": ids[0] if len(ids) == 1 else ids}
+    if not recorded.ended_well:
+        # Whoever left was not given more than this; the rest would be work that nobody asked for.
+        body["max_tokens"] = max(1, recorded.tokens)
+        body["min_tokens"] = min(body.get("min_tokens", 0), body["max_tokens"])
+    return AskedAgain(recorded, path, body, wanted)
+
+
+def _common(recorded: RecordedLine) -> dict[str, Any]:
+    """What holds for every repetition. Only an adapter is asked for by its name: the model may be called something else now."""
+    common: dict[str, Any] = {"stream": recorded.stream, "return_token_ids": True}
+    if recorded.model and recorded.model != recorded.of.model:
+        common["model"] = recorded.model
+    return common
+
+
+def _synthetic(recorded: RecordedLine, ordinary: Sequence[int]) -> dict[str, Any]:
+    """As long a prompt and as long an answer, of other tokens; the same ones each time the file is repeated."""
+    random = Random(f"{recorded.line}/{recorded.request_id}")
+    prompts = [random.choices(ordinary, k=max(1, count)) for count in recorded.prompt_tokens]
+    tokens = recorded.tokens if recorded.ended_well or recorded.answers else 1
+    fixed = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
+    return {**recorded.fields, **fixed, "prompt": prompts[0] if len(prompts) == 1 else prompts}

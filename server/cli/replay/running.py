@@ -1,0 +1,140 @@
+"""Sends the requests of a recording when they are due, takes their answers apart and compares them. Prints nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from windlass.clients.sse import SSEDecoder
+from windlass.server.cli.replay.asking import AskedAgain
+from windlass.server.routes.recorded import digest
+
+_PATIENCE = httpx.Timeout(600.0, connect=10.0)
+_SHOWN = 200  # characters of an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPace:
+    """speed: 2 sends in half the time; None: each as soon as there is room. at_once: requests in flight at most."""
+
+    speed: float | None = 1.0
+    at_once: int = 1024
+
+
+@dataclass(slots=True)
+class Repeated:
+    """What came of one request. error: why there is no answer. late: seconds that it was sent after its time."""
+
+    asked: AskedAgain
+    digests: tuple[str, ...] = ()
+    tokens: tuple[int, ...] = ()
+    fingerprint: str = ""
+    seconds: float = 0.0
+    late: float = 0.0
+    error: str = ""
+
+    @property
+    def compared(self) -> bool:
+        return self.asked.wanted is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was answered then and is not now."""
+        return bool(self.error) and self.asked.recorded.ended_well
+
+    @property
+    def equal(self) -> bool:
+        """Whether every answer has the tokens it had."""
+        wanted = self.asked.wanted
+        if wanted is None or self.error:
+            return False
+        if self.asked.some:
+            return not Counter(self.digests) - Counter(wanted)
+        return self.digests == wanted
+
+
+@dataclass(slots=True)
+class Replayed:
+    """All of them, in the order of the recording. seconds: from the first sent to the last answered."""
+
+    requests: list[Repeated]
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class _Read:
+    """Token ids by choice, while an answer comes."""
+
+    ids: dict[int, list[int]] = field(default_factory=dict)
+    fingerprint: str = ""
+
+    def take(self, payload: Any) -> None:
+        if isinstance(error := payload.get("error"), dict):
+            raise ValueError(str(error.get("message", "")))
+        self.fingerprint = payload.get("system_fingerprint") or self.fingerprint
+        for choice in payload.get("choices", ()):
+            self.ids.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+
+
+async def replay(url: str, api_key: str | None, asked: Sequence[AskedAgain], pace: ReplayPace) -> Replayed:
+    """Send all to the server at `url` (without /v1) and wait for all answers. What fails is in the result, never raised."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    limits = httpx.Limits(max_connections=pace.at_once, max_keepalive_connections=pace.at_once, keepalive_expiry=4.0)
+    room = asyncio.Semaphore(pace.at_once)
+    begun = time.monotonic()
+    first = asked[0].recorded.at if asked else 0.0
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=_PATIENCE, limits=limits, trust_env=False
+    ) as http:
+
+        async def one(each: AskedAgain) -> Repeated:
+            async with room:
+                due = begun if pace.speed is None else begun + (each.recorded.at - first) / pace.speed
+                sent = time.monotonic()
+                result = await _send(http, each)
+                result.seconds = time.monotonic() - sent
+                result.late = 0.0 if pace.speed is None else max(0.0, sent - due)
+                return result
+
+        tasks = []
+        for each in asked:
+            if pace.speed is not None:
+                await asyncio.sleep(max(0.0, begun + (each.recorded.at - first) / pace.speed - time.monotonic()))
+            tasks.append(asyncio.create_task(one(each)))
+        return Replayed(list(await asyncio.gather(*tasks)), time.monotonic() - begun)
+
+
+async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:
+    read = _Read()
+    try:
+        async with http.stream("POST", asked.path, json=asked.body) as response:
+            if response.headers.get("content-type", "").startswith("text/event-stream"):
+                await _read_stream(response, read)
+            else:
+                payload = json.loads(await response.aread())
+                if not isinstance(payload, dict):
+                    raise ValueError(f"the answer is no object (HTTP {response.status_code})")
+                read.take(payload)
+    except httpx.HTTPError as error:
+        return Repeated(asked, error=f"{type(error).__name__}: {error}"[:_SHOWN])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Repeated(asked, error=str(error)[:_SHOWN] or type(error).__name__)
+    ids = [read.ids[choice] for choice in sorted(read.ids)]
+    return Repeated(asked, tuple(map(digest, ids)), tuple(map(len, ids)), read.fingerprint)
+
+
+async def _read_stream(response: httpx.Response, read: _Read) -> None:
+    events = SSEDecoder()
+    async for data in response.aiter_bytes():
+        for event in events.feed(data):
+            if event.data == "[DONE]":
+                return
+            read.take(json.loads(event.data))
+    raise ValueError("the stream ended early")

@@ -1,0 +1,208 @@
+"""What is left of an engine that dies: by SIGKILL in the middle of streams, by an error in a step, by being stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from helpers.eventually import eventually
+from helpers.failing_core import FATAL, STUCK
+from helpers.real_server import RealServer, serve
+
+from windlass import __version__
+from windlass.engine.client.crash_reports import MOST_REPORTS, _write
+from windlass.engine.core.black_box import MOST_ROWS, NAMES, PLANS, BlackBox, StackMemory
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.startup.launch import CORE_VARIABLE
+
+pytestmark = pytest.mark.timeout(240)
+TESTS = Path(__file__).parents[2]
+CANARY, KEY = "xylophone-canary", "key-4711-canary"
+
+
+@contextlib.contextmanager
+def failing_server(folder: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Iterator[RealServer]:
+    monkeypatch.setenv(CORE_VARIABLE, "helpers.failing_core:core")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+    with serve("--kv-cache-memory", "64MiB", "--crash-dir", str(folder), "--api-key", KEY, *more) as server:
+        yield server
+
+
+def ask(server: RealServer, prompt: Any, **fields: Any) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, **fields}
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": "asked"}
+    return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+
+
+def report_in(folder: Path, server: RealServer) -> dict[str, Any]:
+    """The only one, which the log names."""
+    eventually(lambda: "crash report: " in server.log.read_text(), 20)
+    (path,) = folder.iterdir()
+    assert f"crash report: {path}" in server.log.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    text = path.read_text()
+    assert KEY not in text and CANARY not in text
+    found = json.loads(text)
+    assert found["versions"]["windlass"] == __version__ and found["versions"]["torch"]
+    assert found["memory"]["engine"] > 50 * 2**20 and found["memory"]["total"] > found["memory"]["available"] > 0
+    assert (
+        found["configuration"]["cache"]["memory"] == 64 * 2**20 and found["model"]["architecture"] == "LlamaForCausalLM"
+    )
+    return found
+
+
+def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "crashes"
+    with failing_server(folder, monkeypatch) as server:
+        began = threading.Event()
+        ended: list[str] = []
+
+        def stream(name: str, scaling: Any, tokens: int) -> None:
+            body = {"prompt": [5] * tokens, "max_tokens": 400, "ignore_eos": True, "stream": True}
+            body |= {"rope_scaling": scaling} if scaling else {}
+            headers = {"authorization": f"Bearer {KEY}", "x-request-id": name}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+                for number, line in enumerate(answer.iter_lines()):
+                    ended.append(line)
+                    if number > 20:
+                        began.set()
+
+        ask(server, f"{CANARY} {CANARY}")
+        threads = [
+            threading.Thread(target=stream, args=("alone", None, 30)),
+            threading.Thread(target=stream, args=("scaled", {"rope_type": "yarn", "factor": 2.0}, 40)),
+        ]
+        for thread in threads:
+            thread.start()
+        assert began.wait(60)
+        eventually(lambda: len(ended) > 60, 60)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        for thread in threads:
+            thread.join(30)
+        found = report_in(folder, server)
+        server.wait_ready()
+        assert ask(server, "again").status_code == 200
+        (path,) = folder.iterdir()
+        assert httpx.get(f"{server.url}/health").json()["crash_report"] == path.name
+    assert found["signal"] == "SIGKILL" and found["exit_code"] is None and "killed by SIGKILL" in found["end"]
+    requests = {request["request_id"].rpartition("-")[0]: request for request in found["requests"]}
+    assert set(requests) == {"alone", "scaled"}
+    assert requests["scaled"]["prompt_tokens"] == 40 and requests["scaled"]["scaling"]["rope_type"] == "yarn"
+    assert requests["alone"]["scaling"] is None and requests["alone"]["max_tokens"] == 400
+    plans = found["plans"]
+    assert 10 < len(plans) <= PLANS
+    assert [plan["step"] for plan in plans] == list(range(plans[0]["step"], plans[0]["step"] + len(plans)))
+    last = {each["request_id"].rpartition("-")[0]: each for each in plans[-1]["sequences"]}
+    assert last["scaled"]["scaling"] == "yarn" and last["alone"]["scaling"] == "default"
+    for name, prompt in (("alone", 30), ("scaled", 40)):
+        before = {each["request_id"].rpartition("-")[0]: each for each in plans[-2]["sequences"]}
+        assert last[name]["tokens"] == 1 and last[name]["prompt_tokens"] == prompt
+        assert last[name]["start"] == before[name]["start"] + 1 > prompt
+    assert plans[-1]["num_tokens"] == plans[-1]["num_sequences"] == 2
+
+
+def test_an_error_in_a_step_leaves_its_stack_and_the_plan_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with failing_server(tmp_path, monkeypatch) as server:
+        assert ask(server, [9] * FATAL, n=2).status_code == 503
+        found = report_in(tmp_path, server)
+    assert found["exit_code"] == 1 and found["signal"] is None and "ArithmeticError" in found["reason"]
+    assert found["stack"][0].startswith("Traceback") and found["stack"][-1] == "ArithmeticError: a kernel has failed"
+    assert any("engine_core.py" in line and "in step" in line for line in found["stack"])
+    (sequence,) = found["plans"][-1]["sequences"]
+    assert sequence["prompt_tokens"] == FATAL and sequence["start"] == 0 < sequence["tokens"] <= FATAL
+    assert sequence["request_id"].startswith("asked-")
+
+
+def test_a_stuck_engine_says_where_before_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with failing_server(tmp_path, monkeypatch) as server:
+        assert ask(server, [9] * STUCK).status_code == 503
+        found = report_in(tmp_path, server)
+    assert "did nothing for" in found["reason"] and found["signal"] == "SIGKILL"
+    assert any("failing_core.py" in line and "failing" in line for line in found["stack"])
+
+
+def test_no_reports_where_none_are_wanted_or_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for folder, said in (("none", "its stack: Traceback"), (str(blocked), "no crash report in")):
+        with failing_server(Path(folder), monkeypatch, "--crash-dir", folder) as server:
+            assert ask(server, [9] * FATAL).status_code == 503
+            eventually(lambda server=server, said=said: said in server.log.read_text(), 20)
+            server.wait_ready()
+
+
+def test_only_so_many_reports_are_kept(tmp_path: Path) -> None:
+    for pid in range(MOST_REPORTS + 5):
+        (tmp_path / f"crash-20200101T0000{pid:02}Z-1.json").write_text("{}")
+    (tmp_path / "other.json").write_text("{}")
+    path = _write(tmp_path, {"pid": 7})
+    names = sorted(found.name for found in tmp_path.iterdir())
+    assert len(names) == MOST_REPORTS + 1 and path.name in names and "other.json" in names
+    assert "crash-20200101T000005Z-1.json" not in names and "crash-20200101T000024Z-1.json" in names
+
+
+def test_the_box_keeps_the_last_plans_whatever_their_size() -> None:
+    number = BlackBox.make()
+    box, other = BlackBox(number), BlackBox(number)
+    os.close(number)
+    live = [
+        SimpleNamespace(
+            seq_id=index, index=index % 3, num_prompt_tokens=index,
+            request=SimpleNamespace(request_id=f"r{index}" + "é" * 300, rope_scaling=RopeScaling() if index % 2 else None),
+        )
+        for index in range(NAMES + 10)
+    ]  # fmt: skip
+    for step in range(PLANS + 7):
+        items = [SimpleNamespace(seq_id=index, start=step, num_tokens=2) for index in range(step, step + 200)]
+        plan = SimpleNamespace(step=step, new=items if step % 5 == 0 else (), forks=(), sequences=items, num_tokens=400)
+        box.write(plan, lambda: live)
+    found = other.read()
+    assert [plan["step"] for plan in found] == list(range(7, PLANS + 7))
+    assert all(plan["num_sequences"] == 200 and len(plan["sequences"]) == MOST_ROWS for plan in found)
+    first = found[-1]["sequences"][0]
+    assert first["start"] == PLANS + 6 and first["tokens"] == 2 and re.fullmatch(r"r38[?]{93}", first["request_id"])
+    assert first["prompt_tokens"] == 38 and first["scaling"] == "default"
+
+
+def test_a_plan_that_was_half_written_is_left_out() -> None:
+    number = BlackBox.make()
+    box = BlackBox(number)
+    os.close(number)
+    for step in range(3):
+        box.write(SimpleNamespace(step=step, new=(), forks=(), sequences=(), num_tokens=0), list)
+
+    def dies() -> Iterator[Any]:
+        yield SimpleNamespace(seq_id=1, start=0, num_tokens=1)
+        raise KeyboardInterrupt
+
+    class Dying(tuple):
+        def __getitem__(self, where: Any) -> Any:
+            return dies()
+
+    with pytest.raises(KeyboardInterrupt):
+        box.write(SimpleNamespace(step=3, new=(), forks=(), sequences=Dying(), num_tokens=1), list)
+    assert [plan["step"] for plan in box.read()] == [0, 1, 2]
+
+
+def test_a_fatal_signal_leaves_the_stack_of_every_thread() -> None:
+    number = StackMemory.make()
+    memory = StackMemory(number)
+    code = f"import faulthandler, os, signal; faulthandler.enable(file={number}); os.kill(os.getpid(), signal.SIGSEGV)"
+    done = subprocess.run([sys.executable, "-c", code], pass_fds=[number], capture_output=True, check=False)
+    os.close(number)
+    assert done.returncode == -signal.SIGSEGV and memory.read().startswith("Fatal Python error: Segmentation fault")

@@ -1,0 +1,104 @@
+"""When a child counts as stuck: by what it was heard of, the processor time it used, and what was expected of its step."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from windlass.engine.client import watchdog as module
+from windlass.engine.client.watchdog import Watchdog
+from windlass.engine.core.wire import Message, StepBegun, StepDone
+
+pytestmark = pytest.mark.anyio
+
+HANG = 120.0
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@dataclass
+class Child:
+    """As much of a child, and of what the system says of it, as the watchdog asks for."""
+
+    used_seconds: float | None = 0.0
+    lifeless: bool = False
+    ended: bool = False
+    a_tick: float = 0.5  # processor seconds that it uses in a tick
+    ticks: int = 0
+    owes: bool = True
+    looks: bool = False
+    suspected: list[bool] = field(default_factory=list)
+
+    @property
+    def process(self):
+        return self
+
+    pid = 1
+
+    def feel(self) -> None:
+        self.ticks += 1
+        if self.used_seconds is not None:
+            self.used_seconds += self.a_tick
+
+
+async def killed_after(monkeypatch, child: Child, *heard: Message, most: int = 400) -> float | None:
+    """Seconds of silence after which the child is given up; None after `most` ticks of half a second."""
+
+    async def tick(seconds: float) -> None:
+        assert seconds == 0.5
+        if child.ticks == most:
+            child.ended = True
+
+    monkeypatch.setattr(module, "Pulse", lambda pid: child)
+    monkeypatch.setattr(asyncio, "sleep", tick)
+    watchdog = Watchdog(
+        child,  # type: ignore[arg-type]
+        HANG,
+        owes_answer=lambda: child.owes,
+        answers_looks=lambda: child.looks,
+        suspect=child.suspected.append,
+    )
+    for message in heard:
+        watchdog.hear(message)
+    return None if await watchdog.watch() is None else child.ticks / 2
+
+
+async def test_of_a_first_step_nothing_is_known(monkeypatch) -> None:
+    assert await killed_after(monkeypatch, Child()) == HANG
+
+
+async def test_one_that_computes_far_longer_than_expected(monkeypatch) -> None:
+    assert await killed_after(monkeypatch, Child(), StepDone((), 0.01)) == 20.0
+
+
+async def test_a_long_step_that_was_announced(monkeypatch) -> None:
+    done = StepDone((), 0.01)
+    assert await killed_after(monkeypatch, Child(), done, StepBegun(3.0)) == 60.0
+    assert await killed_after(monkeypatch, Child(), done, StepBegun(30.0), most=1300) == 600.0
+    assert await killed_after(monkeypatch, Child(), done, StepBegun(None)) == HANG
+    assert await killed_after(monkeypatch, Child(), StepBegun(3.0), done) == 20.0
+
+
+async def test_one_that_gets_no_processor_is_not_to_blame(monkeypatch) -> None:
+    assert await killed_after(monkeypatch, Child(a_tick=0.125), StepDone((), 0.01)) == 40.5  # 10 seconds of its own
+    assert await killed_after(monkeypatch, Child(a_tick=0.01), StepDone((), 0.01)) == HANG
+    assert await killed_after(monkeypatch, Child(used_seconds=None), StepDone((), 0.01)) == HANG  # no Linux
+
+
+async def test_questions_take_as_long_as_they_take(monkeypatch) -> None:
+    assert await killed_after(monkeypatch, Child(looks=True), StepDone((), 0.01)) == HANG
+
+
+async def test_one_that_has_nothing_to_do_is_left_alone(monkeypatch) -> None:
+    assert await killed_after(monkeypatch, Child(owes=False, lifeless=True), StepDone((), 0.01)) is None
+
+
+async def test_one_that_does_nothing_is_suspected_first(monkeypatch) -> None:
+    child = Child(lifeless=True, a_tick=0.0)
+    assert await killed_after(monkeypatch, child) == 3.0
+    assert child.suspected == [False, False, True, True, True]

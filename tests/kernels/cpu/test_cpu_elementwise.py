@@ -1,0 +1,122 @@
+"""Layer norms, activations, limits and factors of rows against float64 formulas, in every instruction set available."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.cpu_kernels import at_the_end_of_memory, kernels
+
+from windlass.kernels.cpu import elementwise, ops
+from windlass.kernels.cpu.library import Library
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+SHAPES = ((1, 1), (3, 7), (5, 64), (2, 9001))
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor, slack: float = 1e-6) -> None:
+    allowed = slack + ROUNDING[got.dtype] * 1.01 * want.abs()
+    assert ((got.double() - want).abs() <= allowed).all(), (got.double() - want).abs().max()
+
+
+def rows_of(rows: int, dim: int, type_: torch.dtype, spread: float = 4.0) -> torch.Tensor:
+    """Rows with others beside them."""
+    return (torch.randn(rows, dim + 3) * spread).to(type_)[:, :dim]
+
+
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(form: Library, name: str, type_: torch.dtype) -> None:
+    for rows, dim in SHAPES:
+        x, up = rows_of(rows, dim, type_), rows_of(rows, dim, type_, 1.0)
+        want = ACTIVATIONS[name](x.double())
+        assert_near(elementwise.activate(x, name, library=form), want, 3e-6)
+        got = ops.gated_activation(torch.cat((x, up), dim=1), name, library=form)
+        assert_near(got, want * up.double(), 8e-6)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_at_the_ends_of_the_range(form: Library, name: str) -> None:
+    x = torch.tensor([[0.0, -0.0, 1e-30, -1e-30, 40.0, -40.0, 1e4, -1e4, torch.inf, torch.nan]])
+    want = ACTIVATIONS[name](x.double()).float()
+    want = torch.where(x == -torch.inf, torch.zeros(()), want)
+    torch.testing.assert_close(elementwise.activate(x, name, library=form), want, rtol=3e-6, atol=1e-7, equal_nan=True)
+
+
+def test_gelu_is_close_over_the_whole_range(form: Library) -> None:
+    x = torch.linspace(-12, 12, 40_001)[None]
+    assert (elementwise.activate(x, "gelu", library=form).double() - F.gelu(x.double())).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_xielu(form: Library, type_: torch.dtype) -> None:
+    for alpha_p, alpha_n, beta, eps in ((0.55, 0.3, 0.5, -1e-6), (-2.0, 25.0, 0.1, -0.2)):
+        numbers = [torch.tensor([n], dtype=torch.float32) for n in (alpha_p, alpha_n, beta, eps)]
+        p, n, b, e = (number.double() for number in numbers)
+        for rows, dim in SHAPES:
+            x = rows_of(rows, dim, type_, 2.0)
+            x[0, :3] = torch.tensor([0.0, -1e-4, -0.34])[:dim].to(type_)
+            wide = x.double()
+            below = (b + F.softplus(n)) * (torch.expm1(torch.minimum(wide, e)) - wide) + b * wide
+            want = torch.where(wide > 0, F.softplus(p) * wide * wide + b * wide, below)
+            assert_near(elementwise.xielu(x, *numbers, library=form), want, 2e-5 if alpha_n > 20 else 3e-6)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("type_", TYPES)
+def test_layer_norm(form: Library, type_: torch.dtype, bias: bool) -> None:
+    for rows, dim in SHAPES:
+        x, weight, more = rows_of(rows, dim, type_) + 3, torch.randn(dim), torch.randn(dim)
+        want = F.layer_norm(x.double(), (dim,), weight.double(), more.double() if bias else None, 1e-5)
+        assert_near(elementwise.layer_norm(x, weight, more if bias else None, 1e-5, library=form), want, 5e-6)
+    heads = torch.randn(5, 4, 24).to(type_)[:, 1:3]
+    want = F.layer_norm(heads.double(), (24,), torch.ones(24).double(), None, 1e-5)
+    assert_near(elementwise.layer_norm(heads, torch.ones(24), None, 1e-5, library=form), want, 5e-6)
+
+
+@pytest.mark.parametrize("type_", TYPES)
+def test_limits_and_factors_are_written_in_place(form: Library, type_: torch.dtype) -> None:
+    for rows, dim in SHAPES:
+        whole = (torch.randn(rows, dim + 3) * 2).to(type_)
+        before, x = whole.clone(), whole[:, :dim]
+        elementwise.clip(x, 0.75, library=form)
+        assert torch.equal(x, before[:, :dim].clamp(-0.75, 0.75)) and torch.equal(whole[:, dim:], before[:, dim:])
+        factors, clipped = torch.randn(rows), x.clone()
+        elementwise.scale_rows(x, factors, library=form)
+        assert_near(x, clipped.double() * factors.double()[:, None])
+        assert torch.equal(whole[:, dim:], before[:, dim:])
+    poisoned = torch.tensor([[torch.nan, torch.inf]])
+    elementwise.clip(poisoned, 2.0, library=form)
+    assert poisoned[0, 0].isnan() and poisoned[0, 1] == 2
+
+
+def test_a_row_does_not_depend_on_others_and_nothing_past_it_is_read(form: Library) -> None:
+    x, weight = torch.randn(6, 37), torch.randn(37)
+    for call in (
+        lambda one: elementwise.layer_norm(one, weight, weight, 1e-5, library=form),
+        lambda one: elementwise.activate(one, "gelu", library=form),
+    ):
+        whole = call(at_the_end_of_memory(x))
+        assert all(torch.equal(whole[i : i + 1], call(x[i : i + 1])) for i in range(6))
+
+
+def test_operands_that_do_not_fit_are_refused() -> None:
+    form, x = kernels("generic"), torch.randn(3, 8)
+    for call, says in (
+        (lambda: elementwise.activate(x, "tanh", library=form), "unknown activation"),
+        (lambda: elementwise.activate(x.double(), "silu", library=form), "float64"),
+        (lambda: elementwise.clip(x.t(), 1.0, library=form), "adjacent"),
+        (lambda: elementwise.scale_rows(x, torch.ones(4), library=form), r"\[3\]"),
+        (lambda: elementwise.layer_norm(x, torch.ones(7), None, 1e-5, library=form), r"float32 \[8\]"),
+        (lambda: elementwise.layer_norm(x, torch.ones(8), torch.ones(7), 1e-5, library=form), r"float32 \[8\]"),
+        (lambda: elementwise.xielu(x, *[torch.ones(2)] * 4, library=form), r"float32 \[1\]"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()

@@ -1,0 +1,254 @@
+"""`--record` and `windlass replay`: real servers started twice give the same tokens, changed ones do not, and nothing leaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.eventually import eventually
+from helpers.real_server import RealServer, serve
+
+from windlass.server.cli import main as cli
+
+pytestmark = pytest.mark.timeout(240)
+CANARY, KEY = "xylophone-canary", "key-4711-canary"
+SMALL = ("--kv-cache-memory", "64MiB", "--deterministic")
+LINEAR = json.dumps({"rope_type": "linear", "factor": 4.0})
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+ASK = [{"role": "user", "content": f"What does horse mean? {CANARY}"}]
+
+
+def workload(server: RealServer) -> int:
+    """One request of each kind that takes another way; how many there are."""
+    posts: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": f"The {CANARY}", "max_tokens": 24, "ignore_eos": True}),
+        ("/v1/completions", {"prompt": "One", "max_tokens": 12, "n": 3, "seed": 5, "temperature": 1.5}),
+        ("/v1/completions", {"prompt": "One", "max_tokens": 12, "n": 1, "best_of": 3}),
+        ("/v1/completions", {"prompt": ["One", "Two words"], "max_tokens": 10, "temperature": 0}),
+        ("/v1/completions", {"prompt": "Stop", "max_tokens": 60, "stop": ["e", "a"]}),
+        ("/v1/completions", {"prompt": "Long", "max_tokens": 20, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
+        ("/v1/completions", {"prompt": "No", "max_tokens": 20, "bad_words": ["the"], "dry_multiplier": 0.8}),
+        ("/v1/completions", {"prompt": "Shift", "max_tokens": 600, "ignore_eos": True, "context_overflow": "shift"}),
+        ("/v1/chat/completions", {"messages": ASK, "max_tokens": 16, "stream": True}),
+        ("/v1/chat/completions", {"messages": ASK, "max_tokens": 40, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
+        ("/v1/messages", {"model": "demo", "messages": ASK, "max_tokens": 16}),
+        ("/v1/responses", {"input": f"Say {CANARY}", "max_output_tokens": 16}),
+    ]  # fmt: skip
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
+        for path, body in posts:
+            response = http.post(path, json=body)
+            assert response.status_code == 200, response.text
+        # One that nobody waits for.
+        body = {"prompt": "Gone", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            next(stream.iter_lines())
+        # One that is refused after it was counted: nothing of it comes to the engine.
+        assert http.post("/v1/completions", json={"prompt": "Refused", "max_tokens": -1}).status_code == 400
+    return len(posts) + 1
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def recorded(file: Path, *options: str) -> list[dict[str, Any]]:
+    """The requests that a server wrote while it had the workload."""
+    with serve(*SMALL, "--api-key", KEY, "--record", str(file), *options) as server:
+        count = workload(server)
+        eventually(lambda: len(file.read_text().splitlines()) == count + 1, 20)
+    head, *found = lines_of(file)
+    assert head["windlass_record"] == 1 and head["deterministic"] is True and head["model"] == "demo"
+    return found
+
+
+@pytest.fixture(scope="module")
+def with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("record") / "with.jsonl"
+    recorded(file, "--record-text")
+    return file
+
+
+@pytest.fixture(scope="module")
+def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("record") / "without.jsonl"
+    recorded(file)
+    return file
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
+    command = [sys.executable, "-m", "windlass.server.cli.main", "replay", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**environment, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def replayed(file: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    done = run(str(file), "--json", *arguments)
+    assert done.stdout.count("\n") == 1, done
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_another_server_gives_the_same_tokens_one_by_one_and_all_at_once(with_text: Path) -> None:
+    code, found = replayed(with_text, "demo", *SMALL)
+    assert code == 0, found
+    assert found["requests"] == 13 and found["failed"] == found["mismatches"] == []
+    # All but the one whose client left: best_of too, and what grammars and penalties made of texts hold.
+    assert found["compared"] == found["equal"] == 12
+    assert found["fingerprint"]["now"] == found["fingerprint"]["recorded"]
+    code, crowded = replayed(with_text, "demo", *SMALL, "--as-fast-as-possible")
+    assert code == 0 and crowded["equal"] == 12 and crowded["tokens"] == found["tokens"]
+
+
+def test_another_scaling_gives_mismatches_which_are_named(with_text: Path) -> None:
+    done = run(str(with_text), "demo", *SMALL, "--rope-scaling", LINEAR, "--as-fast-as-possible")
+    assert done.returncode == 1
+    assert "mismatch: line 2, /v1/completions, request " in done.stdout
+    assert "computes with another model or other settings" in done.stdout
+    code, found = replayed(with_text, "demo", *SMALL, "--rope-scaling", LINEAR, "--as-fast-as-possible")
+    different = {each["line"] for each in found["mismatches"]}
+    assert code == 1 and found["failed"] == []
+    # The one with a scaling of its own is as it was; what a grammar or a stop string leaves may be too.
+    assert 7 not in different and len(different) >= 8
+
+
+def test_a_change_in_the_file_is_found(with_text: Path, tmp_path: Path) -> None:
+    """The comparison itself: one digest, one seed, one token of a prompt."""
+    lines = lines_of(with_text)
+    lines[1]["answers"][0]["digest"] = "0" * 32
+    lines[2]["fields"]["seed"] += 1
+    lines[5]["prompt_token_ids"][0][-1] += 1
+    changed = tmp_path / "changed.jsonl"
+    changed.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, found = replayed(changed, "demo", *SMALL, "--as-fast-as-possible")
+    assert code == 1 and {each["line"] for each in found["mismatches"]} == {2, 3, 6}
+
+
+def test_without_text_lengths_alone_are_kept_and_repeated(without: Path) -> None:
+    text = without.read_text()
+    assert CANARY not in text and KEY not in text and "horse" not in text and "prompt_token_ids" not in text
+    assert "digest" not in text and '"stop"' not in text.replace('"finish_reason":"stop"', "").replace(
+        '"context_overflow":"stop"', ""
+    )
+    _, *lines = lines_of(without)
+    assert {line["route"] for line in lines} == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/responses",
+    }
+    assert [line["outcome"] for line in lines].count("client_disconnected") == 1
+    assert all(
+        type(line["fields"]["seed"]) is int
+        for line in lines
+        if line["fields"]["temperature"] and len(line["prompt_tokens"]) == 1
+    )
+    with serve(*SMALL, "--api-key", KEY) as server:
+        code, found = replayed(without, "--url", server.url, "--api-key", KEY, "--speed", "8")
+        assert code == 0 and found["compared"] == 0 and found["failed"] == []
+        answers = [answer["tokens"] for line in lines for answer in line["answers"]]
+        # The answers of one prompt all become as long as its longest.
+        longest = sum(max(a["tokens"] for a in line["answers"]) * len(line["answers"]) for line in lines)
+        assert sum(answers) <= found["tokens"] == longest
+        prompts = sum(sum(line["prompt_tokens"]) for line in lines)
+        metrics = httpx.get(f"{server.url}/metrics", headers={"x-api-key": KEY}).text
+        (counted,) = [line for line in metrics.splitlines() if line.startswith("windlass_prompt_tokens_total ")]
+        assert float(counted.split()[1]) == prompts
+
+
+def test_speed_and_times(without: Path, tmp_path: Path) -> None:
+    head, *lines = lines_of(without)
+    short = [line for line in lines if sum(answer["tokens"] for answer in line["answers"]) < 40][:3]
+    for index, line in enumerate(short):
+        line["at"] = head["at"] + 2.0 * index
+    file = tmp_path / "slow.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in [head, *reversed(short)]))
+    with serve(*SMALL, "--record", str(tmp_path / "again.jsonl")) as server:
+        started = time.monotonic()
+        assert replayed(file, "--url", server.url, "--speed", "2")[0] == 0
+        assert time.monotonic() - started >= 2.0
+        assert replayed(file, "--url", server.url, "--as-fast-as-possible")[1]["seconds"] < 2.0
+        eventually(lambda: len((tmp_path / "again.jsonl").read_text().splitlines()) == 7, 10)
+    _, *again = lines_of(tmp_path / "again.jsonl")
+    times = sorted(line["at"] for line in again)[:3]
+    assert [round(time - times[0]) for time in times] == [0, 1, 2]
+    assert [line["prompt_tokens"] for line in again[:3]] == [line["prompt_tokens"] for line in short]
+
+
+def metric(server: RealServer, line: str) -> float:
+    text = httpx.get(f"{server.url}/metrics").text
+    return float(next(each for each in text.splitlines() if each.startswith(line)).split()[-1])
+
+
+def test_a_full_file_stops_and_says_so_and_no_request_notices(tmp_path: Path) -> None:
+    file = tmp_path / "small.jsonl"
+    with serve("--kv-cache-memory", "64MiB", "--record", str(file), "--record-limit", "2KiB") as server:
+        for _ in range(8):
+            assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        eventually(lambda: metric(server, "windlass_recorded_requests_total ") > 0, 5)
+        eventually(lambda: metric(server, 'windlass_record_lost_total{reason="full"}') >= 3, 5)
+        log = server.log.read_text()
+    assert log.count("--record-limit") == 1
+    assert 1024 < file.stat().st_size <= 2048
+    lines_of(file)  # whole lines only
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_disk_that_fails_is_counted_and_logged_once(tmp_path: Path) -> None:
+    with serve("--kv-cache-memory", "64MiB", "--record", "/dev/full") as server:
+        for _ in range(5):
+            assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        eventually(lambda: metric(server, 'windlass_record_lost_total{reason="disk"}') >= 5, 5)
+        assert server.log.read_text().count("No space left on device") == 1
+        assert "Traceback" not in server.log.read_text()
+
+
+def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = json.dumps({"windlass_record": 1})
+    for name, text, said in (
+        ("none", None, "cannot read"),
+        ("empty", "", "holds no requests"),
+        ("other", '{"a": 1}\n', "was not written by"),
+        ("broken", head + "\n{\n", "line 2 is not JSON"),
+        ("newer", '{"windlass_record": 99}\n', "its form is 99"),
+        ("wrong", head + '\n{"at": "x"}\n', "line 2: at:"),
+        ("list", head + "\n[]\n", "line 2 is no object"),
+    ):
+        file = tmp_path / name
+        if text is not None:
+            file.write_text(text)
+        assert cli.run(["replay", str(file), "--url", "http://127.0.0.1:9"]) == 2
+        shown = capsys.readouterr()
+        assert said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+def test_a_server_that_is_not_there_and_options_that_do_not_go(
+    with_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["replay", str(with_text), "--url", "http://127.0.0.1:9"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert cli.run(["replay", str(with_text), "--speed", "0"]) == 2
+    assert "--speed" in capsys.readouterr().err
+    assert cli.run(["serve", "demo", "--record-text"]) == 2
+    assert "goes with --record FILE" in capsys.readouterr().err
+    assert cli.run(["serve", "demo", "--record", str(tmp_path / "no" / "file")]) == 2
+    assert "cannot write --record" in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("WINDLASS_")]:
+        monkeypatch.delenv(name)
+    yield

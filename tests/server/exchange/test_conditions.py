@@ -1,0 +1,48 @@
+"""What has lately gone wrong, and for how long it is told."""
+
+from __future__ import annotations
+
+from helpers.live_server import live_server
+
+from windlass.clients import Client
+from windlass.server.exchange.conditions import LASTS, Conditions
+
+
+def test_a_condition_is_told_for_a_minute() -> None:
+    now = 1000.0
+    conditions = Conditions(lambda: now)
+    assert conditions.current() == []
+    conditions.note("text_process_lost")
+    now += LASTS / 2
+    conditions.note("engine_restarted")
+    assert conditions.current() == ["engine_restarted", "text_process_lost"]
+    now += LASTS / 2
+    assert conditions.current() == ["engine_restarted"]
+    now += LASTS / 2
+    assert conditions.current() == []
+
+
+def test_counts_that_grow() -> None:
+    now = 0.0
+    conditions = Conditions(lambda: now)
+    for count in (0, 0, 1):
+        conditions.follow("engine_restarted", count)
+    assert conditions.current() == ["engine_restarted"]
+    now += LASTS
+    conditions.follow("engine_restarted", 1)
+    assert conditions.current() == []
+    conditions.follow("engine_restarted", 3)
+    assert conditions.current() == ["engine_restarted"]
+
+
+def test_health_has_them() -> None:
+    with live_server() as live, Client(live.url) as client:
+        assert client.health().degraded == ()
+        assert live.http.get("/health").json() == {"status": "ready"}
+        live.on_loop(lambda: live.state.beat(0.9))
+        assert client.health().degraded == ()
+        live.on_loop(lambda: live.state.beat(1.2))
+        assert live.http.get("/health").json() == {"status": "ready", "degraded": ["event_loop_stalled"]}
+        health = client.health()
+        assert health.ok and health.degraded == ("event_loop_stalled",)
+        assert live.http.get("/ready").json() == {"status": "ready"}

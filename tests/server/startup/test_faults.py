@@ -1,0 +1,209 @@
+"""Each fault injected into a real server on the bundled model: who is told what, who is unharmed, and that it serves again."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.raw_client import wait_for
+from helpers.real_server import RealServer, serve
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, limits a process"),
+]
+
+PATH = "/v1/completions"
+LONG = {"prompt": "The sea", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+class Streams:
+    """Streams that run side by side; `ends` has how each of them ended: "length", or the code of its error."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self.ends: list[str] = []
+        self.begun = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=self._run, args=(url,)) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            assert self.begun.acquire(timeout=60)
+
+    def _run(self, url: str) -> None:
+        end, done, begun = "cut", False, False
+        with httpx.Client(timeout=60) as http, http.stream("POST", url + PATH, json=LONG) as answer:
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    if not begun:
+                        self.begun.release()
+                    begun = True
+                    if "error" in event:
+                        end = event["error"]["code"]
+                    elif event["choices"] and event["choices"][0]["finish_reason"]:
+                        end = event["choices"][0]["finish_reason"]
+        self.ends.append(end if done else f"{end}, without [DONE]")
+
+    def finish(self) -> list[str]:
+        for thread in self._threads:
+            thread.join(60)
+        assert len(self.ends) == len(self._threads)
+        return self.ends
+
+
+def answer(server: RealServer, **fields: object) -> httpx.Response:
+    return httpx.post(
+        server.url + PATH, json={"prompt": "The sea", "max_tokens": 8, "temperature": 0, **fields}, timeout=60
+    )
+
+
+def serves_again(server: RealServer) -> None:
+    wait_for(lambda: answer(server).status_code == 200, 60.0)
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def health(server: RealServer) -> dict[str, object]:
+    found: dict[str, object] = httpx.get(f"{server.url}/health").json()
+    return found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RealServer]:
+    """One server for all faults: each has to leave it as if nothing had been."""
+    # Prompts are computed whole, so that a long one needs memory that the engine has not used before.
+    with serve("--max-model-len", "8192", "--max-num-batched-tokens", "8192", "--target-step-ms", "0") as server:
+        yield server
+        log = server.log.read_text()
+        assert log.count("Traceback") == log.count("the engine failed in a step")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_an_engine_that_is_killed_or_stopped(server: RealServer, number: signal.Signals) -> None:
+    expected, before, files = answer(server).json()["choices"], server.engine_pid(), open_files(server.process.pid)
+    streams = Streams(server.url, 6)
+    os.kill(before, number)
+    assert set(streams.finish()) == {"engine_unavailable"}
+    refused = answer(server)
+    assert refused.status_code in (200, 503) and (refused.status_code == 200 or "retry-after" in refused.headers)
+    serves_again(server)
+    assert server.engine_pid() != before
+    assert answer(server).json()["choices"] == expected
+    assert health(server) == {"status": "ready", "degraded": ["engine_restarted"]}
+    wait_for(lambda: server.metric("windlass_num_requests_running") == 0)
+    wait_for(lambda: open_files(server.process.pid) <= files + 2)  # the connection that asks, and one that lingers
+
+
+def test_an_engine_that_gets_no_more_memory(server: RealServer) -> None:
+    """It may have no further address space: the first step that needs some fails, and the next engine has no such bound."""
+    before = server.engine_pid()
+    resource.prlimit(before, resource.RLIMIT_AS, (2**20, 2**20))
+    failed = answer(server, prompt=[5] * 8000, echo=True, logprobs=1)  # the logits of every token
+    assert failed.status_code == 503 and failed.json()["error"]["code"] == "engine_unavailable"
+    assert "memory" in server.log.read_text()
+    serves_again(server)
+    assert server.engine_pid() != before
+
+
+def test_text_processes_that_are_killed(server: RealServer) -> None:
+    def ask() -> httpx.Response:
+        return httpx.post(
+            f"{server.url}/tokenize", json={"prompt": "sea " * 2000}, timeout=60
+        )  # too long for the event loop
+
+    expected = ask().json()["tokens"]
+    (forks,) = [pid for pid in children(server.process.pid) if b"workers.fork_server" in command(pid)]
+    streams = Streams(server.url, 2)
+    for pid in (*children(forks), forks):
+        os.kill(pid, signal.SIGKILL)
+    for _ in range(4):
+        assert ask().json()["tokens"] == expected  # others have taken their place
+    assert streams.finish() == ["length"] * 2
+    wait_for(lambda: "text_process_lost" in str(health(server)))
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_log_on_a_full_disk() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "windlass.server.cli.main", "serve", "demo", "--port", str(port)]
+    with Path("/dev/full").open("w") as full, subprocess.Popen(command, stderr=full, stdout=full) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_for(lambda: _ready(url), 60.0)
+            assert Streams(url, 2).finish() == ["length"] * 2
+            assert httpx.post(url + PATH, content=b"{").status_code == 400
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["prompt", "answer", "upload", "tokenizing", "restart"])
+def test_sigterm_in_every_phase(phase: str) -> None:
+    with serve("--max-model-len", "32768", "--grace-period", "1") as server:
+        ends: list[int | str] = []
+        body: dict[str, object] = {"prompt": "The sea", "max_tokens": 4000, "ignore_eos": True}
+
+        def ask() -> None:
+            try:
+                content = _slowly(json.dumps(body).encode()) if phase == "upload" else json.dumps(body).encode()
+                ends.append(httpx.post(server.url + PATH, content=content, timeout=60).status_code)
+            except httpx.TransportError as error:
+                ends.append(type(error).__name__)
+
+        if phase == "prompt":
+            body |= {"prompt": [5] * 28_000, "max_tokens": 1}
+        elif phase == "tokenizing":
+            body |= {"prompt": "sea " * 1_000_000, "truncate_prompt_tokens": 8, "max_tokens": 1}
+        elif phase == "restart":
+            os.kill(server.engine_pid(), signal.SIGKILL)
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.3)
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert time.monotonic() - begin < 1.0 + 2.0 + 10.0  # the promise, and a machine with other work
+        thread.join(60)
+        assert len(ends) == 1 and ends[0] in (200, 503, "ReadError", "RemoteProtocolError", "WriteError")
+        if phase in ("answer", "prompt"):
+            assert ends[0] in (200, 503)  # told, not cut
+        assert "Traceback" not in server.log.read_text()
+
+
+def _slowly(body: bytes) -> Iterator[bytes]:
+    for number in body:
+        yield bytes([number])
+        time.sleep(0.1)
