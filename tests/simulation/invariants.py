@@ -58,7 +58,7 @@ def check_books(world: World) -> None:
         if lane._queues:
             world.violation("text jobs are left in a lane")
     if engine.state == "ready":
-        core = world.processes[max(world.processes)].core
+        core = world.processes[engine.pid].core
         assert core is not None
         for found in core.check_books():
             world.violation(found)
@@ -68,7 +68,7 @@ def check_books(world: World) -> None:
     if len(world.deaths) > causes:
         world.violation(f"{len(world.deaths)} engines died, {causes} had a reason")
     for process in world.processes.values():
-        if not process.ended and process is not world.processes[max(world.processes)]:
+        if not process.ended and process not in (engine._child, engine._waiting_child):
             world.violation(f"the engine process {process.pid} is left")
 
 
