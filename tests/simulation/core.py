@@ -23,6 +23,7 @@ from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.compiling import CompilingRequests
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.core.forecast import StepForecast
 from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.execution.sequences import LiveSequences
 from windlass.engine.model.adapters.adapter import LoadedAdapters
@@ -44,6 +45,8 @@ class SimulatedCore(EngineCore):
         self._deterministic = False
         self._planner = PLANNER
         self._process = process
+        self._forecast = StepForecast()
+        self.plan_watcher = None
         self._grammars = _NoGrammars()  # type: ignore[assignment]
         self._compiling = CompilingRequests(self._grammars, config.scheduling.max_waiting)
         self.blocks = BlockManager([KVGroupLayout(plan.num_blocks, None)], plan.block_size)

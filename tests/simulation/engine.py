@@ -19,7 +19,7 @@ from simulation.network import connection
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.core.process import ORPHAN_GRACE, serve
-from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, encode
+from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, Ready, encode
 from windlass.engine.errors import LoadError
 
 if TYPE_CHECKING:
@@ -40,8 +40,9 @@ class EngineProcess:
         self.core: SimulatedCore | None = None
         self.inbox = _Inbox(self)
         self.returncode: int | None = None
-        self.used = 0  # signs of life
-        self.computing = False
+        self.box = self.stacks = _Nothing()
+        self._used = 0.0  # seconds of processor time
+        self._computing_since: float | None = None
         self.stuck = False
         self._dying = False
         self._body = greenlet.greenlet(self._run)
@@ -68,6 +69,15 @@ class EngineProcess:
         self.kill()
         self.socket.close()
 
+    def ask_for_stacks(self) -> None:
+        pass
+
+    @property
+    def used_seconds(self) -> float:
+        """Processor time since it began."""
+        since = self._computing_since
+        return self._used + (0.0 if since is None else self.world.loop.time() - since)
+
     def describe_end(self) -> str:
         return "it closed its connection" if self.returncode is None else f"exit code {self.returncode}"
 
@@ -75,6 +85,8 @@ class EngineProcess:
     def emit(self, message: Message) -> None:
         if isinstance(message, Crashed) and message.reason and INJECTED not in message.reason:
             self.world.violation(f"the engine crashed by itself: {message.reason}")
+        if isinstance(message, Ready):
+            self.world.ready.append(self.world.loop.time())
         self._theirs.write(encode(message))
 
     def flush(self, timeout: float) -> None:
@@ -99,20 +111,20 @@ class EngineProcess:
         if happens("engine stands still"):
             self.stuck = True
             self.sleep(None)
-        self.computing = True
+        self._computing_since = self.world.loop.time()
         if happens("engine computes for ever"):
             self.sleep(None)
         if happens("step is slow"):
             seconds *= self.world.rng.choice([10, 30, 100])
         self.world.longest_step = max(self.world.longest_step, seconds)
         self.sleep(seconds)
-        self.computing = False
+        self._used, self._computing_since = self.used_seconds, None
 
     def resume(self) -> None:
         """Let the body go on until it gives way again."""
         if self.returncode is not None or self.stuck:
             return
-        self.used += 1
+        self._used += 1e-4
         self._body.switch()
 
     # ---- its life ----------------------------------------------------------------------------------------------------
@@ -124,7 +136,7 @@ class EngineProcess:
         for part in range(3):
             progress("reading weights", part + 1, 3)
             self.sleep(self.world.rng.uniform(0.05, 0.5))
-        if self.world.engines_made > 1 and self.world.happens("disk fails at a load"):
+        if self.world.ready and self.world.happens("disk fails at a load"):
             raise LoadError(f"{INJECTED}: Input/output error")
         self.core = SimulatedCore(config, self)
         return self.core
@@ -206,14 +218,22 @@ class _Inbox:
             self._process.resume()
 
 
+class _Nothing:
+    """What a dead engine has left: nothing that anybody reads."""
+
+    def read(self) -> str:
+        return ""
+
+
 class SignsOfLife:
     """What `windlass.engine.client.pulse.Pulse` is."""
 
     def __init__(self, world: World, pid: int) -> None:
         self._process = world.processes[pid]
-        self._used: int | None = None
+        self.lifeless = False
+        self.used_seconds: float | None = None
+        self.memory = None
 
-    def lifeless(self) -> bool:
-        used, before = self._process.used, self._used
-        self._used = used
-        return used == before and not self._process.computing
+    def feel(self) -> None:
+        before, self.used_seconds = self.used_seconds, self._process.used_seconds
+        self.lifeless = self.used_seconds == before

@@ -37,7 +37,7 @@ TEXT = {
     "text process has no memory": 0.1,
     "no process can be started": 0.2,
 }
-CLIENTS = {"client is slow": 0.7, "client stops reading": 0.2, "client leaves": 0.5, "client sends slowly": 0.3}
+CLIENTS = {"client is slow": 0.7, "client stops reading": 0.6, "client leaves": 0.5, "client sends slowly": 0.3}
 KINDS = {**ENGINE, **NETWORK, **TEXT, **CLIENTS}
 SHARE = 0.25  # of the kinds that a seed enables
 

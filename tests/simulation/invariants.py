@@ -58,7 +58,7 @@ def check_books(world: World) -> None:
         if lane._queues:
             world.violation("text jobs are left in a lane")
     if engine.state == "ready":
-        core = world.processes[max(world.processes)].core
+        core = world.processes[engine.pid].core
         assert core is not None
         for found in core.check_books():
             world.violation(found)
@@ -68,7 +68,7 @@ def check_books(world: World) -> None:
     if len(world.deaths) > causes:
         world.violation(f"{len(world.deaths)} engines died, {causes} had a reason")
     for process in world.processes.values():
-        if not process.ended and process is not world.processes[max(world.processes)]:
+        if not process.ended and process not in (engine._child, engine._waiting_child):
             world.violation(f"the engine process {process.pid} is left")
 
 
@@ -159,10 +159,9 @@ def _wrong_error(world: World, record: Record) -> list[str]:
     """Whether an error has its reason."""
     ask, faults, (code,) = record.ask, world.faults, record.codes[:1]
     begin, end = record.sent_at, record.ended_at
-    died = any(begin - 10.0 <= at <= end for at in world.deaths)
     match code:
         case "engine_unavailable":
-            good = died or bool(world.engine.failure)
+            good = _was_down(world, begin, end) or bool(world.engine.failure)
         case "deadline_exceeded":
             good = ask.timeout is not None and end - begin >= ask.timeout
         case "queue_full":
@@ -189,6 +188,16 @@ def _wrong_error(world: World, record: Record) -> list[str]:
         case _:
             good = bool(faults.between(begin, end, *TEXT_FAULTS))
     return [] if good else [f"it got {record.status} {record.errors[0]}, for which there is no reason"]
+
+
+def _was_down(world: World, begin: float, end: float) -> bool:
+    """Whether there was no engine at some moment between these, or its parent had not heard of it yet."""
+    for death in world.deaths:
+        again = min((at for at in world.ready if at > death), default=end)
+        still = sum(seconds for at, seconds in world.stood_still if again <= at <= begin + seconds)
+        if death <= end and again + 1.0 + still >= begin:
+            return True
+    return False
 
 
 def _late(world: World, record: Record) -> list[str]:
