@@ -58,14 +58,31 @@ def test_the_sweep_page_and_the_report_show_one_measurement():
     assert [cell.strip("*") for row in rows for cell in row if cell] == [cell for cell in cells if cell]
 
 
+def numbers_of(heading: str) -> dict[str, list[float]]:
+    """The numbers that the cells of a part's rows begin with, by the first cell; the last row of a name."""
+    page = (DOCS / "real-model.md").read_text(encoding="utf-8")
+    part = page.split(f"\n{heading}\n")[1].split("\n## ")[0]
+    cells = [line.replace("*", "").split("|")[1:-1] for line in part.splitlines() if line.startswith("| ")]
+    return {row[0].strip(): [float(c.split()[0]) for c in row[1:] if re.match(r" [\d.]+( |$)", c)] for row in cells}
+
+
+def test_the_table_of_every_kind_shows_its_numbers():
+    """Mean losses over both texts, or of the novel where it alone was read."""
+    rows = numbers_of("## Every kind")
+    report = json.loads((DOCS / "kinds_by_position.json").read_text(encoding="utf-8"))
+    names = {"longrope, untrained ramp to 2, frozen": "longrope, an untrained ramp to 2, frozen"}
+    assert report["edges"] == [*range(0, 16385, 2048)] and len(report["loss"]) == 16
+    for name, texts in report["loss"].items():
+        if name == "text cut to the trained length":
+            continue  # in both tables, once of both texts and once of the novel
+        means = [mean(at) for at in zip(*texts.values(), strict=True)]
+        expected = [mean(means[:4]), *means[4:]]
+        assert rows[names.get(name, name)][:5] == pytest.approx([math.exp(x) for x in expected], rel=1e-3), name
+
+
 def test_the_page_on_a_real_model_shows_its_numbers():
     """Every perplexity of its tables is that of the mean loss in the files beside it."""
-    page = (DOCS / "real-model.md").read_text(encoding="utf-8")
-    cells = [line.replace("*", "").split("|")[1:-1] for line in page.splitlines() if line.startswith("| ")]
-    rows: dict[str, list[float]] = {}
-    for row in cells:  # the first row of a name: hidden numbers, further below, have rows of the same names
-        numbers = [float(cell.split()[0]) for cell in row[1:] if re.match(r" \d", cell)]
-        rows.setdefault(row[0].strip(), numbers)
+    rows = numbers_of("## Which scaling holds where")
     sweep = json.loads((DOCS / "real_model_sweep.json").read_text(encoding="utf-8"))
     assert (
         list(sweep["loss"]) == ["no scaling", "yarn 2", "dynamic 2, frozen", "dual_chunk"] and len(sweep["texts"]) == 3
@@ -74,6 +91,7 @@ def test_the_page_on_a_real_model_shows_its_numbers():
         means = [mean(text[at] for text in texts) for texts in sweep["loss"].values()]
         assert rows[f"{low:,}–{high:,}"] == pytest.approx([math.exp(x) for x in means], rel=5e-4)
     stale = json.loads((DOCS / "real_model_stale.json").read_text(encoding="utf-8"))
+    rows = numbers_of("## Stale keys")
     for way, texts in stale["loss"].items():
         means = [mean(text[at] for text in texts) for at in range(3)]
         assert rows[way][:3] == pytest.approx([math.exp(x) for x in means], rel=5e-4)

@@ -20,7 +20,11 @@ from windlass.kernels.layouts.pages import KVPages
 
 def call_refusal(call: AttentionCall) -> str | None:
     """What such a call asks for that the functions below do not do, or None."""
-    return None if call.alibi_slopes is None else "scores lose by the distance of their key"
+    if call.alibi_slopes is not None:
+        return "scores lose by the distance of their key"
+    if call.chunk is not None and (call.window is not None or not call.causal):
+        return "chunks have a window, or keys behind their queries"
+    return None
 
 
 def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | None:

@@ -10,7 +10,8 @@ import pytest
 from helpers.configs import engine_config
 
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
-from windlass.engine.client.process import LIFELESS_SECONDS, ProcessClient
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.watchdog import LIFELESS_SECONDS
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.wire import Message, StepDone
 

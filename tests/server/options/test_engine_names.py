@@ -16,8 +16,8 @@ from windlass.server.options.engine_names import flat_names, from_flat, in_optio
 
 ENGINE = Path(__file__).parents[3] / "engine"
 PRIVATE = {  # how the engine process is started, by the engine itself
-    "client/child.py": {"--ahead", "--core", "--fd", "--log-level"},
-    "core/process.py": {"--ahead", "--core", "--fd", "--log-level"},
+    "client/child.py": {"--ahead", "--box", "--core", "--fd", "--log-level", "--stacks"},
+    "core/process.py": {"--ahead", "--box", "--core", "--fd", "--log-level", "--stacks"},
 }
 
 

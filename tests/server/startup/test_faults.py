@@ -104,7 +104,9 @@ def test_an_engine_that_is_killed_or_stopped(server: RealServer, number: signal.
     serves_again(server)
     assert server.engine_pid() != before
     assert answer(server).json()["choices"] == expected
-    assert health(server) == {"status": "ready", "degraded": ["engine_restarted"]}
+    told = health(server)
+    assert str(told.pop("crash_report")).startswith("crash-")
+    assert told == {"status": "ready", "degraded": ["engine_restarted"]}
     wait_for(lambda: server.metric("windlass_num_requests_running") == 0)
     wait_for(lambda: open_files(server.process.pid) <= files + 2)  # the connection that asks, and one that lingers
 
