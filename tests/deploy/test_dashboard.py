@@ -74,7 +74,18 @@ def test_every_panel_says_what_it_shows_in_which_unit():
 
 def test_the_rows_are_those_an_operator_looks_for():
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
-    assert rows == ["Now", "Traffic", "Latency", "Throughput", "Cache", "Rotary", "Engine", "Adapters", "HTTP side"]
+    assert rows == [
+        "Now",
+        "Traffic",
+        "Latency",
+        "Throughput",
+        "Cache",
+        "Rotary",
+        "Engine",
+        "Adapters",
+        "HTTP side",
+        "Scalings, blocks, record",
+    ]
 
 
 def test_every_query_goes_to_the_provisioned_data_source():
