@@ -87,6 +87,11 @@ class ChildProcess:
         self.kill()
         self.socket.close()
 
+    def forget(self) -> None:
+        """Give back what was left of it."""
+        self.box.close()
+        self.stacks.close()
+
     def describe_end(self) -> str:
         """How it ended, for people: "killed by SIGKILL …" or "exit code 1"."""
         code = self.process.poll()

@@ -260,6 +260,7 @@ class ProcessClient:
                 await asyncio.wait_for(self._closing.wait(), pause)
             if self._closing.is_set():
                 return
+            self._child.forget()
             self._child = self._new_child()
             self._child.load(self._adapters.again(self._config))
             self._restarts += 1
@@ -319,6 +320,7 @@ class ProcessClient:
         if spare is not None:
             spare.kill(reap=False)
             spare.socket.close()
+            spare.forget()
 
     def _receive(self, message: Message) -> None:
         if self._watchdog is not None:

@@ -66,6 +66,10 @@ class BlackBox:
         """The descriptor of an empty one."""
         return memory_file(_SIZE)
 
+    def close(self) -> None:
+        """Give back what this side holds."""
+        self._memory.close()
+
     def write(self, plan: BoxedPlan, live: LiveSequences) -> None:
         """Keep a plan. live: the sequences there are, asked where some have begun."""
         memory, sequences = self._memory, plan.sequences
@@ -131,6 +135,10 @@ class StackMemory:
     def make() -> int:
         """The descriptor of an empty one."""
         return memory_file(STACK_BYTES)
+
+    def close(self) -> None:
+        """Give back what this side holds."""
+        self._memory.close()
 
     def read(self) -> str:
         """What was left there."""

@@ -11,8 +11,8 @@ from helpers.configs import engine_config
 
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.watchdog import LIFELESS_SECONDS
 from windlass.engine.client.router import RequestRouter
+from windlass.engine.client.watchdog import LIFELESS_SECONDS
 from windlass.engine.core.wire import Message, StepDone
 
 TESTS = Path(__file__).parents[2]
