@@ -45,6 +45,7 @@ class EngineProcess:
         self._computing_since: float | None = None
         self.stuck = False
         self._dying = False
+        self.forgotten = False
         self._body = greenlet.greenlet(self._run)
         self._theirs.open(_EngineSide(self))
         world.loop.call_later(0.01, self.resume)
@@ -68,6 +69,9 @@ class EngineProcess:
     def close(self) -> None:
         self.kill()
         self.socket.close()
+
+    def forget(self) -> None:
+        self.forgotten = True
 
     def ask_for_stacks(self) -> None:
         pass

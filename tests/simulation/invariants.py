@@ -70,6 +70,8 @@ def check_books(world: World) -> None:
     for process in world.processes.values():
         if not process.ended and process not in (engine._child, engine._waiting_child):
             world.violation(f"the engine process {process.pid} is left")
+        if process.ended and not process.forgotten and process is not engine._child:
+            world.violation(f"what the engine process {process.pid} left is still held")
 
 
 def check_records(world: World) -> None:

@@ -104,7 +104,9 @@ def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pyte
     assert requests["alone"]["scaling"] is None and requests["alone"]["max_tokens"] == 400
     plans = found["plans"]
     assert 10 < len(plans) <= PLANS
-    assert [plan["step"] for plan in plans] == list(range(plans[0]["step"], plans[0]["step"] + len(plans)))
+    # Between requests a plan may say only who has gone, which is not kept.
+    steps = [plan["step"] for plan in plans if any("alone" in str(each) for each in plan["sequences"])]
+    assert len(steps) > 10 and steps == list(range(steps[0], steps[0] + len(steps)))
     last = {each["request_id"].rpartition("-")[0]: each for each in plans[-1]["sequences"]}
     assert last["scaled"]["scaling"] == "yarn" and last["alone"]["scaling"] == "default"
     for name, prompt in (("alone", 30), ("scaled", 40)):
