@@ -24,6 +24,7 @@ class Pulse:
         self.lifeless = False
         self.used_seconds: float | None = None
         self.memory: int | None = None
+        self.feel()  # of one that dies at once something is known
 
     def feel(self) -> None:
         """Ask the system."""
