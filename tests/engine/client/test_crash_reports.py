@@ -138,6 +138,7 @@ def test_a_stuck_engine_says_where_before_it_is_killed(tmp_path: Path, monkeypat
     assert any("failing_core.py" in line and "failing" in line for line in found["stack"])
 
 
+@pytest.mark.slow
 def test_no_reports_where_none_are_wanted_or_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

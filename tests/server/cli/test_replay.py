@@ -50,7 +50,7 @@ def workload(server: RealServer) -> int:
             response = http.post(path, json=body)
             assert response.status_code == 200, response.text
         # One that nobody waits for.
-        body = {"prompt": "Gone", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = {"prompt": "Gone", "max_tokens": 4000, "ignore_eos": True, "stream": True, "context_overflow": "shift"}
         with http.stream("POST", "/v1/completions", json=body) as stream:
             next(stream.iter_lines())
         # One that is refused after it was counted: nothing of it comes to the engine.
@@ -100,6 +100,7 @@ def replayed(file: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_another_server_gives_the_same_tokens_one_by_one_and_all_at_once(with_text: Path) -> None:
     code, found = replayed(with_text, "demo", *SMALL)
     assert code == 0, found
@@ -111,6 +112,7 @@ def test_another_server_gives_the_same_tokens_one_by_one_and_all_at_once(with_te
     assert code == 0 and crowded["equal"] == 12 and crowded["tokens"] == found["tokens"]
 
 
+@pytest.mark.slow
 def test_another_scaling_gives_mismatches_which_are_named(with_text: Path) -> None:
     done = run(str(with_text), "demo", *SMALL, "--rope-scaling", LINEAR, "--as-fast-as-possible")
     assert done.returncode == 1
@@ -135,6 +137,7 @@ def test_a_change_in_the_file_is_found(with_text: Path, tmp_path: Path) -> None:
     assert code == 1 and {each["line"] for each in found["mismatches"]} == {2, 3, 6}
 
 
+@pytest.mark.slow
 def test_without_text_lengths_alone_are_kept_and_repeated(without: Path) -> None:
     text = without.read_text()
     assert CANARY not in text and KEY not in text and "horse" not in text and "prompt_token_ids" not in text
@@ -167,6 +170,7 @@ def test_without_text_lengths_alone_are_kept_and_repeated(without: Path) -> None
         assert float(counted.split()[1]) == prompts
 
 
+@pytest.mark.slow
 def test_speed_and_times(without: Path, tmp_path: Path) -> None:
     head, *lines = lines_of(without)
     short = [line for line in lines if sum(answer["tokens"] for answer in line["answers"]) < 40][:3]
@@ -191,6 +195,7 @@ def metric(server: RealServer, line: str) -> float:
     return float(next(each for each in text.splitlines() if each.startswith(line)).split()[-1])
 
 
+@pytest.mark.slow
 def test_a_full_file_stops_and_says_so_and_no_request_notices(tmp_path: Path) -> None:
     file = tmp_path / "small.jsonl"
     with serve("--kv-cache-memory", "64MiB", "--record", str(file), "--record-limit", "2KiB") as server:

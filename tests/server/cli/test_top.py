@@ -167,6 +167,7 @@ def test_a_terminal_of_80_columns_shows_it_live_until_a_key(server: RealServer, 
         assert max(map(len, lines)) <= 80 and "Traceback" not in terminal.shown
 
 
+@pytest.mark.slow
 def test_a_server_that_goes_away_is_said_and_waited_for() -> None:
     with (
         serve("--kv-cache-memory", "64MiB") as gone,
@@ -180,6 +181,7 @@ def test_a_server_that_goes_away_is_said_and_waited_for() -> None:
         assert terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_errors_are_one_line_that_says_what_to_do() -> None:
     done = run("http://127.0.0.1:9", "--once")
     assert done.returncode == 2 and done.stdout == ""

@@ -111,6 +111,7 @@ def test_an_engine_that_is_killed_or_stopped(server: RealServer, number: signal.
     wait_for(lambda: open_files(server.process.pid) <= files + 2)  # the connection that asks, and one that lingers
 
 
+@pytest.mark.slow
 def test_an_engine_that_gets_no_more_memory(server: RealServer) -> None:
     """It may have no further address space: the first step that needs some fails, and the next engine has no such bound."""
     before = server.engine_pid()
@@ -147,6 +148,7 @@ def command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_log_on_a_full_disk() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

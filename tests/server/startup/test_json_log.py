@@ -30,6 +30,7 @@ def objects(text: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_long_run_with_trouble_is_objects_without_prompts_and_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[alice]\nkey = "{KEY}"\nadmin = true\n')
@@ -53,9 +54,17 @@ def test_a_long_run_with_trouble_is_objects_without_prompts_and_keys(tmp_path: P
             assert post("/v1/completions", {"prompt": text, "timeout": 1e-9}, **{"x-request-id": "late-one"}) == 504
             assert post("/v1/completions", {"prompt": text}, authorization=f"Bearer {WRONG}") == 401
             assert http.get(f"/nowhere?key={KEY}&q={CANARY}").status_code == 404
-            body = {"prompt": text, "max_tokens": 400, "ignore_eos": True, "stream": True}
+            body = {
+                "prompt": text,
+                "max_tokens": 100_000,
+                "ignore_eos": True,
+                "stream": True,
+                "context_overflow": "shift",
+            }
             with http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "left"}) as stream:
-                next(stream.iter_lines())
+                for number, _ in enumerate(stream.iter_lines()):
+                    if number % 20 == 0 and "running 1, waiting 0" in server.log.read_text():
+                        break
             eventually(lambda: "the client left" in server.log.read_text(), 10)
             with contextlib.suppress(httpx.HTTPError), http.stream("POST", "/v1/completions", json=body) as stream:
                 lines = stream.iter_lines()

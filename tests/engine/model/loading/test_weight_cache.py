@@ -358,6 +358,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_cached(model: Path) -
     assert not (model / FOLDER).exists()
 
 
+@pytest.mark.slow
 def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
     """Two processes and two threads over an empty folder: whoever comes later reads a whole file, whoever wrote it."""
     want = load(model, None)
