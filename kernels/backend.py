@@ -48,6 +48,7 @@ class BackendOptions:
 
     dtype: activations. weight_dtype: matrices that are not in blocks, biases aside. activations: what rows become where they
     meet blocks: int8 with a scale per group, or float32 as they are, with the blocks widened (slow; nothing is rounded).
+    rounds_prompts: whether attention of prompts over pages of 16 bits may round what it multiplies to bfloat16.
     """
 
     device: torch.device
@@ -55,6 +56,7 @@ class BackendOptions:
     weight_dtype: torch.dtype = torch.float32
     deterministic: bool = False
     activations: Activations = "int8"
+    rounds_prompts: bool = False
 
 
 class Recording(ABC):

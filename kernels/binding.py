@@ -21,13 +21,14 @@ def bind(
     *,
     activations: Activations = "int8",
     deterministic: bool = False,
+    rounds_prompts: bool = False,
 ) -> Backend:
     """The backend for a model that computes in `dtype` on this device.
 
-    weight_dtype: of its matrices, `dtype` when None. activations: see `BackendOptions`.
+    weight_dtype: of its matrices, `dtype` when None. activations, rounds_prompts: see `BackendOptions`.
     deterministic: see `backend`.
     """
-    options = BackendOptions(torch.device(device), dtype, weight_dtype or dtype, deterministic, activations)
+    options = BackendOptions(torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts)
     own = _OWN_KERNELS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)
     if own is not None and refusal is None:

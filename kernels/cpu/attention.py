@@ -94,13 +94,15 @@ def paged_attention_prefill(
     *,
     out: Tensor | None = None,
     fewest: int = 1,
+    rounds: bool = False,
     library: Library | None = None,
 ) -> Tensor:
     """Attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
     q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
     passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on
-    the chunk it came in nor on the rows beside it. Returns out. Raises ValueError, and IndexError for a visible block that
+    the chunk it came in nor on the rows beside it; but with `rounds`, where the processor multiplies bfloat16 quicker, pages of 16
+    bits, and weights and queries with them, are rounded to that for sequences with at least 16 queries. Returns out. Raises ValueError, and IndexError for a visible block that
     the tables or the pages lack, or a row that q lacks.
     """
     name = "paged_attention_prefill"
@@ -139,7 +141,8 @@ def paged_attention_prefill(
         out.shape == (tokens, heads, value_dim) and out.dtype == q.dtype and out.is_cpu and out.is_contiguous(),
         f"{name}: out must be {q.dtype} [{tokens}, {heads}, {value_dim}], contiguous",
     )
-    arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out)
+    rounds = rounds and pages.key.element_size() == 2
+    arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out, rounds)
     _raise_for((library or load()).paged_attention_prefill(arguments, fewest), name)
     return out
 
@@ -167,6 +170,7 @@ def _arguments(
     query_start: Tensor | None,
     wide: bool,
     out: Tensor,
+    rounds: bool = False,
 ) -> AttentionArguments:
     """What has been checked, as the kernels take it. wide: lengths are int64."""
     key_scales, value_scales, sinks, ends = pages.key_scale, pages.value_scale, call.sink_logits, call.range_ends
@@ -188,7 +192,7 @@ def _arguments(
         *(call.seq_lens.shape[0], q.shape[-2], 0 if ends is None else ends.shape[1]),
         *(call.window or 0, call.chunk or 0),
         *(call.scale, call.soft_cap or 0.0),
-        *(TYPE_CODES[q.dtype], PAGE_CODES[pages.key.dtype], wide, call.causal),
+        *(TYPE_CODES[q.dtype], PAGE_CODES[pages.key.dtype], wide, call.causal, rounds),
     )
 
 

@@ -65,8 +65,12 @@ class CompiledBackend(Backend):
         super().__init__(options)
         self._library = library.load()
         self._torch = RowIndependentBackend(options) if options.deterministic else TorchBackend(options)
-        # Products of bfloat16 rows by torch, where the processor has them, want the weight as it is.
-        self._multiplies_bfloat16 = options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16()
+        self._multiplies_pairs = self._library.isa == "avx512_bf16" and not torch_linear.multiplies_tiles()
+        # Products of bfloat16 rows by torch, where the processor has quicker ones than the kernels, want the weight as it is.
+        self._multiplies_bfloat16 = (
+            options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self._multiplies_pairs
+        )
+        self._rounds_prompts = options.rounds_prompts and not options.deterministic
         if options.dtype not in linear.ACTIVATION_TYPES:
             self._most_rows = self._most_bfloat16_rows = -1
         elif options.deterministic:
@@ -117,7 +121,8 @@ class CompiledBackend(Backend):
             most = sys.maxsize if self.deterministic else linear.MOST_ROWS
             return blocks.linear_blocks_widened(x, weight, bias, most_rows=most, out=out, library=self._library)
         if isinstance(weight, PanelWeight):
-            if x.shape[0] > self._most_panel_rows:
+            pairs = self._multiplies_pairs and x.dtype == weight.dtype == torch.bfloat16
+            if x.shape[0] > self._most_panel_rows and not pairs:
                 return panels.linear_panels_widened(x, weight, bias, library=self._library)
             out = None if x.dtype == torch.float16 else out
             return panels.linear_panels(x, weight, bias, out=out, library=self._library)
@@ -295,7 +300,9 @@ class CompiledBackend(Backend):
         # Queries that see keys behind them are never decoded: their prompt is computed as one, by bits of its own.
         if self.deterministic and call.causal:
             return batched.paged_attention(q, pages, call, decode=self._decode, prefill=self._prefill_as_decode)
-        out = attention.paged_attention_prefill(q, pages, call, fewest=2, library=self._library)
+        out = attention.paged_attention_prefill(
+            q, pages, call, fewest=2, rounds=self._rounds_prompts, library=self._library
+        )
         singles = call.single_tokens()
         if singles is not None:
             rows, own = singles

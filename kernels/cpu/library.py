@@ -21,9 +21,9 @@ from windlass.kernels.cpu.structs import AttentionArguments, compiled_fields, de
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
 # Worst to best among those of one kind of processor; the index is the level in windlass_can_run.
-ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "neon", "neon_dot")
+ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_dot")
 # Sets that have functions of their own only where their instructions serve, and the set that the others come from.
-_EXTENDED = {"avx2_vnni": "avx2", "avx512_vnni": "avx512", "neon_dot": "neon"}
+_EXTENDED = {"avx2_vnni": "avx2", "avx512_vnni": "avx512", "avx512_bf16": "avx512_vnni", "neon_dot": "neon"}
 
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
@@ -223,8 +223,10 @@ def bind(path: Path, isa: str) -> Library:
     functions: dict[str, Function] = {}
     addresses: dict[str, int] = {}
     for name, arguments in SIGNATURES.items():
-        own = f"windlass_{name}_{isa}"
-        function = getattr(handle, own if hasattr(handle, own) else f"windlass_{name}_{_EXTENDED.get(isa, isa)}")
+        source = isa
+        while not hasattr(handle, f"windlass_{name}_{source}") and source in _EXTENDED:
+            source = _EXTENDED[source]
+        function = getattr(handle, f"windlass_{name}_{source}")
         function.argtypes = arguments
         function.restype = ctypes.c_int
         functions[name] = function
@@ -245,7 +247,7 @@ def runnable(path: Path) -> tuple[str, ...]:
     return tuple(
         isa
         for level, isa in enumerate(ISAS)
-        if hasattr(handle, f"windlass_linear_blocks_{isa}") and handle.windlass_can_run(level)
+        if any(hasattr(handle, f"windlass_{name}_{isa}") for name in SIGNATURES) and handle.windlass_can_run(level)
     )
 
 

@@ -50,6 +50,7 @@ class AttentionArguments(ctypes.Structure):
         ("page_type", _INT),
         ("lengths_are_64", _INT),
         ("causal", _INT),
+        ("rounds", _LONG),
     )
 
 

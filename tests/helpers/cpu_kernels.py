@@ -31,6 +31,8 @@ FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), _slow("16 lanes
 # Where products with quantized weights and with quantized keys and values have code of their own.
 _PACKED = ("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")
 PACKED_FORMS = (*FORMS, *_PACKED, _slow("8 lanes vnni"), _slow("16 lanes vnni"))
+# Where bfloat16 is multiplied in pairs.
+PAIR_FORMS = ("avx512_bf16", _slow("16 lanes bf16"))
 
 _FLAGS = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
 _BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by the sources' digest, kept from run to run
@@ -44,7 +46,7 @@ def _portable(family: str) -> Path:
     if compiler is None:
         pytest.skip("no g++ to build the portable kernels with")
     folder = Path(library.__file__).resolve().parent / "src"
-    sources = [str(folder / f"isa_{name}.cpp") for name in (family, f"{family}_vnni")]
+    sources = [str(path) for path in sorted(folder.glob(f"isa_{family}*.cpp"))]
     command = [compiler, *_FLAGS, *sources]
     read = hashlib.sha256(" ".join(command).encode())
     for file in sorted(folder.iterdir()):

@@ -70,6 +70,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
             stored,
             activations=config.compute.activations,
             deterministic=config.compute.deterministic,
+            rounds_prompts=prepared.rounds_prompts,
         )
         decoder = Decoder(spec, backend, prepared.plan)
         if config.loading.format == "dummy":

@@ -65,13 +65,15 @@ class ModelToLoad:
     """A model, and how it is loaded.
 
     compute_dtype, weight_dtype, cache_dtype: names of the types it computes in, its matrices have that are not in blocks, and
-    keys and values are cached in. plan: of all its weights. quantization: what to call that, None where nothing is quantized.
+    keys and values are cached in. rounds_prompts: whether attention of prompts may round what it multiplies, as products do
+    already. plan: of all its weights. quantization: what to call that, None where nothing is quantized.
     """
 
     model: ModelDescription
     compute_dtype: str
     weight_dtype: str
     cache_dtype: str
+    rounds_prompts: bool
     plan: StoragePlan
     quantization: str | None
     notices: tuple[str, ...]
@@ -114,11 +116,14 @@ def prepare_model(config: EngineConfig, device: str, *, reads_narrow: bool, free
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     plan = storage_plan(config, model, stored, kind, reads_narrow=reads_narrow)
     in_blocks = reads_narrow and kind == "cpu" and bool(block_storages(model.spec, plan))
-    cached = cache_dtype(config, dtype, in_blocks=in_blocks)
+    rounded = in_blocks and config.compute.activations == "int8"
+    cached = cache_dtype(config, dtype, rounded=rounded)
     check_cache_dtype(model.spec, cached)
     check_memory(config, model, plan, cached, stored, kind, free, beside)
     called = describe_storage(config, model, plan)
-    return ModelToLoad(model, dtype, stored, cached, plan, called, notices_of(model, plan, stored, device))
+    rounds_prompts = rounded or dtype == "bfloat16"
+    notices = notices_of(model, plan, stored, device)
+    return ModelToLoad(model, dtype, stored, cached, rounds_prompts, plan, called, notices)
 
 
 def prepare_draft(config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None) -> ModelToLoad | None:
@@ -217,16 +222,15 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
     return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(found)), dtype) if len(found) == 1 else dtype
 
 
-def cache_dtype(config: EngineConfig, dtype: str, *, in_blocks: bool) -> str:
+def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
     """What keys and values are cached in, where the model computes in `dtype`.
 
-    in_blocks: whether compiled kernels multiply rows of 8 bits by weights in blocks. What such products change of predictions
+    rounded: whether compiled kernels multiply rows of 8 bits by weights in blocks. What such products change of predictions
     is ten thousand times what float16 does, and half the bytes are read (docs/benchmarks.md); so float16 is what `auto` means.
     """
     name = parse_cache_dtype(config.cache.dtype)
     if name != "auto":
         return name
-    rounded = in_blocks and config.compute.activations == "int8"
     return "float16" if rounded and dtype == "float32" else dtype
 
 

@@ -25,6 +25,7 @@ struct AttentionArguments {
     long window, chunk;                             // keys; 0: none
     float scale, soft_cap;                          // soft_cap 0: none
     int q_type, page_type, lengths_are_64, causal;
+    long rounds;                                    // prompts may be computed with what is multiplied rounded to bfloat16
 };
 
 // Whether the call asks for what no kernel does.

@@ -14,6 +14,7 @@
 #include "attention.h"
 #include "attention_ranges.h"
 #include "int8_pages.h"
+#include "pairs.h"
 #include "simd.h"
 
 namespace {
@@ -29,6 +30,7 @@ constexpr long PASS_ROWS = 24;        // rows whose scores are held; a multiple 
 constexpr long UNIT_FLOATS = 80 << 10;  // queries and results of the rows that share the packing of a block: most of an L2
 constexpr long FEWEST_ROWS = 48;      // smaller units would pack more than they multiply
 constexpr long UNITS_PER_THREAD = 4;  // about
+constexpr long FEWEST_ROUNDED = 16;   // queries of a sequence: proposed tokens, which are fewer, are scored as decoding does
 
 struct Prefill : Operands {
     using Operands::Operands;
@@ -39,7 +41,8 @@ struct Prefill : Operands {
 // Queries [token, token + count) of sequence b for one kv head, the first of them at this position in the cache.
 struct Unit { long b, token, count, position; };
 
-// Working memory of a thread, rows rounded up to whole tiles.
+// Working memory of a thread, rows rounded up to whole tiles. Queries, keys, weights and values may be pairs, which take half of it:
+// of neighbouring dims, or of neighbouring keys.
 struct Workspace {
     long rows, padded_values;
     float *query;    // [row tile][dim][TILE_ROWS], scaled
@@ -70,9 +73,9 @@ struct Workspace {
 };
 
 // c[i][:] = shrink[i] * c[i][:] + sum over k of a[i][k] * b[k][:] for a tile of rows and one panel; a[i][k] lies at
-// a[i * row_step + k * depth_step], b[k] at b[k * PANEL]. fresh: c starts from zero.
-template <bool fresh, long row_step, long depth_step>
-static NOINLINE void multiply_panel(const float *a, const float *b, long depth, float *c, long c_row, const float *shrink) {
+// a[i * row_step + k * depth_step], b[k] at b[k * PANEL]. fresh: c starts from zero. N: float, or pair.
+template <bool fresh, long row_step, long depth_step, class N>
+static NOINLINE void multiply_panel(const N *a, const N *b, long depth, float *c, long c_row, const float *shrink) {
     vf sums[TILE_ROWS][2];
     for (int i = 0; i < TILE_ROWS; i++) {
         if constexpr (fresh) {
@@ -83,9 +86,9 @@ static NOINLINE void multiply_panel(const float *a, const float *b, long depth, 
         }
     }
     for (long k = 0; k < depth; k++, a += depth_step, b += PANEL) {
-        const vf first = load(b), second = load(b + W);
+        const auto first = load(b), second = load(b + W);
         for (int i = 0; i < TILE_ROWS; i++) {
-            const vf x = splat(a[i * row_step]);
+            const auto x = splat(a[i * row_step]);
             sums[i][0] = add_product(sums[i][0], first, x);
             sums[i][1] = add_product(sums[i][1], second, x);
         }
@@ -121,34 +124,53 @@ template <> struct Block<int8_t> {
     }
 };
 
-// Zeros where the panels of keys [begin, end) hold whole vectors before or after those that pack_keys fills.
-static NOINLINE void clear_edges(long begin, long end, long dim, float *packed) {
-    if (end % PANEL && end % PANEL <= W)  // the last panel's second half
-        for (long d = 0; d < dim; d++) store(packed + end / PANEL * PANEL * dim + d * PANEL + W, vf{});
-    if (begin % PANEL >= W)  // the first panel's first half
-        for (long d = 0; d < dim; d++) store(packed + begin / PANEL * PANEL * dim + d * PANEL, vf{});
+// Zeros where the panels of keys [begin, end) hold whole vectors before or after those that pack_keys fills. depth: of N.
+template <class N> static NOINLINE void clear_edges(long begin, long end, long depth, N *packed) {
+    static_assert(sizeof(N) == sizeof(float));
+    const auto clear = [&](long from) {
+        for (long d = 0; d < depth; d++) store((float *)packed + from + d * PANEL, vf{});
+    };
+    if (end % PANEL && end % PANEL <= W) clear(end / PANEL * PANEL * depth + W);  // the last panel's second half
+    if (begin % PANEL >= W) clear(begin / PANEL * PANEL * depth);                 // the first panel's first half
+}
+
+// As many neighbouring elements of a row as W lanes of N hold, as bits; and the last ones of a row.
+template <class N, class T> INLINE vf load_lanes(const T *row) {
+    if constexpr (NUMBERS<N> == 1) return load(row);
+    else {
+        pair both[W];
+        store_neighbours(both, load(row), load(row + W));
+        return (vf)load(both);
+    }
+}
+template <class T> INLINE void place_last(const T *row, long d, long, float &target) { target = widen(row[d]); }
+template <class T> INLINE void place_last(const T *row, long d, long dim, pair &target) {
+    target = paired(widen(row[2 * d]), 2 * d + 1 < dim ? widen(row[2 * d + 1]) : 0.0f);
 }
 
 // packed[panel][d][key of the panel] of keys [begin, end) of a block; the other keys of their panels are zeros.
-template <class T>
-static NOINLINE void pack_keys(const Block<T> &block, long begin, long end, long dim, float *packed) {
+template <class N, class T>
+static NOINLINE void pack_keys(const Block<T> &block, long begin, long end, long dim, N *packed) {
+    constexpr long STEP = NUMBERS<N>;
+    const long depth = ceil_div(dim, STEP);
     for (long j = begin / W * W; j < end; j += W) {
-        float *target = packed + j / PANEL * PANEL * dim + j % PANEL;
+        N *target = packed + j / PANEL * PANEL * depth + j % PANEL;
         long d = 0;
         if (j >= begin && j + W <= end)
-            for (; d + W <= dim; d += W) {
+            for (; (d + W) * STEP <= dim; d += W) {
                 vf rows[W];
-                for (int i = 0; i < W; i++) rows[i] = load(block.keys[j + i] + d);
+                for (int i = 0; i < W; i++) rows[i] = load_lanes<N>(block.keys[j + i] + d * STEP);
                 transpose(rows);
-                for (int i = 0; i < W; i++) store(target + (d + i) * PANEL, rows[i]);
+                for (int i = 0; i < W; i++) store((float *)target + (d + i) * PANEL, rows[i]);
             }
-        for (; d < dim; d++)
+        for (; d < depth; d++)
             for (long i = 0; i < W; i++) {
-                const bool there = j + i >= begin && j + i < end;
-                target[d * PANEL + i] = there ? widen(block.keys[j + i][d]) : 0.0f;
+                N &last = target[d * PANEL + i];
+                if (j + i >= begin && j + i < end) place_last(block.keys[j + i], d, dim, last);
+                else last = N{};
             }
     }
-    clear_edges(begin, end, dim, packed);
+    clear_edges(begin, end, depth, packed);
 }
 static NOINLINE void pack_keys(const Block<int8_t> &block, long begin, long end, long dim, float *packed) {
     for (long j = begin / W * W; j < end; j += W) {
@@ -166,17 +188,21 @@ static NOINLINE void pack_keys(const Block<int8_t> &block, long begin, long end,
 }
 
 // packed[panel][key][dim of the panel] of keys [begin, end) of a block and zeros for the other keys of their panels.
-template <class T>
-static NOINLINE void pack_values(const Block<T> &block, long begin, long end, long dim, float *packed) {
+template <class N, class T>
+static NOINLINE void pack_values(const Block<T> &block, long begin, long end, long dim, N *packed) {
+    constexpr long STEP = NUMBERS<N>;
     const long first = begin / PANEL * PANEL, last = round_up(end, PANEL);
-    for (long j = first; j < last; j++) {
-        float *target = packed + j * PANEL;
-        const bool there = j >= begin && j < end;
-        for (long d = 0; d < dim; d += PANEL, target += BLOCK_KEYS * PANEL)
+    for (long j = first; j < last; j += STEP) {
+        N *target = packed + j / STEP * PANEL;
+        for (long d = 0; d < dim; d += PANEL, target += BLOCK_KEYS / STEP * PANEL)
             for (long half = 0; half < PANEL; half += W) {
                 const long rest = dim - d - half;
-                store(target + half, !there || rest <= 0 ? vf{} : rest >= W ? load(block.values[j] + d + half)
-                                                                            : load_some(block.values[j] + d + half, rest));
+                const auto row = [&](long at) {
+                    if (at < begin || at >= end || rest <= 0) return vf{};
+                    return rest >= W ? load(block.values[at] + d + half) : load_some(block.values[at] + d + half, rest);
+                };
+                if constexpr (STEP == 1) store(target + half, row(j));
+                else store((float *)target + half, (vf)paired(row(j), row(j + 1)));
             }
     }
 }
@@ -200,9 +226,12 @@ static NOINLINE void pack_values(const Block<int8_t> &block, long begin, long en
     }
 }
 
-// Scores [first, last) of a row, of which the row sees [begin, end), become weights 2^(score - top); the row's top and
-// total go on, and what its weighted values must shrink by is returned.
-INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float &top, float &total) {
+INLINE void store_weights(float *scores, long j, vf x, vf y, float *) { store(scores + j, x), store(scores + j + W, y); }
+INLINE void store_weights(float *scores, long j, vf x, vf y, pair *) { store_neighbours((pair *)scores + j / 2, x, y); }
+
+// Scores [first, last) of a row, of which the row sees [begin, end), become weights 2^(score - top), pairs from pair first / 2 on;
+// the row's top and total go on, and what its weighted values must shrink by is returned.
+template <class N> INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float &top, float &total) {
     const vf nothing = splat(-__builtin_inff());
     if (soft_cap != 0.0f)
         for (long j = first; j < last; j += W) store(scores + j, tanh_of(load(scores + j) / soft_cap) * (soft_cap * LOG2_E));
@@ -219,7 +248,7 @@ INLINE float soften_row(float *scores, long first, long last, long begin, long e
     vf sums[2] = {};
     for (long j = first; j < last; j += 2 * W) {
         const vf x = exp2_of(load(scores + j) - base), y = exp2_of(load(scores + j + W) - base);
-        store(scores + j, x), store(scores + j + W, y);
+        store_weights(scores, j, x, y, (N *)nullptr);
         sums[0] += x, sums[1] += y;
     }
     const float shrink = top == old ? 1.0f : exp2_of(splat(old - base))[0];
@@ -238,12 +267,23 @@ INLINE void load_query(const Prefill &p, long token, long row, long head, float 
 }
 
 // The queries of a unit, the first of which lies in row `query` of q.
-static NOINLINE void load_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
+template <class N> static NOINLINE void load_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
     const long group = p.group(), rows = unit.count * group, padded = round_up(rows, TILE_ROWS);
+    const long depth = ceil_div(p.dim, NUMBERS<N>);
     for (long r = 0; r < padded; r++) {
-        float *target = w.query + r / TILE_ROWS * TILE_ROWS * p.dim + r % TILE_ROWS;
-        if (r < rows) load_query(p, unit.token + r / group, query + r / group, head * group + r % group, target, TILE_ROWS);
-        else for (long d = 0; d < p.dim; d++) target[d * TILE_ROWS] = 0.0f;
+        N *target = (N *)w.query + r / TILE_ROWS * TILE_ROWS * depth + r % TILE_ROWS;
+        const auto load_to = [&](float *x, long step) {
+            load_query(p, unit.token + r / group, query + r / group, head * group + r % group, x, step);
+        };
+        if (r >= rows) {
+            for (long d = 0; d < depth; d++) target[d * TILE_ROWS] = N{};
+        } else if constexpr (NUMBERS<N> == 1) {
+            load_to(target, TILE_ROWS);
+        } else {
+            load_to(w.scores, 1);
+            w.scores[p.dim] = 0.0f;
+            for (long d = 0; d < depth; d++) target[d * TILE_ROWS] = paired(w.scores[2 * d], w.scores[2 * d + 1]);
+        }
     }
 }
 
@@ -255,9 +295,11 @@ static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit
 }
 
 // All rows of a unit over the packed block that begins at key `start` and of which keys [skip, there) of a range are packed.
+template <class N>
 static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there,
                                 const Range &range) {
-    const long group = p.group(), rows = unit.count * group;
+    constexpr long STEP = NUMBERS<N>;
+    const long group = p.group(), rows = unit.count * group, depth = ceil_div(p.dim, STEP);
     for (long r0 = 0; r0 < rows; r0 += PASS_ROWS) {
         const long tiles = ceil_div(min_of(PASS_ROWS, rows - r0), TILE_ROWS);
         long first[PASS_ROWS / TILE_ROWS], last[PASS_ROWS / TILE_ROWS];  // panels' range per tile, in keys of the block
@@ -274,8 +316,9 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
         for (long j = lowest; j < highest; j += PANEL)
             for (long t = 0; t < tiles; t++)
                 if (j >= first[t] && j < last[t])
-                    multiply_panel<true, 1, TILE_ROWS>(w.query + (r0 + t * TILE_ROWS) * p.dim, w.keys + j * p.dim, p.dim,
-                                                 w.scores + t * TILE_ROWS * BLOCK_KEYS + j, BLOCK_KEYS, nullptr);
+                    multiply_panel<true, 1, TILE_ROWS>((const N *)w.query + (r0 + t * TILE_ROWS) * depth,
+                                                       (const N *)w.keys + j * depth, depth,
+                                                       w.scores + t * TILE_ROWS * BLOCK_KEYS + j, BLOCK_KEYS, nullptr);
         for (long i = 0; i < tiles * TILE_ROWS; i++) {
             const long t = i / TILE_ROWS, r = r0 + i;
             if (first[t] == last[t]) continue;
@@ -283,15 +326,16 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
             // A row past the reach of a range that others of its tile still see begins where the tile ends.
             const long begin = min_of(last[t], max_of(skip, range.first_seen(at) - start));
             const long end = min_of(there, range.end_seen(at) - start);
-            w.shrink[r] = soften_row(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, w.top[r], w.total[r]);
+            w.shrink[r] = soften_row<N>(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, w.top[r], w.total[r]);
         }
         for (long d = 0; d < w.padded_values; d += PANEL)
             for (long t = 0; t < tiles; t++) {
                 const long r = r0 + t * TILE_ROWS;
                 if (first[t] == last[t]) continue;
-                multiply_panel<false, BLOCK_KEYS, 1>(w.scores + t * TILE_ROWS * BLOCK_KEYS + first[t],
-                                              w.values + d * BLOCK_KEYS + first[t] * PANEL, last[t] - first[t],
-                                              w.acc + r * w.padded_values + d, w.padded_values, w.shrink + r);
+                multiply_panel<false, BLOCK_KEYS, 1>((const N *)(w.scores + t * TILE_ROWS * BLOCK_KEYS) + first[t] / STEP,
+                                                     (const N *)w.values + (d * BLOCK_KEYS + first[t] * PANEL) / STEP,
+                                                     (last[t] - first[t]) / STEP, w.acc + r * w.padded_values + d,
+                                                     w.padded_values, w.shrink + r);
             }
     }
 }
@@ -320,25 +364,25 @@ static void finish_unit(const Prefill &p, const Unit &unit, long head, const flo
 }
 
 // A unit over one range. Rows of other ranges go on from what is gathered.
-template <class T>
+template <class N, class T>
 static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, long head, const Range &range) {
     const int32_t *table = p.tables + unit.b * p.table_row;
     const long first_key = range.first_seen(unit.position), end_key = range.end_seen(unit.position + unit.count - 1);
     if (first_key >= end_key) return;
-    load_unit(p, w, unit, head, range.query + unit.token - p.query_start[unit.b]);
+    load_unit<N>(p, w, unit, head, range.query + unit.token - p.query_start[unit.b]);
     for (long start = first_key / BLOCK_KEYS * BLOCK_KEYS; start < end_key; start += BLOCK_KEYS) {
         const long skip = max_of(0, first_key - start), there = min_of(BLOCK_KEYS, end_key - start);
         Block<T> block;
         block.find(p, table, head, start, skip, there);
-        pack_keys(block, skip, there, p.dim, w.keys);
-        pack_values(block, skip, there, p.value_dim, w.values);
-        pass_block(p, w, unit, start, skip, there, range);
+        pack_keys(block, skip, there, p.dim, (N *)w.keys);
+        pack_values(block, skip, there, p.value_dim, (N *)w.values);
+        pass_block<N>(p, w, unit, start, skip, there, range);
     }
 }
 
-template <class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+template <class N, class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
     clear_unit(p, w, unit);
-    each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<T>(p, w, unit, head, range); });
+    each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<N, T>(p, w, unit, head, range); });
     finish_unit(p, unit, head, w.acc, w.padded_values, w.top, w.total);
 }
 

@@ -30,6 +30,15 @@ static long cut_units(const Prefill &p, long fewest, long most_tokens, Unit *uni
     return count;
 }
 
+// A unit in the arithmetic that the call allows.
+template <class T> static void run_any(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+#if defined(WINDLASS_BF16)
+    if constexpr (sizeof(T) > 1)
+        if (p.rounds && p.queries(unit.b) >= FEWEST_ROUNDED) return run_unit<pair, T>(p, w, unit, head);
+#endif
+    run_unit<float, T>(p, w, unit, head);
+}
+
 template <class T> static int prefill_all(const Prefill &p, long fewest) {
     const long group = p.group(), all_threads = max_of(1, omp_get_max_threads());
     long queries = 0, elements = 0;
@@ -72,7 +81,7 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
         if (!failed) w.place(p, rows, (float *)memory);
 #pragma omp for schedule(dynamic, 1) nowait
         for (long i = 0; i < count * p.kv_heads; i++)
-            if (!failed) run_unit<T>(p, w, units[i / p.kv_heads], i % p.kv_heads);
+            if (!failed) run_any<T>(p, w, units[i / p.kv_heads], i % p.kv_heads);
         free(memory);
     }
     free(units);

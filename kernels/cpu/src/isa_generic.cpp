@@ -37,7 +37,7 @@ static bool has_dot_products() {
 }
 #endif
 
-// level: 0 generic, 1 avx2, 2 avx2_vnni, 3 avx512, 4 avx512_vnni, 5 neon, 6 neon_dot.
+// level: 0 generic, 1 avx2, 2 avx2_vnni, 3 avx512, 4 avx512_vnni, 5 avx512_bf16, 6 neon, 7 neon_dot.
 EXPORT int windlass_can_run(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -47,10 +47,12 @@ EXPORT int windlass_can_run(int level) {
     if (level == 1) return avx2;
     if (level == 2) return avx2 && __builtin_cpu_supports("avxvnni");
     if (level == 3) return avx512;
-    if (level == 4) return avx512 && __builtin_cpu_supports("avx512vnni");
+    const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    if (level == 4) return avx512_vnni;
+    if (level == 5) return avx512_vnni && __builtin_cpu_supports("avx512bf16");
 #elif defined(__aarch64__)
-    if (level == 5) return true;
-    if (level == 6) return has_dot_products();
+    if (level == 6) return true;
+    if (level == 7) return has_dot_products();
 #endif
     return level == 0;
 }
@@ -69,6 +71,7 @@ EXPORT const FieldPlace *windlass_attention_fields() {
         PLACE(out), PLACE(q_rows), PLACE(q_row), PLACE(q_head), PLACE(num_blocks), PLACE(block_size), PLACE(kv_heads), PLACE(dim),
         PLACE(value_dim), PLACE(table_row), PLACE(table_columns), PLACE(batch), PLACE(heads), PLACE(ranges), PLACE(window),
         PLACE(chunk), PLACE(scale), PLACE(soft_cap), PLACE(q_type), PLACE(page_type), PLACE(lengths_are_64), PLACE(causal),
+        PLACE(rounds),
         {nullptr, sizeof(AttentionArguments), 0},
     };
 #undef PLACE

@@ -8,13 +8,15 @@
 // row and the last element of K there are zeros.
 //
 // Every output is summed in one order whatever M, N, the thread count, the tile and the instruction set: even and odd
-// elements of K apart, K_BLOCK of them at a time.
+// elements of K apart, K_BLOCK of them at a time. Only where the processor multiplies bfloat16 and both sides are that
+// (pairs.h), lines are multiplied as they lie, in another order, which is one as well.
 
 #pragma once
 
 #include <cstdlib>
 
 #include "names.h"
+#include "pairs.h"
 #include "simd.h"
 #include "tiles.h"
 
@@ -26,13 +28,20 @@ constexpr long PANEL_ROWS = 16;
 constexpr long LINE_ELEMENTS = 2 * PANEL_ROWS;
 constexpr long K_BLOCK = 1024;          // elements of K that stay in L1 for all tiles of x; even
 constexpr long X_STRIDE = K_BLOCK + 16;  // of the packed x: rows a whole page apart would share the sets of L1
-constexpr long MAX_ROWS = 48;           // rows of x per pass over the weight
+constexpr long PAIR_STRIDE = K_BLOCK / 2 + 16;
+template <class N> constexpr long STRIDE = X_STRIDE;
+template <> constexpr long STRIDE<pair> = PAIR_STRIDE;
+template <class N> constexpr long MAX_ROWS = 48;  // rows of x per pass over the weight
+template <> constexpr long MAX_ROWS<pair> = 96;
 
 // A tile is VECTORS * W rows of the weight by up to MAX_MT rows of x, two accumulators for each of its vectors.
 #if WINDLASS_REGISTERS >= 32
-constexpr int VECTORS = W == 4 ? 4 : 2, MAX_MT = W == 4 ? 3 : 6;
+constexpr int VECTORS = W == 4 ? 4 : 2;
+template <class N> constexpr int MAX_MT = W == 4 ? 3 : 6;
+template <> constexpr int MAX_MT<pair> = 12;  // one accumulator for each vector
 #else
-constexpr int VECTORS = 2, MAX_MT = 3;
+constexpr int VECTORS = 2;
+template <class N> constexpr int MAX_MT = 3;
 #endif
 constexpr int ONE_VECTORS = PANEL_ROWS / W;  // one panel at a time against a single row of x
 
@@ -73,19 +82,30 @@ static NOINLINE void multiply_tile(const TW *const *weights, const float *x, lon
         }
 }
 
-template <class TW, int V>
-INLINE void multiply_any(long mt, const TW *const *weights, const float *x, long pairs, vf *sums, bool fresh) {
-    const auto call = [&](auto multiply) { multiply(weights, x, pairs, sums, fresh); };
-    if (mt == 1) return call(multiply_tile<TW, V, 1>);
-    if constexpr (V == VECTORS) {
-        if (mt == 2) return call(multiply_tile<TW, V, 2>);
-        if (mt == 3) return call(multiply_tile<TW, V, 3>);
-        if constexpr (MAX_MT > 3) {
-            if (mt == 4) return call(multiply_tile<TW, V, 4>);
-            if (mt == 5) return call(multiply_tile<TW, V, 5>);
-            return call(multiply_tile<TW, V, 6>);
+// The same of pairs. x: rows PAIR_STRIDE apart.
+template <class TW, int V, int MT>
+static NOINLINE void multiply_tile(const TW *const *weights, const pair *x, long pairs, vf *sums, bool fresh) {
+    vf acc[V][MT] = {};
+    const TW *w[V];
+    for (int v = 0; v < V; v++) w[v] = weights[v];
+    for (long k = 0; k < pairs; k++, x++) {
+        vu weight[V];
+        for (int v = 0; v < V; v++) weight[v] = load((const pair *)w[v]), w[v] += LINE_ELEMENTS;
+        for (int m = 0; m < MT; m++) {
+            const vu xm = splat(x[m * PAIR_STRIDE]);
+            for (int v = 0; v < V; v++) acc[v][m] = add_product(acc[v][m], weight[v], xm);
         }
     }
+    for (int v = 0; v < V; v++)
+        for (int m = 0; m < MT; m++) sums[v * MT + m] = fresh ? acc[v][m] : sums[v * MT + m] + acc[v][m];
+}
+
+template <class TW, int V, class N, int MT = 1>
+INLINE void multiply_any(long mt, const TW *const *weights, const N *x, long pairs, vf *sums, bool fresh) {
+    if constexpr (V == VECTORS && MT < MAX_MT<N>) {
+        if (mt > MT) return multiply_any<TW, V, N, MT + 1>(mt, weights, x, pairs, sums, fresh);
+    }
+    multiply_tile<TW, V, MT>(weights, x, pairs, sums, fresh);
 }
 
 struct Product {
@@ -110,10 +130,22 @@ template <class TX> static void pack_x(const Product &p, float *packed) {
     }
 }
 
+// packed[k block][row][PAIR_STRIDE]; a zero follows an odd K.
+template <class TX> static void pack_x(const Product &p, pair *packed) {
+    static_assert(sizeof(TX) == sizeof(bf16));
+    for (long k0 = 0; k0 < p.K; k0 += K_BLOCK) {
+        const long count = min_of(K_BLOCK, p.K - k0);
+        for (long m = 0; m < p.M; m++, packed += PAIR_STRIDE) {
+            if (count % 2) packed[count / 2] = {};
+            __builtin_memcpy(packed, (const TX *)p.x + m * p.x_stride + k0, count * sizeof(TX));
+        }
+    }
+}
+
 // Rows [n0, n1) of the weight against all rows of x.
-template <class TW, class TX, int V>
-static void multiply_rows(const Product &p, Tiles tiles, const float *packed, long n0, long n1) {
-    vf sums[MAX_ROWS * V];
+template <class TW, class TX, int V, class N>
+static void multiply_rows(const Product &p, Tiles tiles, const N *packed, long n0, long n1) {
+    vf sums[MAX_ROWS<N> * V];
     const long lines = ceil_div(p.K, 2);
     for (long n = n0; n < n1; n += V * W) {
         for (long k = 0; k < p.K; k += K_BLOCK) {
@@ -124,10 +156,10 @@ static void multiply_rows(const Product &p, Tiles tiles, const float *packed, lo
                 rows[v] = rows_from(panel, row % PANEL_ROWS);
             }
             const long pairs = ceil_div(min_of(K_BLOCK, p.K - k), 2);
-            const float *x = packed + k / K_BLOCK * p.M * X_STRIDE;
+            const N *x = packed + k / K_BLOCK * p.M * STRIDE<N>;
             for (long t = 0; t < tiles.count; t++) {
                 const long first = tiles.begin(t);
-                multiply_any<TW, V>(tiles.size(t), rows, x + first * X_STRIDE, pairs, sums + first * V, k == 0);
+                multiply_any<TW, V>(tiles.size(t), rows, x + first * STRIDE<N>, pairs, sums + first * V, k == 0);
             }
         }
         for (int v = 0; v < V && n + v * W < n1; v++) {
@@ -148,20 +180,20 @@ static void multiply_rows(const Product &p, Tiles tiles, const float *packed, lo
     }
 }
 
-template <class TW, class TX> static int multiply_pass(const Product &p) {
-    const Tiles tiles = {p.M, ceil_div(p.M, MAX_MT)};
-    const auto multiply = p.M == 1 ? multiply_rows<TW, TX, ONE_VECTORS> : multiply_rows<TW, TX, VECTORS>;
+template <class TW, class TX, class N> static int multiply_pass(const Product &p) {
+    const Tiles tiles = {p.M, ceil_div(p.M, MAX_MT<N>)};
+    const auto multiply = p.M == 1 ? multiply_rows<TW, TX, ONE_VECTORS, N> : multiply_rows<TW, TX, VECTORS, N>;
     const long unit = max_of(PANEL_ROWS, VECTORS * W);
     const long chunk = round_up(chunk_of(p.N, p.K * (long)sizeof(TW)), unit);
     const long chunks = ceil_div(p.N, chunk);
     const long threads = p.M * p.N * p.K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
     // Each thread packs for itself: quicker than waiting for one another.
-    const long bytes = round_up(p.M * ceil_div(p.K, K_BLOCK) * X_STRIDE * (long)sizeof(float), 64);
+    const long bytes = round_up(p.M * ceil_div(p.K, K_BLOCK) * STRIDE<N> * (long)sizeof(N), 64);
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, threads * bytes)) return 1;
     Shares shares(chunks, threads);
     on_threads(threads, [&](long thread) {
-        float *packed = (float *)((char *)memory + thread * bytes);
+        N *packed = (N *)((char *)memory + thread * bytes);
         pack_x<TX>(p, packed);
         shares.take(thread, [&](long c) { multiply(p, tiles, packed, c * chunk, min_of((c + 1) * chunk, p.N)); });
     });
@@ -169,16 +201,16 @@ template <class TW, class TX> static int multiply_pass(const Product &p) {
     return 0;
 }
 
-template <class TW, class TX> static int multiply_all(Product p) {
+template <class TW, class TX, class N = float> static int multiply_all(Product p) {
     // Passes of equal size: a last pass of a few rows would read the whole weight for little work.
-    const long rows = p.M, passes = ceil_div(rows, MAX_ROWS);
-    const long step = passes ? min_of(round_up(ceil_div(rows, passes), MAX_MT), MAX_ROWS) : 1;
+    const long rows = p.M, passes = ceil_div(rows, MAX_ROWS<N>);
+    const long step = passes ? min_of(round_up(ceil_div(rows, passes), MAX_MT<N>), MAX_ROWS<N>) : 1;
     for (long m = 0; m < rows; m += step) {
         Product pass = p;
         pass.M = min_of(step, rows - m);
         pass.x = (const TX *)p.x + m * p.x_stride;
         pass.out = (TX *)p.out + m * p.out_stride;
-        if (multiply_pass<TW, TX>(pass)) return 1;
+        if (multiply_pass<TW, TX, N>(pass)) return 1;
     }
     return 0;
 }
@@ -192,6 +224,9 @@ template <class TW> INLINE int multiply_typed(const Product &p) {
 EXPORT int WINDLASS_NAME(linear_panels)(const void *x, long x_stride, int x_type, const void *weight, int w_type,
                                         const void *bias, int bias_type, void *out, long out_stride, long M, long N, long K) {
     const Product p = {x, x_stride, x_type, weight, w_type, bias, bias_type, out, out_stride, M, N, K};
+#if defined(WINDLASS_BF16)
+    if (x_type == 1 && w_type == 1) return multiply_all<bf16, bf16, pair>(p);
+#endif
     return w_type == 1 ? multiply_typed<bf16>(p) : multiply_typed<f16>(p);
 }
 

@@ -72,7 +72,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
         **{"q_rows": 2, "q_row": 72, "q_head": 8},
         **{"num_blocks": 5, "block_size": 16, "kv_heads": 3, "dim": 8, "value_dim": 4, "table_row": 7},
         **{"table_columns": 6, "batch": 2, "heads": 6, "window": 11, "chunk": 0, "scale": 0.25, "soft_cap": 3.0},
-        **{"q_type": 0, "page_type": 2, "lengths_are_64": 0, "causal": 1},
+        **{"q_type": 0, "page_type": 2, "lengths_are_64": 0, "causal": 1, "rounds": 0},
     }
     assert {name: getattr(watched.found, name) for name, _ in AttentionArguments._fields_} == expected
     call = AttentionCall(tables, torch.tensor([0, 1, 2]), torch.tensor([1, 1]), ones, 0.5)
@@ -91,6 +91,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     call = replace(call, range_ends=ends, range_rows=plain, range_reaches=all_of_it)
     out = cpu.paged_attention_prefill(torch.zeros(5, 6, 8), codes, call, library=watched.library)
     found = watched.found
+    assert found.rounds == 0
     addresses = (found.range_ends, found.range_rows, found.range_reaches)
     assert addresses == (ends.data_ptr(), plain.data_ptr(), all_of_it.data_ptr())
     assert (found.ranges, found.q_rows, found.batch, len(out)) == (2, 5, 2, 2)

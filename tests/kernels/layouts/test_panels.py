@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.cpu_kernels import at_the_end_of_memory, kernels
+from helpers.cpu_kernels import FORMS, PAIR_FORMS, at_the_end_of_memory, kernels
 
 from windlass.kernels import BlockWeight, bind, cpu
 from windlass.kernels.cpu.library import Library
@@ -12,6 +12,11 @@ from windlass.kernels.layouts.panels import DTYPES, PanelWeight
 
 X_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = (cpu.linear_panels, cpu.linear_panels_widened)
+
+
+@pytest.fixture(params=(*FORMS, *PAIR_FORMS))
+def form(request: pytest.FixtureRequest) -> Library:
+    return kernels(request.param)
 
 
 def panels(weight: torch.Tensor) -> PanelWeight:
@@ -59,16 +64,17 @@ def test_shapes_and_types(form: Library, x_type: torch.dtype, dtype: torch.dtype
 def test_every_number_of_rows(form: Library) -> None:
     weight = torch.randn(50, 70).bfloat16()
     laid_out = panels(weight)
-    for rows in range(1, 71):
-        x = torch.randn(rows, 70)
-        assert_linear(x, weight, None, cpu.linear_panels(x, laid_out, library=form))
+    for rows in (*range(1, 71), 96, 97, 193):
+        for x in (torch.randn(rows, 70), torch.randn(rows, 70).bfloat16()):
+            assert_linear(x, weight, None, cpu.linear_panels(x, laid_out, library=form))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(form: Library, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(56, 2100), torch.randn(53, 2100).to(dtype)
+@pytest.mark.parametrize("x_type", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(form: Library, x_type: torch.dtype, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(110, 2100).to(x_type), torch.randn(53, 2100).to(dtype)
     whole = cpu.linear_panels(x, panels(weight), library=form)
-    for rows in (1, 2, 3, 4, 5, 7, 8, 11, 24, 48):
+    for rows in (1, 2, 3, 4, 5, 7, 8, 11, 24, 48, 97):
         assert torch.equal(cpu.linear_panels(x[:rows], panels(weight), library=form), whole[:rows]), rows
     part = cpu.linear_panels(x[20:21], panels(weight[5:30]), library=form)
     assert torch.equal(part, whole[20:21, 5:30])
@@ -221,11 +227,13 @@ def test_panels_are_for_16_bits_on_cpus_without_products_of_their_own(monkeypatc
     monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: True)
     assert lays_out_panels(wide, narrow)
     assert lays_out_panels(torch.float16, torch.float16)
+    monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_tiles", lambda: True)
     assert not lays_out_panels(narrow, narrow)
     assert lays_out_panels(narrow, narrow, deterministic=True)
     assert not lays_out_panels(wide, wide)
     assert not lays_out_panels(wide, narrow, "meta")
     monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_tiles", lambda: False)
     assert lays_out_panels(narrow, narrow)
     monkeypatch.setattr("windlass.kernels.cpu.library.unavailable_reason", lambda: "off")
     assert not lays_out_panels(wide, narrow)

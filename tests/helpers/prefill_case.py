@@ -1,0 +1,109 @@
+"""Calls of attention for prompts over shuffled blocks, and what float64 makes of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from windlass.kernels import AttentionCall, KVPages, cpu
+from windlass.kernels.cpu.library import Library
+
+
+class PrefillCase:
+    """Sequences of (cached, new) tokens over shuffled blocks. What no query may see is poison, table entries before it -1."""
+
+    def __init__(
+        self,
+        shapes: list[tuple[int, int]],
+        heads: int = 4,
+        kv_heads: int = 2,
+        dim: int = 64,
+        value_dim: int | None = None,
+        block_size: int = 16,
+        window: int | None = None,
+        q_type: torch.dtype = torch.float32,
+        page_type: torch.dtype = torch.float32,
+        spread: float = 1.0,
+        causal: bool = True,
+        chunk: int | None = None,
+    ) -> None:
+        self.causal, self.chunk = causal, chunk
+        value_dim = value_dim or dim
+        self.shapes, self.window = shapes, window
+        lengths = [old + new for old, new in shapes]
+        blocks = sum(-(-n // block_size) for n in lengths) + 3
+        free = torch.randperm(blocks).tolist()
+        self.wide = [torch.full((blocks, block_size, kv_heads, d), torch.nan) for d in (dim, value_dim)]
+        self.table = torch.full((len(shapes), max(-(-n // block_size) for n in lengths) + 2), -1, dtype=torch.int32)
+        for b, (old, new) in enumerate(shapes):
+            first = 0 if window is None else max(0, old - window + 1)
+            first = first if chunk is None else old // chunk * chunk
+            for i in range(first // block_size, -(-(old + new) // block_size)):
+                self.table[b, i] = free.pop()
+            at = torch.arange(first, old + new)
+            where = self.table[b].long()[at // block_size], at % block_size
+            for part in self.wide:
+                part[where] = torch.randn(len(at), kv_heads, part.shape[-1])
+        if page_type == torch.int8:
+            # Codes and scales at random; the scales of what no query may see stay NaN.
+            seen = self.wide[0].isfinite().all(-1)
+            codes = [torch.randint(-127, 128, part.shape).to(torch.int8) for part in self.wide]
+            scales = [torch.where(seen, torch.rand(seen.shape) / 60, torch.nan) for _ in range(2)]
+            pages = KVPages.of_codes(codes[0], scales[0], codes[1], scales[1])
+            self.pages, self.scales = [pages.key, pages.value], pages.scales
+            self.wide = [p.float() * s[..., None] for p, s in zip(codes, scales, strict=True)]
+        else:
+            self.pages = [part.to(page_type) for part in self.wide]
+            self.wide = [part.float() for part in self.pages]
+            self.scales = {}
+        self.q = (torch.randn(sum(new for _, new in shapes), heads, dim) * spread).to(q_type)
+        self.start = torch.tensor([0, *(new for _, new in shapes)]).cumsum(0)
+        self.lengths = torch.tensor(lengths)
+        self.temperature = torch.rand(len(self.q)) + 0.5
+        self.scale = dim**-0.5
+
+    def expected(self, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
+        heads, (_, block_size, kv_heads, _) = self.q.shape[1], self.wide[0].shape
+        out = torch.zeros(*self.q.shape[:2], self.wide[1].shape[-1], dtype=torch.float64)
+        for b, (old, new) in enumerate(self.shapes):
+            for i in range(new):
+                last, row = old + i, int(self.start[b]) + i
+                ahead = 0 if self.causal else old + new if self.window is None else self.window - 1
+                first, end = (
+                    0 if self.window is None else max(0, last - self.window + 1),
+                    min(old + new, last + 1 + ahead),
+                )
+                at = torch.arange(first if self.chunk is None else last // self.chunk * self.chunk, end)
+                where = self.table[b].long()[at // block_size], at % block_size
+                keys, values = (part[where].double().repeat_interleave(heads // kv_heads, 1) for part in self.wide)
+                scores = torch.einsum("shd,hd->hs", keys, self.q[row].double())
+                scores *= self.scale * self.temperature[row].double()
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[:, None].double()), dim=1)
+                out[row] = torch.einsum("hs,shd->hd", scores.softmax(1)[:, : len(at)], values)
+        return out
+
+    def got(
+        self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None, **options: Any
+    ) -> torch.Tensor:
+        call = AttentionCall(
+            self.table,
+            self.start,
+            self.lengths,
+            self.temperature,
+            self.scale,
+            window=self.window,
+            soft_cap=soft_cap,
+            sink_logits=sinks,
+            causal=self.causal,
+            chunk=self.chunk,
+        )
+        return cpu.paged_attention_prefill(self.q, self.all_pages, call, library=library, **options)
+
+    @property
+    def all_pages(self) -> KVPages:
+        """With their scales."""
+        return KVPages(*self.pages, self.scales.get("key_scales"), self.scales.get("value_scales"))
