@@ -168,6 +168,10 @@ class Backend(ABC):
         deterministic or not. With float32 activations nothing is rounded; the blocks are widened.
         """
 
+    def logits(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """`linear` for what has to be float32."""
+        return self.linear(x, weight, bias).float()
+
     def low_rank_table(self, slots: int, columns: int, inner: int) -> LowRankTable:
         """A table for low-rank changes of a matrix [columns, inner], all slots without one."""
         return LowRankTable(slots)

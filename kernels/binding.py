@@ -28,7 +28,9 @@ def bind(
     weight_dtype: of its matrices, `dtype` when None. activations, rounds_prompts: see `BackendOptions`.
     deterministic: see `backend`.
     """
-    options = BackendOptions(torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts)
+    options = BackendOptions(
+        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts
+    )
     own = _OWN_KERNELS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)
     if own is not None and refusal is None:

@@ -168,7 +168,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]."""
-        logits = self.backend.linear(hidden, self.head, self._head_bias).float()
+        logits = self.backend.logits(hidden, self.head, self._head_bias)
         if self.spec.logit_scale != 1:
             logits = self.backend.scaled(logits, self.spec.logit_scale)
         if self.spec.logit_soft_cap is not None:

@@ -112,6 +112,10 @@ class CompiledBackend(Backend):
             return self._linear_stacked(x, weight, bias)
         return self._linear_part(x, weight, bias)
 
+    def logits(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        # Rows of bfloat16 are widened rather than their products.
+        return self.linear(x if x.dtype == torch.float32 else self.scaled(x, 1.0), weight, bias)
+
     def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: where the result may be written, of its type; it does not have to be."""
         if isinstance(weight, BlockWeight):
@@ -178,7 +182,7 @@ class CompiledBackend(Backend):
 
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         if x.shape[0] > _MOST_SCALED_ROWS:
-            return self._torch.scaled(x, factor)
+            return self._torch.scaled(x.float(), factor)
         # Gathering rows multiplies them; unlike torch's product it can be recorded.
         places = self._places.get(x.shape[0])
         if places is None:
@@ -240,9 +244,11 @@ class CompiledBackend(Backend):
                 return blocks.embed_blocks(table, ids, scale, library=self._library)
             rows = blocks.embed_blocks(table, ids, library=self._library).to(self.dtype)
             return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype)
-        if self.dtype != torch.float32:
-            return self._torch.embed(table, ids, scale)
-        return ops.embed_rows(table, ids, scale, library=self._library)
+        if scale != 1 and self.dtype != torch.float32:
+            if table.dtype != self.dtype:  # rows are rounded before they are multiplied
+                return self._torch.embed(table, ids, scale)
+            scale = float(torch.tensor(scale, dtype=self.dtype))
+        return ops.embed_rows(table, ids, scale, dtype=self.dtype, library=self._library)
 
     def log1p(self, counts: Tensor) -> Tensor:
         return self._torch.log1p(counts)

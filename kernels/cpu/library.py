@@ -144,7 +144,7 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),  # positions, lengths, slots, own tables
     ],
     "row_maxima": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER],
-    "embed_rows": [_POINTER, _LONG, _INT, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG],
+    "embed_rows": [_POINTER, _LONG, _INT, _LONG, _POINTER, _FLOAT, _POINTER, _INT, _LONG, _LONG],
     "paged_attention_decode": [ctypes.POINTER(AttentionArguments)],
     "paged_attention_prefill": [ctypes.POINTER(AttentionArguments), _LONG],  # fewest queries
 }

@@ -134,10 +134,18 @@ def soft_cap(x: Tensor, cap: float, *, library: Library | None = None) -> Tensor
     return out
 
 
-def embed_rows(table: Tensor, ids: Tensor, scale: float = 1.0, *, library: Library | None = None) -> Tensor:
-    """table[ids] * scale in float32. table: [N, D] float32, bfloat16 or float16, any row stride. ids: [T] int64, contiguous.
+def embed_rows(
+    table: Tensor,
+    ids: Tensor,
+    scale: float = 1.0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    library: Library | None = None,
+) -> Tensor:
+    """table[ids] * scale, multiplied in float32. table: [N, D] float32, bfloat16 or float16, any row stride. ids: [T] int64,
+    contiguous. dtype: any of the three.
 
-    Returns [T, D] float32. Raises ValueError, and IndexError for an id that is no row.
+    Returns [T, D] of dtype. Raises ValueError, and IndexError for an id that is no row.
     """
     check(
         table.dim() == 2
@@ -148,7 +156,7 @@ def embed_rows(table: Tensor, ids: Tensor, scale: float = 1.0, *, library: Libra
     )
     rows, dim = ids.shape[0], table.shape[1]
     check(vector_ok(ids, torch.int64, rows), "embed_rows: ids must be int64, contiguous [T]")
-    out = torch.empty((rows, dim), dtype=torch.float32)
+    out = torch.empty((rows, dim), dtype=dtype)
     code = (library or load()).embed_rows(
         table.data_ptr(),
         table.stride(0),
@@ -157,6 +165,7 @@ def embed_rows(table: Tensor, ids: Tensor, scale: float = 1.0, *, library: Libra
         ids.data_ptr(),
         scale,
         out.data_ptr(),
+        TYPE_CODES[dtype],
         rows,
         dim,
     )

@@ -130,19 +130,22 @@ EXPORT int WINDLASS_NAME(soft_cap)(const float *x, long row, float cap, float *o
     return 0;
 }
 
-// out = table[ids] * scale, float32. Returns 1, and has written nothing, where an id is no row.
+// out = table[ids] * scale, of type out_type. Returns 1, and has written nothing, where an id is no row.
 EXPORT int WINDLASS_NAME(embed_rows)(const void *table, long table_row, int type, long table_rows, const int64_t *ids,
-                                     float scale, float *out, long rows, long dim) {
+                                     float scale, void *out, int out_type, long rows, long dim) {
     for (long r = 0; r < rows; r++)
         if (ids[r] < 0 || ids[r] >= table_rows) return 1;
     with_type(type, [&](auto *element) {
         typedef decltype(element) T;
-        for_units(rows, threads_for(rows * dim, rows), [&](long r) {
-            const auto *source = (T)table + ids[r] * table_row;
-            float *target = out + r * dim;
-            long j = 0;
-            for (; j + W <= dim; j += W) store(target + j, load(source + j) * scale);
-            for (; j < dim; j++) target[j] = widen(source[j]) * scale;
+        with_type(out_type, [&](auto *element) {
+            typedef decltype(element) O;
+            for_units(rows, threads_for(rows * dim, rows), [&](long r) {
+                const auto *source = (T)table + ids[r] * table_row;
+                auto *target = (O)out + r * dim;
+                long j = 0;
+                for (; j + W <= dim; j += W) store(target + j, load(source + j) * scale);
+                for (; j < dim; j++) narrow(widen(source[j]) * scale, target[j]);
+            });
         });
     });
     return 0;

@@ -55,8 +55,12 @@ def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("options", [{"quantization": "int8"}, {"quantization": "int4", "kv_cache_dtype": "int8"}])
-def test_quantized_models_are_repeated(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"quantization": "int8"}, {"quantization": "int4", "kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}],
+    ids=str,
+)
+def test_narrow_models_are_repeated(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     core = assert_same_bits(make_model(family, tmp_path), **options)
     assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
 

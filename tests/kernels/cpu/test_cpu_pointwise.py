@@ -146,6 +146,9 @@ def test_embed_rows(form: Library, type_: torch.dtype) -> None:
         ids = torch.tensor([rows - 1, 0, rows // 2, 0])
         assert torch.equal(cpu.embed_rows(table, ids, library=form), table[ids].float())
         assert torch.equal(cpu.embed_rows(table, ids, 1.7, library=form), table[ids].float() * 1.7)
+        for dtype in TYPES:
+            found = cpu.embed_rows(table, ids, 1.7, dtype=dtype, library=form)
+            assert torch.equal(found, (table[ids].float() * 1.7).to(dtype))
         part = table[:, : dim // 2 + 1]
         assert torch.equal(cpu.embed_rows(part, ids, library=form), part[ids].float())
     for wrong in (-1, 3):
