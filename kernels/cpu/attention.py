@@ -101,8 +101,8 @@ def paged_attention_prefill(
 
     q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
     passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on
-    the chunk it came in nor on the rows beside it. rounds: where the processor multiplies bfloat16 natively, keys and values of 16
-    bits, queries and weights may be rounded to that; sequences with fewer than 16 queries are computed as ever. Returns out.
+    the chunk it came in nor on the rows beside it. rounds: where the processor multiplies bfloat16 natively, keys and values of
+    16 bits, queries and weights may be rounded to that; sequences with fewer than 16 queries are computed as ever. Returns out.
     Raises ValueError, and IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
     """
     name = "paged_attention_prefill"
