@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness.machine import describe  # noqa: E402
+from harness.machine import describe
 
 WAYS = ("computed", "computed, written", "from memory", "from disk")
 _MARK = "result: "
@@ -142,7 +142,11 @@ def main() -> None:
         folder = (options.folder or Path(temporary)) / "kept"
         found = [compare(options, dtype, folder) for dtype in options.kv_cache_dtype]
     if options.out is not None:
-        report = {"date": str(datetime.datetime.now(datetime.UTC).date()), "machine": describe(), "tokens": options.tokens}
+        report = {
+            "date": str(datetime.datetime.now(datetime.UTC).date()),
+            "machine": describe(),
+            "tokens": options.tokens,
+        }
         options.out.write_text(json.dumps(report | {"repeats": options.repeats, "dtypes": found}, indent=1) + "\n")
 
 

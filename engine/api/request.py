@@ -244,13 +244,14 @@ class PersistStats:
     written_bytes: int = 0
     read_blocks: int = 0
     read_bytes: int = 0
-    restored_tokens: int = 0  # whose blocks came back into the cache, of the first KV group
+    restored_tokens: int = 0  # of prompts, whose blocks came back into the cache
     damaged_blocks: int = 0  # files that were not what their checksum says
     foreign_blocks: int = 0  # files of another block than their name says
     lost_blocks: int = 0  # blocks that were evicted before they were written
     evicted_blocks: int = 0  # files removed to hold the cap
     failures: int = 0  # to read or to write: a full disk, say
     waiting_blocks: int = 0  # to be written, now
+    known_blocks: int = 0  # in files, that this engine may use, as far as it knows
     disk_bytes: int = 0  # of all files in the folder, when it was last measured, and what was written since
 
 

@@ -41,6 +41,15 @@ class _Present:
         return digest in self.cached or (isinstance(digest, bytes) and BlockKey(self.group, digest) in self.store)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """num_cached: blocks of its prefix that the cache held when it began to wait."""
+
+    seq: Sequence
+    fetch: Fetch
+    num_cached: int
+
+
 class Restoring:
     """clock: seconds, as `Fetch` has them."""
 
@@ -48,12 +57,12 @@ class Restoring:
         self, blocks: BlockManager, store: BlockStore, reuse: PassageReuser, clock: abc.Callable[[], float]
     ) -> None:
         self._blocks, self._store, self._reuse, self._clock = blocks, store, reuse, clock
-        self._waiting: list[tuple[Sequence, Fetch]] = []
+        self._waiting: list[_Waiting] = []
 
     @property
     def fetches(self) -> list[Fetch]:
         """Those that sequences wait for."""
-        return [fetch for _, fetch in self._waiting]
+        return [waiting.fetch for waiting in self._waiting]
 
     def wait(self, seconds: float) -> bool:
         """Until there is something to do for a sequence that waits; False if that takes longer."""
@@ -63,38 +72,37 @@ class Restoring:
         """Whether `seq`, which is to be admitted, had better wait for what is being read."""
         if not seq.has_looked:
             seq.has_looked = True
-            wanted = self._wanted(seq)
+            cached, wanted = self._wanted(seq)
             if wanted:
-                fetch = self._store.fetch(wanted)
-                seq.fetch = fetch
-                self._waiting.append((seq, fetch))
+                seq.fetch = self._store.fetch(wanted)
+                self._waiting.append(_Waiting(seq, seq.fetch, cached))
         return seq.fetch is not None
 
     def bring_in(self, *, streams: bool) -> list[LoadedBlock]:
         """Take blocks for what has arrived, up to a bound; what to put into them comes back, for the next plan."""
         loaded: list[LoadedBlock] = []
         room = _BESIDE_STREAMS if streams else _ALONE
-        for seq, fetch in list(self._waiting):
+        for waiting in list(self._waiting):
+            fetch = waiting.fetch
             while fetch.arrived and room > 0:
                 block = fetch.take()
                 room -= block.num_bytes
                 loaded += self._take_in(fetch, block)
             self._give_up_if_slow(fetch)
             if fetch.is_over:
-                self._let_go(seq, fetch)
+                self._let_go(waiting)
         return loaded
 
-    def _wanted(self, seq: Sequence) -> list[WantedBlock]:
+    def _wanted(self, seq: Sequence) -> tuple[int, list[WantedBlock]]:
+        """Blocks of its prefix that the cache holds, and what files hold beside."""
         if seq.needs_every_row or seq.cache.is_parked or not self._blocks.enable_prefix_caching or seq.cache.private:
-            return []
+            return 0, []
         size = self._blocks.block_size
         limit = min(seq.num_shareable_tokens, seq.num_tokens - 1) // size
-        parts = [seq.cache] if seq.cache.far is None else [seq.cache, seq.cache.far]
-        cached = present = limit
+        parts = _parts(seq)
         for part in parts:
             part.chain.extend(seq.token_ids, limit * size)
-            cached = min(cached, self._hit(part, cached, [pool.cached for pool in self._blocks.pools]))
-            present = min(present, self._hit(part, present, self._present()))
+        cached, present = self._hit(parts, limit, self._cached()), self._hit(parts, limit, self._present())
         wanted = []
         if present > cached:
             wanted = [block for part in parts for block in self._missing(part, present)]
@@ -104,13 +112,19 @@ class Restoring:
             for group in range(len(self._blocks.pools)) if chain else ():
                 self._store.note_use([BlockKey(group, digest) for digest in chain])
             self._keep_longest(chain)  # what is brought in shall not evict what it follows
-        return wanted + self._passages(seq, present * size)
+        return cached, wanted + self._passages(seq, present * size)
 
-    def _hit(self, handle: CacheHandle, limit: int, present: abc.Sequence[abc.Container[bytes]]) -> int:
-        groups = [(there, pool.window) for there, pool in zip(present, self._blocks.pools, strict=True)]
-        return longest_hit(handle.chain.digests, limit, groups, self._blocks.block_size)
+    def _hit(self, parts: abc.Sequence[CacheHandle], limit: int, there: abc.Sequence[abc.Container[bytes]]) -> int:
+        """Leading blocks of all parts, given per KV group which blocks there are."""
+        groups = [(blocks, pool.window) for blocks, pool in zip(there, self._blocks.pools, strict=True)]
+        for part in parts:
+            limit = longest_hit(part.chain.digests, limit, groups, self._blocks.block_size)
+        return limit
 
-    def _present(self) -> list[_Present]:
+    def _cached(self) -> list[abc.Container[bytes]]:
+        return [pool.cached for pool in self._blocks.pools]
+
+    def _present(self) -> list[abc.Container[bytes]]:
         return [_Present(group, pool.cached, self._store) for group, pool in enumerate(self._blocks.pools)]
 
     def _missing(self, handle: CacheHandle, num_blocks: int) -> abc.Iterator[WantedBlock]:
@@ -152,7 +166,6 @@ class Restoring:
         taken = pool.take()
         pool.register(taken, digest)
         pool.release(taken)
-        self._store.restored_tokens += self._blocks.block_size if group == 0 else 0
         passage = block.passage
         if passage is not None and all(digest in other.cached for other in self._blocks.pools):
             for scope in passage.scopes:
@@ -164,16 +177,28 @@ class Restoring:
         if not fetch.is_done and seconds * _SLOWEST > fetch.num_read * self._blocks.block_size:
             fetch.cancel()
 
-    def _let_go(self, seq: Sequence, fetch: Fetch) -> None:
-        """`seq` may be admitted, or has ended."""
-        self._waiting.remove((seq, fetch))
+    def _let_go(self, waiting: _Waiting) -> None:
+        """Its sequence may be admitted, or has ended."""
+        seq, fetch = waiting.seq, waiting.fetch
+        self._waiting.remove(waiting)
         seq.fetch = None
-        for part in (seq.cache, seq.cache.far):
-            if part is not None:
-                self._keep_longest(part.chain.digests)
+        parts = _parts(seq)
+        for part in parts:
+            self._keep_longest(part.chain.digests)
+        prefix = [block for block in fetch.wanted if block.index is not None]
+        last = max((block.index or 0 for block in prefix), default=-1)
+        restored = max(0, self._hit(parts, last + 1, self._cached()) - waiting.num_cached)
+        passages = [key for key, index in ((b.key, b.index) for b in fetch.wanted) if index is None and key.group == 0]
+        restored += sum(key.digest in self._blocks.pools[0].cached for key in passages)
+        self._store.restored_tokens += restored * self._blocks.block_size
 
     def _keep_longest(self, chain: abc.Sequence[bytes]) -> None:
         """Let the idle blocks of a text be evicted after all others, its tail first."""
         for digest in reversed(chain):
             for pool in self._blocks.pools:
                 pool.refresh(digest)
+
+
+def _parts(seq: Sequence) -> list[CacheHandle]:
+    """What holds its keys: its far ones too, if there are any."""
+    return [seq.cache] if seq.cache.far is None else [seq.cache, seq.cache.far]

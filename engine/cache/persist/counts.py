@@ -35,7 +35,7 @@ class PersistCounts:
             self._said.discard(what)
             _logger.warning("%s: this is over", what)
 
-    def stats(self, *, lost: int, waiting: int, tokens: int) -> PersistStats:
+    def stats(self, *, lost: int, waiting: int, known: int, tokens: int) -> PersistStats:
         return PersistStats(
             written_blocks=self.written,
             written_bytes=self.written_bytes,
@@ -48,5 +48,6 @@ class PersistCounts:
             evicted_blocks=self.evicted,
             failures=self.failed,
             waiting_blocks=waiting,
+            known_blocks=known,
             disk_bytes=self.disk_bytes,
         )

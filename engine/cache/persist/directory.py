@@ -47,7 +47,7 @@ class BlockDirectory:
         self.folder = root / form.namespace.hex()[:32]
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
-    def keys(self) -> Iterator[BlockKey]:
+    def present(self) -> Iterator[BlockKey]:
         """The blocks whose files are there, by their names alone."""
         with contextlib.suppress(FileNotFoundError), os.scandir(self.folder) as entries:
             for entry in entries:

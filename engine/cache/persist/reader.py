@@ -24,7 +24,7 @@ _logger = logging.getLogger("windlass.engine")
 MOST_STAGED = 64 << 20  # bytes that are read ahead of the engine
 
 
-class BlockReader:
+class BlockFileReader:
     """directory: asked for when something is to be read."""
 
     def __init__(

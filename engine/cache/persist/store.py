@@ -21,9 +21,9 @@ from windlass.engine.cache.persist.fetch import Fetch, WantedBlock
 from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
 from windlass.engine.cache.persist.known import KnownBlocks
 from windlass.engine.cache.persist.pages import PersistedPages
-from windlass.engine.cache.persist.reader import BlockReader
+from windlass.engine.cache.persist.reader import BlockFileReader
 from windlass.engine.cache.persist.unwritten import UnwrittenBlock, UnwrittenBlocks
-from windlass.engine.cache.persist.writer import BlockWriter
+from windlass.engine.cache.persist.writer import BlockFileWriter
 
 _PIECE = 1 << 22  # bytes of weights that are hashed at a time
 
@@ -72,8 +72,8 @@ class BlockStore:
             namespace = origin.namespace(self._closing.is_set)
             return None if namespace is None else BlockDirectory(root, BlockFormat(namespace, pages.forms), most_bytes)
 
-        self._writer = BlockWriter(open_directory, pages, self._unwritten, self._known, self._counts, most_bytes)
-        self._reader = BlockReader(lambda: self._writer.directory, pages, self._known, self._counts)
+        self._writer = BlockFileWriter(open_directory, pages, self._unwritten, self._known, self._counts, most_bytes)
+        self._reader = BlockFileReader(lambda: self._writer.directory, pages, self._known, self._counts)
 
     def __contains__(self, key: BlockKey) -> bool:
         """Whether a file holds the block, as far as is known."""
@@ -125,7 +125,10 @@ class BlockStore:
 
     def stats(self) -> PersistStats:
         return self._counts.stats(
-            lost=self._unwritten.num_lost, waiting=len(self._unwritten), tokens=self.restored_tokens
+            lost=self._unwritten.num_lost,
+            waiting=len(self._unwritten),
+            known=len(self._known),
+            tokens=self.restored_tokens,
         )
 
     def close(self, seconds: float) -> None:

@@ -33,7 +33,7 @@ _MOST_USES = 64  # texts whose use waits to be noted
 _CANNOT_WRITE = "cached blocks cannot be written to {}"
 
 
-class BlockWriter:
+class BlockFileWriter:
     """open_directory: makes what `directory` is from then on; raises OSError. It may take its time, and may return None when
     it is told to close. most_bytes: of all files together."""
 
@@ -142,7 +142,7 @@ class BlockWriter:
             return
         changed_at = directory.changed_at()
         if changed_at != self._changed_at or not changed_at:
-            new = self._known.compare(directory.keys())
+            new = self._known.compare(directory.present())
             for key in new:
                 self._known.add(key, -1)
             for key in new:
