@@ -83,10 +83,6 @@ class CacheConfig:
             raise LoadError(
                 "`cache.persist_size` is the cap of a folder: name one with `cache.persist`, or leave it out"
             )
-        if self.persist is not None and not self.prefix_caching:
-            raise LoadError(
-                "`cache.persist` keeps what prompts share, and they share nothing without `cache.prefix_caching`"
-            )
         if self.block_size < 16 or self.block_size % 16:
             raise LoadError(f"`cache.block_size` must be a multiple of 16, got {self.block_size}")
 

@@ -23,7 +23,7 @@ from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import CachePlan, plan_cache
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.memory import default_kv_budget, gib
-from windlass.engine.cache.persist.folder import prepare_folder
+from windlass.engine.cache.persist.folder import check_folder
 from windlass.engine.cache.persist.store import BlockStore
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.adapter_shelf import AdapterShelf
@@ -76,8 +76,7 @@ class EngineCore:
         threads = config.compute.threads or (len(config.compute.cores) if config.compute.cores else None)
         if threads is not None:
             torch.set_num_threads(threads)
-        if config.cache.persist is not None:
-            prepare_folder(config.cache.persist)  # before minutes of loading
+        check_folder(config)
         model = load_model(config, progress)
         decoder, spec = model.decoder, model.decoder.spec
         self._deterministic = config.compute.deterministic

@@ -13,17 +13,14 @@ import torch
 
 from windlass._version import __version__
 from windlass.engine.api.config import PERSIST_SIZE, EngineConfig
-from windlass.engine.cache.memory import gib
-from windlass.engine.cache.persist.folder import prepare_folder
+from windlass.engine.cache.persist.folder import check_keeping
 from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.persist.store import BlockOrigin, BlockStore
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.checkpoint import weight_files, weights_digest
 from windlass.engine.model.loading.loader import LoadedModel
 
 _FORMAT = 1  # raise it when the meaning of a kept block changes
-_FEWEST_BLOCKS = 64  # of all KV groups, that the cap has to have room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +35,15 @@ class PageOwner:
 def open_store(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockStore | None:
     """None where none is asked for. owners: the model and, if there is one, its draft model.
 
-    Raises LoadError that says what to change.
+    The folder is there: see `check_folder`. Raises LoadError that says what to change.
     """
     if config.cache.persist is None:
         return None
-    root = prepare_folder(config.cache.persist)
-    decoder = owners[0].model.decoder
-    if decoder.device.type != "cpu":
-        raise LoadError(
-            f"`cache.persist` keeps blocks of main memory, and this model's are on {decoder.device}: leave it out, or use "
-            "`compute.device=cpu`"
-        )
-    if decoder.spec.sees_whole_texts:
-        raise LoadError(
-            "`cache.persist` keeps what texts share, and a token of this model sees those behind it: leave it out"
-        )
-    pages = PersistedPages([owner.storage for owner in owners])
+    decoder, pages = owners[0].model.decoder, PersistedPages([owner.storage for owner in owners])
+    token_bytes = sum(pages.block_bytes) // config.cache.block_size
+    check_keeping(config, str(decoder.device), token_bytes, sees_whole_texts=decoder.spec.sees_whole_texts)
     size = config.cache.persist_size or PERSIST_SIZE
-    fewest = _FEWEST_BLOCKS * sum(pages.block_bytes)
-    if size < fewest:
-        raise LoadError(
-            f"`cache.persist_size` is {gib(size)}, and {_FEWEST_BLOCKS} blocks of this model take {gib(fewest)}: raise it"
-        )
-    return BlockStore(root, size, _origin(config, owners), pages, config.cache.block_size)
+    return BlockStore(Path(config.cache.persist), size, _origin(config, owners), pages, config.cache.block_size)
 
 
 def _origin(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockOrigin:
