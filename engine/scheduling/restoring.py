@@ -43,11 +43,14 @@ class _Present:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """num_cached: blocks of its prefix that the cache held when it began to wait."""
+    """num_cached: blocks of its prefix that the cache held when it began to wait. looks_again: it waits for what another wants,
+    which may not be all that it lacks.
+    """
 
     seq: Sequence
     fetch: Fetch
     num_cached: int
+    looks_again: bool
 
 
 class Restoring:
@@ -74,8 +77,11 @@ class Restoring:
             seq.has_looked = True
             cached, wanted = self._wanted(seq)
             if wanted:
-                seq.fetch = self._store.fetch(wanted)
-                self._waiting.append(_Waiting(seq, seq.fetch, cached))
+                same = next((fetch for fetch in self.fetches if wanted[0].key in fetch.keys), None)
+                if same is not None:
+                    same.num_waiting += 1
+                seq.fetch = same or self._store.fetch(wanted)
+                self._waiting.append(_Waiting(seq, seq.fetch, cached, looks_again=same is not None))
         return seq.fetch is not None
 
     def bring_in(self, *, streams: bool) -> list[LoadedBlock]:
@@ -182,6 +188,7 @@ class Restoring:
         seq, fetch = waiting.seq, waiting.fetch
         self._waiting.remove(waiting)
         seq.fetch = None
+        seq.has_looked = fetch.is_cancelled or not waiting.looks_again
         parts = _parts(seq)
         for part in parts:
             self._keep_longest(part.chain.digests)

@@ -42,11 +42,13 @@ class FetchReader(Protocol):
 class Fetch:
     """Blocks that somebody waits for. The engine's thread takes what has arrived, and may cancel the rest at any time.
 
-    num_read: blocks so far. is_done: no more will arrive.
+    keys: of all blocks. num_read: blocks so far. is_done: no more will arrive. num_waiting: how many wait for it.
     """
 
     def __init__(self, wanted: Sequence[WantedBlock], reader: FetchReader) -> None:
         self.wanted, self._reader = wanted, reader
+        self.keys = frozenset(block.key for block in wanted)
+        self.num_waiting = 1
         self.arrived: deque[ArrivedBlock] = deque()
         self.num_read = 0
         self.is_done = self.is_cancelled = False
@@ -68,6 +70,12 @@ class Fetch:
         block = self.arrived.popleft()
         self._reader.give_back(block.num_bytes)
         return block
+
+    def leave(self) -> None:
+        """One that waits does so no more."""
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            self.cancel()
 
     def cancel(self) -> None:
         self._reader.cancel(self)

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.cache.persist.directory import BlockDirectory
 from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
@@ -54,6 +55,10 @@ def same(one: Finished, other: Finished) -> bool:
     return one.token_ids == other.token_ids and all(
         torch.equal(a, b) for a, b in zip(one.logits, other.logits, strict=True)
     )
+
+
+def same_tokens(one: Finished, other: Finished) -> bool:
+    return one.token_ids == other.token_ids
 
 
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -362,14 +367,40 @@ def test_requests_that_end_while_they_wait_leave_nothing(models: dict[str, Path]
         eventually(lambda: core._store.pages._staged == {}, 30)
 
 
+def test_what_several_want_is_read_once(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, read = threading.Event(), BlockDirectory.read
+    monkeypatch.setattr(BlockDirectory, "read", lambda *given: read(*given) if gate.wait(60) else None)
+    monkeypatch.setattr("windlass.engine.scheduling.restoring._PATIENCE", 60.0)
+    longer = [*PROMPT[:64], *tokens(60)]
+    with keeping(models["llama"], tmp_path) as core:
+        right = {"a": ask(core), "b": ask(core, longer)}
+    with keeping(models["llama"], tmp_path) as core:
+        requests = [
+            greedy(f"{name}{number}", prompt, 12)
+            for number in range(3)
+            for name, prompt in (("a", PROMPT), ("b", longer))
+        ]
+        for request in requests:
+            core.add(request)
+        core.step()  # all have looked
+        core.abort("a0")  # which the others wait for
+        gate.set()
+        got = run(core, [])
+        assert len(got) == 5
+        for (name, _), one in got.items():
+            assert same_tokens(one, right[name[0]]) and cached(one) == (FULL if name[0] == "a" else 112)
+        assert core.stats().persist.read_blocks == FULL // 16 + 3
+        assert core.scheduler._restoring.fetches == [] and core._store.pages._staged == {}
+
+
 def test_a_disk_that_answers_slowly_is_not_waited_for(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with keeping(models["llama"], tmp_path) as core:
         right = ask(core)
     go_on = threading.Event()
-    from windlass.engine.cache.persist.directory import BlockDirectory
-
     monkeypatch.setattr(BlockDirectory, "read", lambda *_: go_on.wait() and None)
     monkeypatch.setattr("windlass.engine.scheduling.restoring._PATIENCE", 0.1)
     try:
