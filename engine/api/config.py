@@ -16,6 +16,7 @@ Quantization = Literal["none", "int8", "int4"]
 Activations = Literal["int8", "float32"]
 LoadFormat = Literal["safetensors", "dummy"]
 
+PERSIST_SIZE = 4 << 30
 MAX_SPECULATIVE_TOKENS = 64
 MAX_DRAFT_TOKENS = 16
 MAX_ADAPTERS = 1024  # at once: each has a place in the table of every matrix, used or not
@@ -64,16 +65,24 @@ class CacheConfig:
     """The cache of keys and values.
 
     memory: bytes of all pages, None for a share of what is free. block_size: tokens per block, a multiple of 16.
-    prefix_caching: whether requests share the blocks of equal prompt starts.
+    prefix_caching: whether requests share the blocks of equal prompt starts. persist: folder in which full blocks are kept for
+    later engines, None for none; persist_size: bytes of all its files, None: `PERSIST_SIZE`.
     """
 
     dtype: str = "auto"
     memory: int | None = None
     block_size: int = 16
     prefix_caching: bool = True
+    persist: str | None = None
+    persist_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_at_least_one("cache.memory", self.memory)
+        _check_at_least_one("cache.persist_size", self.persist_size)
+        if self.persist is None and self.persist_size is not None:
+            raise LoadError(
+                "`cache.persist_size` is the cap of a folder: name one with `cache.persist`, or leave it out"
+            )
         if self.block_size < 16 or self.block_size % 16:
             raise LoadError(f"`cache.block_size` must be a multiple of 16, got {self.block_size}")
 

@@ -237,6 +237,25 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True, slots=True)
+class PersistStats:
+    """Of cached blocks in files. Blocks are those of one KV group each."""
+
+    written_blocks: int = 0
+    written_bytes: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    restored_tokens: int = 0  # of prompts, whose blocks came back into the cache
+    damaged_blocks: int = 0  # files that were not what their checksum says
+    foreign_blocks: int = 0  # files of another block than their name says
+    lost_blocks: int = 0  # blocks that were evicted before they were written
+    evicted_blocks: int = 0  # files removed to hold the cap
+    failures: int = 0  # to read or to write: a full disk, say
+    waiting_blocks: int = 0  # to be written, now
+    known_blocks: int = 0  # in files, that this engine may use, as far as it knows
+    disk_bytes: int = 0  # of all files in the folder, when it was last measured, and what was written since
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of gauges and monotonically growing counters. All counters start at 0 with the engine process."""
 
@@ -276,3 +295,4 @@ class EngineStats:
     step_tokens_sum: int = 0  # those tokens
     adapters_loaded: int = 0
     adapter_bytes: int = 0  # of memory
+    persist: PersistStats = field(default_factory=PersistStats)

@@ -8,11 +8,13 @@ together come back in table order, because neighbouring blocks are cheaper to re
 from __future__ import annotations
 
 from collections import abc
+from functools import partial
 
 from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.passages import PassageIndex
+from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey, PassageRecord
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.prefix import HashChain, first_visible_block, longest_hit
 from windlass.engine.cache.runs import OPEN_END
@@ -24,8 +26,8 @@ class BlockManager:
     """Block tables of all sequences over the pools of all KV groups.
 
     groups: one layout per KV group. block_size: tokens per block. With `enable_prefix_caching` off nothing is hashed,
-    so nothing is matched. Methods that take blocks never evict a held block and never raise for want of blocks if
-    `capacity` was asked first.
+    so nothing is matched. keeper, set afterwards if at all: who is told of blocks that can be kept. Methods that take blocks
+    never evict a held block and never raise for want of blocks if `capacity` was asked first.
     """
 
     def __init__(
@@ -36,7 +38,8 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.passages = PassageIndex(block_size)
-        self.pools = [BlockPool(layout, self.passages.remove) for layout in groups]
+        self.keeper: BlockKeeper | None = None
+        self.pools = [BlockPool(layout, partial(self._forget, group)) for group, layout in enumerate(groups)]
         self._window_groups = [group for group, pool in enumerate(self.pools) if pool.window is not None]
 
     # -- sizes ---------------------------------------------------------------------------------------------------
@@ -276,13 +279,24 @@ class BlockManager:
             return
         scope, offset = handle.chain.scope, handle.layout.slot_offset
         for index, parent, digest in handle.take_full_blocks(token_ids):
-            for pool, table in zip(self.pools, handle.tables, strict=True):
-                if table.blocks[index] >= 0:
-                    pool.register(table.blocks[index], digest)
+            for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
+                block = table.blocks[index]
+                if block >= 0 and pool.register(block, digest) and self.keeper is not None:
+                    self.keeper.offer(BlockKey(group, digest), block, index)
             if scope is not None and all(digest in pool.cached for pool in self.pools):
                 first = index * self.block_size
                 tokens = token_ids[first - offset : first - offset + self.block_size]
-                self.passages.add(scope, digest, parent, tokens, handle.layout.stored_position(first))
+                position = handle.layout.stored_position(first)
+                self.passages.add(scope, digest, parent, tokens, position)
+                if self.keeper is not None:
+                    record = PassageRecord(parent, position, tuple(tokens), self.passages.scopes_of(digest))
+                    self.keeper.offer_passage(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
+
+    def _forget(self, group: int, digest: bytes) -> None:
+        """A block is evicted."""
+        self.passages.remove(digest)
+        if self.keeper is not None:
+            self.keeper.withdraw(BlockKey(group, digest))
 
     def _drop_outside_window(self, handle: CacheHandle) -> None:
         """Release the blocks of window groups that no query still to come can see."""

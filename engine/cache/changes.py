@@ -72,6 +72,15 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedBlock:
+    """Put what was read from a file, and is held under this ticket, into a block."""
+
+    group: int
+    block: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class ParkedPages:
     """Whole blocks of a sequence, per KV group, whose contents go into memory of their own or come back from it."""
 

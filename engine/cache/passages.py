@@ -136,6 +136,10 @@ class PassageIndex:
             known = _Block(digest, parent, tuple(token_ids), position, self._hashes.of_one(token_ids))
         self._scopes.setdefault(scope, _Scope()).add(known)
 
+    def scopes_of(self, digest: bytes) -> tuple[bytes, ...]:
+        """In which a block is found."""
+        return tuple(self._scopes_of.get(digest, ()))
+
     def remove(self, digest: bytes) -> None:
         """Let a block be found no more; one that never could is none of ours."""
         for scope in list(self._scopes_of.get(digest, ())):

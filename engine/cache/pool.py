@@ -81,12 +81,22 @@ class BlockPool:
                 self.private[block] = False
                 self._free.appendleft(block)
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Offer a full block to later prompts, unless another block has this digest already or this one is private."""
+    def register(self, block: int, digest: bytes) -> bool:
+        """Offer a full block to later prompts, unless another block has this digest already or this one is private.
+
+        Returns whether it is that one now.
+        """
         if self.private[block] or self.digests[block] is not None or digest in self.cached:
-            return
+            return False
         self.digests[block] = digest
         self.cached[digest] = block
+        return True
+
+    def refresh(self, digest: bytes) -> None:
+        """Let a cached block that nobody holds be evicted last; any other is left as it is."""
+        block = self.cached.get(digest)
+        if block is not None and block in self._idle:
+            self._idle.move_to_end(block)
 
     def is_writable(self, block: int) -> bool:
         """Whether one holder may write here: nobody else holds it and nobody may match it."""

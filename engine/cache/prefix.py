@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 
 def root_digest(
@@ -17,20 +17,20 @@ def root_digest(
     first_position: int,
     cache_salt: str | None,
     seen: tuple[int, int] | None = None,
-    adapter: int | None = None,
+    adapter: bytes | None = None,
 ) -> bytes:
     """Digest from which a chain starts: everything but the tokens that a key or value depends on.
 
     namespace: weights, dtypes and layout version, as the core digests them. fingerprints: of the rotary specs, one per
-    rotary group. seen: the attention window and sinks of a request that brings its own. adapter: the id of its
-    adapter. Parts are written with their lengths, so no two different inputs run together.
+    rotary group. seen: the attention window and sinks of a request that brings its own. adapter: what
+    tells its adapter from others. Parts are written with their lengths, so no two different inputs run together.
     """
     digest = hashlib.sha256(b"windlass prefix chain 1")
     salt = b"-" if cache_salt is None else b"+" + cache_salt.encode("utf-8", "surrogatepass")
     marks = [fingerprint.encode() for fingerprint in fingerprints]
     rule = () if seen is None else (struct.pack("<qq", *seen),)
     if adapter is not None:
-        rule = (*rule, b"adapter", struct.pack("<q", adapter))
+        rule = (*rule, b"adapter", adapter)
     for part in (namespace, struct.pack("<qq", first_position, len(marks)), *marks, salt, *rule):
         digest.update(struct.pack("<q", len(part)))
         digest.update(part)
@@ -112,12 +112,12 @@ def first_visible_block(num_computed_tokens: int, window: int | None, block_size
 def longest_hit(
     digests: Sequence[bytes],
     limit: int,
-    groups: Sequence[tuple[Mapping[bytes, int], int | None]],
+    groups: Sequence[tuple[Container[bytes], int | None]],
     block_size: int,
 ) -> int:
     """The largest n <= limit such that the first n blocks can be taken from the cache.
 
-    groups: per KV group its cached blocks by digest and its window. A group without a window must hold all of
+    groups: per KV group the digests of its cached blocks and its window. A group without a window must hold all of
     blocks 0 .. n-1; one with a window only those the next query, at token n * block_size, can see.
     """
     n = min(limit, len(digests))

@@ -46,6 +46,11 @@ class KVStorage:
     def pages(self, layer: int) -> KVPages:
         return self._pages[layer]
 
+    @property
+    def planes(self) -> Sequence[tuple[torch.Tensor, ...]]:
+        """Per KV group the tensors of its pages, [layers, blocks, …] each."""
+        return self._groups
+
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Apply whole-block copies in order, all layers of the group at once."""
         for copy in copies:

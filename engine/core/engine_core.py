@@ -15,20 +15,23 @@ from pathlib import Path
 import torch
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.config import EngineConfig, SpeculationConfig
+from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
-from windlass.engine.api.request import DraftInfo, EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.api.request import EngineRequest, EngineStats, PersistStats, RequestOutput
 from windlass.engine.api.validation import check_distances, check_task, validate_request
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
+from windlass.engine.cache.budget import CachePlan, plan_cache
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.memory import default_kv_budget, gib
+from windlass.engine.cache.persist.folder import check_folder
+from windlass.engine.cache.persist.store import BlockStore
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.compiling import CompilingRequests
-from windlass.engine.core.fingerprint import fingerprint
+from windlass.engine.core.description import describe, draft_bytes_per_token, dtype_name
 from windlass.engine.core.forecast import Announce, StepForecast
+from windlass.engine.core.keeping import PageOwner, open_store
 from windlass.engine.core.looking import look
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.drafter import DraftModel
@@ -59,15 +62,21 @@ from windlass.engine.scheduling.shifting import ContextLimits
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
 
+_PAUSE = 0.005  # seconds that an engine without other work waits for files at a time
+_CLOSE_SECONDS = 3.0  # for what shall outlive it; whoever closes it waits for five
+
 
 class EngineCore:
     """See the module. `info` describes what was loaded. Raises LoadError when the model cannot be served as configured."""
+
+    _store: BlockStore | None = None
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
         threads = config.compute.threads or (len(config.compute.cores) if config.compute.cores else None)
         if threads is not None:
             torch.set_num_threads(threads)
+        check_folder(config)
         model = load_model(config, progress)
         decoder, spec = model.decoder, model.decoder.spec
         self._deterministic = config.compute.deterministic
@@ -83,7 +92,20 @@ class EngineCore:
         sampler = Sampler(spec.vocab_size, decoder.backend, GrammarMasks(grammars))
         drafter = None if draft is None else _draft_model(config, model, draft, plan, rows)
         self.adapters = AdapterShelf(config.adapters, model)
-        self.runner = Runner(decoder, cache, tables, sampler, config.cache.block_size, drafter, self.adapters.loaded)
+        owners = [PageOwner(config.model, model, cache)]
+        if draft is not None and drafter is not None:
+            owners.append(PageOwner(config.scheduling.speculation.model or "", draft, drafter.cache))
+        self._store = open_store(config, owners)
+        self.runner = Runner(
+            decoder,
+            cache,
+            tables,
+            sampler,
+            config.cache.block_size,
+            drafter,
+            self.adapters.loaded,
+            None if self._store is None else self._store.pages,
+        )
         layouts = [
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
             for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
@@ -108,9 +130,11 @@ class EngineCore:
             namespace=_namespace(model),
             eos_token_ids=spec.eos_token_ids,
             whole_prompts=spec.sees_whole_texts,
+            adapter_key=lambda adapter_id: self.adapters.loaded.digest_of(adapter_id).encode(),
+            store=self._store,
         )
         self.info = replace(
-            _describe(config, model, draft, plan, time.perf_counter() - started),
+            describe(config, model, draft, plan, time.perf_counter() - started),
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
             **context_refusals(spec),
@@ -175,6 +199,7 @@ class EngineCore:
 
     def step(self, announce: Announce | None = None) -> list[RequestOutput]:
         """Plan, run and account for one step. Outputs of requests whose deadline has passed come first. announce: see `Core`."""
+        self.scheduler.wait_for_files(_PAUSE)
         outputs = self._admit_compiled() + self.scheduler.expire(time.monotonic())
         if not self.scheduler.has_work():
             self._forget_the_last()
@@ -216,7 +241,13 @@ class EngineCore:
             num_waiting=stats.num_waiting + len(self._compiling),
             adapters_loaded=len(self.adapters.loaded),
             adapter_bytes=self.adapters.loaded.num_bytes,
+            persist=PersistStats() if self._store is None else self._store.stats(),
         )
+
+    def close(self) -> None:
+        """Write what cached blocks are not in files yet, as far as there is time. The engine is used no more."""
+        if self._store is not None:
+            self._store.close(_CLOSE_SECONDS)
 
     def look(self, question: EngineQuestion[A]) -> A:
         """See `windlass.engine.core.looking`."""
@@ -289,22 +320,16 @@ def _draft_model(
     )
 
 
-def _draft_bytes_per_token(draft: LoadedModel | None) -> int:
-    if draft is None:
-        return 0
-    return sum(bytes_per_token(group, _name(draft.cache_dtype)) for group in draft.decoder.spec.kv_groups)
-
-
 def _plan(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> CachePlan:
     """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
     device, spec = model.decoder.device, model.decoder.spec
     budget = config.cache.memory or default_kv_budget(free_memory(device), device.type)
-    beside = _draft_bytes_per_token(draft)
+    beside = draft_bytes_per_token(draft)
     return plan_cache(
         config,
         spec.kv_groups,
         spec.trained_len,
-        _name(model.cache_dtype),
+        dtype_name(model.cache_dtype),
         budget,
         beside=beside,
         whole_prompts=spec.sees_whole_texts,
@@ -322,64 +347,4 @@ def _allocate(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan
         if not is_out_of_memory(error):
             raise
         there = f"more than {decoder.device} gives beside {gib(decoder.weight_bytes())} of weights"
-        raise LoadError(no_room(there, plan.num_bytes, _name(model.cache_dtype))) from None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _describe(
-    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, plan: CachePlan, seconds: float
-) -> ModelInfo:
-    decoder, spec = model.decoder, model.decoder.spec
-    cached = _name(model.cache_dtype)
-    backend = decoder.backend
-    kernel_notice = (backend.explain(),) if backend.is_second_choice else ()
-    return ModelInfo(
-        path=config.model,
-        architecture=spec.architecture,
-        vocab_size=spec.vocab_size,
-        max_model_len=plan.max_model_len,
-        trained_len=spec.trained_len,
-        dtype=_name(decoder.dtype),
-        weight_dtype=_name(decoder.weight_dtype),
-        kv_cache_dtype=cached,
-        quantization=model.quantization,
-        device=str(decoder.device),
-        num_parameters=decoder.num_parameters(),
-        num_layers=len(spec.layers),
-        block_size=config.cache.block_size,
-        num_kv_blocks=plan.num_blocks,
-        kv_cache_bytes=plan.num_bytes,
-        kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups)
-        + _draft_bytes_per_token(draft),
-        max_num_seqs=config.scheduling.max_num_seqs,
-        max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
-        eos_token_ids=spec.eos_token_ids,
-        rotary_groups=spec.rotary_groups,
-        model_rotary_groups=model.rotary_groups,
-        weight_bytes=decoder.weight_bytes(),
-        load_seconds=seconds,
-        fingerprint=fingerprint(config, model),
-        hidden_size=spec.hidden_size,
-        pooling=model.pooling,
-        classifier=spec.classifier,
-        generates=spec.generates,
-        sees_whole_texts=spec.sees_whole_texts,
-        notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
-        draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
-    )
-
-
-def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> DraftInfo:
-    decoder = draft.decoder
-    return DraftInfo(
-        path=speculation.model or "",
-        architecture=decoder.spec.architecture,
-        quantization=draft.quantization,
-        weight_dtype=_name(decoder.weight_dtype),
-        num_parameters=decoder.num_parameters(),
-        weight_bytes=decoder.weight_bytes(),
-        num_tokens=speculation.draft_tokens,
-    )
+        raise LoadError(no_room(there, plan.num_bytes, dtype_name(model.cache_dtype))) from None

@@ -92,6 +92,10 @@ class Core(Protocol):
         """Begin, beside the steps, what the first requests of some kind would otherwise wait for; called once."""
         ...
 
+    def close(self) -> None:
+        """Finish, within seconds, what shall outlive the engine. It is used no more."""
+        ...
+
     def stats(self) -> EngineStats:
         """A snapshot that drains the `*_seconds` samples."""
         ...
@@ -135,6 +139,7 @@ class EngineLoop:
             block = not self._core.has_work()
             while (message := self._next(block)) is not None:
                 if isinstance(message, Close):
+                    self._core.close()
                     return
                 self._handle(message)
                 block = False

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.request import TokenLogprobs
+from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import EngineError
 from windlass.engine.execution.batch import BatchBuilder
@@ -33,7 +34,8 @@ _PROMPT_LOGPROB_ROWS = 256
 class Runner:
     """One model on one device. `positions_computed` counts the tokens that passed through it, for tests and metrics.
 
-    draft: the model that proposes tokens where a plan asks for it, if there is one.
+    draft: the model that proposes tokens where a plan asks for it, if there is one. persisted: where blocks that plans load
+    come from.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Runner:
         block_size: int,
         draft: DraftModel | None = None,
         adapters: LoadedAdapters | None = None,
+        persisted: PersistedPages | None = None,
     ) -> None:
         self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
         groups = len(decoder.spec.kv_groups)
@@ -59,6 +62,7 @@ class Runner:
             backend=decoder.backend,
             adapters=adapters,
         )
+        self._persisted = persisted
         self.replay = DecodeReplay(decoder, cache)
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
         vocab_size = decoder.spec.vocab_size
@@ -111,6 +115,9 @@ class Runner:
             self.cache.unpark(parked)
         for seq_id in plan.forgotten:
             self.cache.forget_parked(seq_id)
+        if self._persisted is not None:
+            for loaded in plan.loaded:
+                self._persisted.put(loaded)
         self.cache.copy_blocks(plan.copies)
         for rerotations in (plan.set_aside, plan.rerotations):
             for rerotation in rerotations:

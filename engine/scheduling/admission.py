@@ -13,6 +13,7 @@ from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.policy import RotaryPlan
+from windlass.engine.scheduling.restoring import Restoring
 from windlass.engine.scheduling.reuse import PassageReuser
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.shifting import ContextLimits
@@ -30,6 +31,7 @@ class Admission:
         self._config = config
         self._limits = limits
         self._blocks = blocks
+        self.restoring: Restoring | None = None  # who brings back from files what prompts lack, if anybody does
         self._blocked: tuple[int, int, list[int]] | None = None  # who found no room, at which step, with what available
 
     def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
@@ -88,7 +90,7 @@ class Admission:
         """The sequence to admit now, its cached prefix attached, and whether the cache held all of its tokens.
 
         waiting, running: by rank. Nobody overtakes a sequence for which there is no room, so a large request is not
-        starved by small ones; only one that waits for a prefix somebody else is computing steps aside. If nothing
+        starved by small ones; only one that waits for a prefix somebody else is computing, or for files, steps aside. If nothing
         runs, the first is admitted whatever the room, which is what makes a lone request always run.
         """
         for seq in waiting:
@@ -101,6 +103,8 @@ class Admission:
                     return seq, False
                 self._blocked = (seq.seq_id, step, self._blocks.available())
                 return None
+            if self.restoring is not None and self.restoring.holds_back(seq):
+                continue
             hit, full = 0, False
             if not seq.needs_every_row:
                 hit, full = self._blocks.match(seq.cache, seq.token_ids, seq.num_shareable_tokens)

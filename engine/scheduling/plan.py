@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
-from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, ParkedPages, TableChanges
+from windlass.engine.cache.changes import (
+    UNCHANGED,
+    BlockCopy,
+    KeyRerotation,
+    LoadedBlock,
+    ParkedPages,
+    TableChanges,
+)
 from windlass.engine.cache.runs import PLAIN, SlotLayout
 from windlass.engine.errors import EngineError
 from windlass.engine.rotary.scaling import RotarySpec
@@ -104,7 +111,8 @@ class SchedulerOutput:
     removed: sequences that have ended or lost their places; one of these may come again as a new one, even in this step.
     parked, unparked, forgotten: pages of sequences that lose their places and will go on as they were, those that come
     back, and sequences whose parked pages nobody needs any more.
-    The rest in order: what is parked, what is unparked, the copies, then `set_aside` (copies of originals), then
+    loaded: blocks that were read from files; nobody may have been told of them before.
+    The rest in order: what is parked, what is unparked, what is loaded, the copies, then `set_aside` (copies of originals), then
     `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
     """
 
@@ -116,6 +124,7 @@ class SchedulerOutput:
     parked: tuple[ParkedPages, ...] = ()
     unparked: tuple[ParkedPages, ...] = ()
     forgotten: tuple[int, ...] = ()
+    loaded: tuple[LoadedBlock, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     set_aside: tuple[KeyRerotation, ...] = ()
     rerotations: tuple[KeyRerotation, ...] = ()

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, field
 
-from windlass.engine.cache.changes import UNCHANGED, BlockCopy, KeyRerotation, ParkedPages, TableChange, TableChanges
+from windlass.engine.cache.changes import (
+    UNCHANGED,
+    BlockCopy,
+    KeyRerotation,
+    LoadedBlock,
+    ParkedPages,
+    TableChange,
+    TableChanges,
+)
 from windlass.engine.cache.runs import SlotLayout
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.scheduling.plan import (
@@ -44,6 +52,7 @@ class PlannedChunk:
 class PlannedStep:
     """A step while it is being planned; see `SchedulerOutput`."""
 
+    loaded: list[LoadedBlock] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     set_aside: list[KeyRerotation] = field(default_factory=list)
     rerotations: list[KeyRerotation] = field(default_factory=list)
@@ -155,6 +164,7 @@ class PlanWriter:
             parked=tuple(parked.values()),
             unparked=tuple(unparked.values()),
             forgotten=tuple(forgotten),
+            loaded=tuple(step.loaded),
             copies=tuple(step.copies),
             set_aside=tuple(step.set_aside),
             rerotations=tuple(step.rerotations),

@@ -68,6 +68,8 @@ class ResultIntake:
 
     def end(self, seq: Sequence) -> None:
         """Forget a sample and free what it holds; the last one ends its request."""
+        if seq.fetch is not None:
+            seq.fetch.leave()
         self._places.leave(seq)
         self._requests.forget(seq)
 

@@ -7,10 +7,22 @@ gives them back and looks again.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.reuse import ReuseLimits, hold_passages, take_up
+from windlass.engine.cache.reuse import FEWEST_TOKENS, ReuseLimits, hold_passages, take_up
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class PassageSearch:
+    """Passages of at least `at_least` tokens between two tokens of a prompt, in one of `spans` each if there are any."""
+
+    start: int
+    end: int
+    at_least: int
+    spans: tuple[tuple[int, int], ...]
 
 
 class PassageReuser:
@@ -24,15 +36,26 @@ class PassageReuser:
         Nothing is taken where prompt log-probabilities are asked for, where keys will be re-rotated, and where tokens see a
         window of their own.
         """
+        limits, rule = self._limits_of(seq), seq.request.reuse
+        if limits is not None and rule is not None:
+            hold_passages(self._blocks, seq.cache, seq.token_ids, rule, limits)
+
+    def search_of(self, seq: Sequence) -> PassageSearch | None:
+        """What `look` will search for, beyond the prefix."""
+        limits, rule = self._limits_of(seq), seq.request.reuse
+        if limits is None or rule is None or not rule.takes_any:
+            return None
+        return PassageSearch(limits.start, limits.end, max(rule.at_least, FEWEST_TOKENS), rule.passages)
+
+    def _limits_of(self, seq: Sequence) -> ReuseLimits | None:
         rule, held = seq.request.reuse, seq.held
         if rule is None or seq.needs_every_row or seq.prompt_logprobs is not None or held.seen is not None:
-            return
+            return None
         if seq.rotation.policy == "rotate" and seq.stage.last_length is not None:
-            return
+            return None
         longest = min(seq.num_prompt_tokens + seq.request.sampling.max_tokens, held.longest)
         kept = held.kept_blocks * held.block_size  # that these are tokens and nothing else is what `shift` goes by
-        limits = ReuseLimits(kept, seq.num_prompt_tokens - 1, longest, held.window)
-        hold_passages(self._blocks, seq.cache, seq.token_ids, rule, limits)
+        return ReuseLimits(kept, seq.num_prompt_tokens - 1, longest, held.window)
 
     def take_up(self, seq: Sequence) -> None:
         """Take up what begins with the next token, if anything does."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 import random
 import time
 from collections import abc
+from typing import TYPE_CHECKING
 
 from windlass.engine.api.config import SchedulerConfig
 from windlass.engine.api.request import EngineRequest, EngineStats, RequestOutput
@@ -40,6 +41,7 @@ from windlass.engine.scheduling.places import Places
 from windlass.engine.scheduling.plan import SchedulerOutput, Snapshot, StepResult
 from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, PlanWriter
 from windlass.engine.scheduling.requests import LiveRequests
+from windlass.engine.scheduling.restoring import Restoring
 from windlass.engine.scheduling.results import ResultIntake
 from windlass.engine.scheduling.reuse import PassageReuser
 from windlass.engine.scheduling.sequence import Sequence, rank_of
@@ -49,6 +51,13 @@ from windlass.engine.scheduling.stages import StageChanges
 from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens, deal_whole_prompts
 from windlass.engine.scheduling.turns import CallerTurns
 
+if TYPE_CHECKING:
+    from windlass.engine.cache.persist.store import BlockStore
+
+
+def _by_id(adapter_id: int) -> bytes:
+    return adapter_id.to_bytes(8, "little", signed=True)
+
 
 class Scheduler:
     """Plans steps for requests; `schedule` and `update` alternate, and `add`, `abort`, `expire` may come in between.
@@ -56,6 +65,7 @@ class Scheduler:
     limits: what a sequence may hold, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
     whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too.
+    adapter_key: what tells an adapter from others, by its id. store: files that blocks outlive the engine in.
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
 
@@ -71,6 +81,8 @@ class Scheduler:
         clock: abc.Callable[[], float] = time.monotonic,
         fresh_seed: abc.Callable[[], int] | None = None,
         whole_prompts: bool = False,
+        adapter_key: abc.Callable[[int], bytes] = _by_id,
+        store: BlockStore | None = None,
     ) -> None:
         self.config = config
         self._whole_prompts = whole_prompts
@@ -81,7 +93,11 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._reuse = PassageReuser(blocks, self.counters)
         self._admission = Admission(config, limits, blocks, self._reuse)
-        self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits)
+        self._restoring: Restoring | None = None
+        if store is not None:
+            blocks.keeper = store
+            self._restoring = self._admission.restoring = Restoring(blocks, store, self._reuse, clock)
+        self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits, adapter_key)
         self._writer = PlanWriter()
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
         self._turns = CallerTurns()
@@ -167,6 +183,16 @@ class Scheduler:
             outputs.append(RequestOutput(request_id, finish_reason="timeout", cached_tokens=cached, error=error))
         return outputs
 
+    def wait_for_files(self, seconds: float) -> None:
+        """Where all that could be done waits for files to be read: until something has been, or so many seconds."""
+        if self._restoring is not None and self._waits_for_files:
+            self._restoring.wait(seconds)
+
+    @property
+    def _waits_for_files(self) -> bool:
+        """Whether nothing runs, and a sequence is held back until files are read."""
+        return self._restoring is not None and bool(self._restoring.fetches) and not self._places.running
+
     def has_work(self) -> bool:
         """Whether any request is waiting, running or between `schedule` and `update`."""
         return len(self._requests) > 0
@@ -193,9 +219,11 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Plan one step. It computes nothing only if there is no work."""
         step = PlannedStep()
+        if self._restoring is not None:
+            step.loaded = self._restoring.bring_in(streams=self.num_running > 0)
         for _ in range(self.config.max_num_seqs + 1):
             self._plan_chunks(step)
-            if step.chunks or step.rerotations or not self.has_work():
+            if step.chunks or step.rerotations or not self.has_work() or self._waits_for_files:
                 break
             # Those chosen have given up their places to better-ranked ones that were not: choose among the rest.
         self._speculation.extend(step)

@@ -13,6 +13,7 @@ from enum import Enum, auto
 from windlass.engine.api.request import EngineRequest, FinishReason, TokenLogprobs
 from windlass.engine.cache.changes import KeyRerotation
 from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.persist.fetch import Fetch
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.drafting import Drafting
 from windlass.engine.scheduling.shifting import HeldContext
@@ -41,6 +42,7 @@ class Sequence:
     recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
     waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
+    has_looked, fetch: whether files were asked for what the cache lacks since it began to wait, and what it waits for of that.
     cached_tokens: prompt tokens taken from the cache at the first admission, None before it.
     children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
     ended_samples: samples of the request that were ended before they stood on their own; sample 0 keeps them for all.
@@ -72,6 +74,8 @@ class Sequence:
     full_hit_end: int = 0
     cached_tokens: int | None = None
     waits_for: tuple[Sequence, int] | None = None
+    has_looked: bool = False
+    fetch: Fetch | None = None
     children: list[Sequence] | None = None
     ended_samples: set[int] = field(default_factory=set)
     prompt_logprobs: list[TokenLogprobs | None] | None = None

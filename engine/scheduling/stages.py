@@ -7,6 +7,7 @@ blocks comes to the same keys again by computing from its first token, re-rotati
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import replace
 
 from windlass.engine.api.request import EngineRequest
@@ -23,7 +24,7 @@ from windlass.engine.scheduling.shifting import ContextLimits
 
 
 class StageChanges:
-    """namespace: digest of everything but the request that keys depend on."""
+    """namespace: digest of everything but the request that keys depend on. adapter_key: what tells an adapter from others."""
 
     def __init__(
         self,
@@ -32,7 +33,9 @@ class StageChanges:
         counters: SchedulerCounters,
         namespace: bytes,
         limits: ContextLimits,
+        adapter_key: abc.Callable[[int], bytes],
     ) -> None:
+        self._adapter_key = adapter_key
         self._limits = limits
         self._blocks = blocks
         self._rotary = rotary
@@ -48,11 +51,12 @@ class StageChanges:
         fingerprints = [spec.fingerprint for spec in stage.specs]
         rule = request.context
         seen = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
-        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, seen, request.adapter)
+        adapter = None if request.adapter is None else self._adapter_key(request.adapter)
+        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, seen, adapter)
         reuse, scope = request.reuse, None
         if reuse is not None and self._blocks.enable_prefix_caching and not stage.single_length:
             # A request finds what others have computed under the same rotation and rule, and in the same scope.
-            scope = b"passages" + root_digest(self._namespace, fingerprints, 0, reuse.scope, seen, request.adapter)
+            scope = b"passages" + root_digest(self._namespace, fingerprints, 0, reuse.scope, seen, adapter)
         return HashChain(root, self._blocks.block_size, scope)
 
     def capacity(self, seq: Sequence, wanted: int) -> int:
@@ -101,6 +105,7 @@ class StageChanges:
     def rewind(self, seq: Sequence) -> None:
         """A preempted sequence has lost its keys, re-rotated ones too, and those behind dropped tokens: it begins again."""
         seq.recompute_reason = "preemption"
+        seq.has_looked = False
         if seq.cache.num_rerotations:
             self._start_over(seq, seq.rotation.stage(seq.num_prompt_tokens))
         elif not seq.cache.layout.is_plain:

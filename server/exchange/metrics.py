@@ -60,6 +60,24 @@ _COUNTERS = {
     "reused_passages": ("reused_passages", "Cached passages taken up at another place of a prompt."),
     "reused_tokens": ("reused_tokens", "Tokens of them that were not computed again."),
 }
+# Of cached blocks in files: fields of `PersistStats`.
+_PERSIST_GAUGES = {
+    "kv_persist_waiting_blocks": ("waiting_blocks", "KV blocks that wait to be written to files."),
+    "kv_persist_known_blocks": ("known_blocks", "KV blocks in files that this engine may use."),
+    "kv_persist_disk_bytes": ("disk_bytes", "Bytes of all files in the folder of KV blocks."),
+}
+_PERSIST_COUNTERS = {
+    "kv_persist_written_blocks": ("written_blocks", "KV blocks written to files."),
+    "kv_persist_written_bytes": ("written_bytes", "Bytes of them."),
+    "kv_persist_read_blocks": ("read_blocks", "KV blocks read from files."),
+    "kv_persist_read_bytes": ("read_bytes", "Bytes of them."),
+    "kv_persist_restored_tokens": ("restored_tokens", "Prompt tokens whose KV blocks came back from files."),
+    "kv_persist_damaged_blocks": ("damaged_blocks", "Files of KV blocks that their checksum betrayed."),
+    "kv_persist_foreign_blocks": ("foreign_blocks", "Files that held another KV block than their name says."),
+    "kv_persist_lost_blocks": ("lost_blocks", "KV blocks evicted before they were written."),
+    "kv_persist_evicted_blocks": ("evicted_blocks", "Files of KV blocks removed to hold the cap."),
+    "kv_persist_failures": ("failures", "Failures to read or to write files of KV blocks."),
+}
 
 MOST_ADAPTER_NAMES = 64  # as labels, in the life of a server
 _RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_update")
@@ -87,6 +105,10 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
         for name, (attribute, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
+        for name, (attribute, text) in _PERSIST_GAUGES.items():
+            yield GaugeMetricFamily(f"windlass_{name}", text, value=getattr(self.stats.persist, attribute))
+        for name, (attribute, text) in _PERSIST_COUNTERS.items():
+            yield CounterMetricFamily(f"windlass_{name}", text, value=getattr(self.stats.persist, attribute))
         recomputed = CounterMetricFamily(
             "windlass_recomputed_tokens", "Positions passed through the model again, by reason.", labels=["reason"]
         )

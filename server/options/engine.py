@@ -98,6 +98,17 @@ class EngineOptions:
         bool,
         option("--prefix-caching/--no-prefix-caching", panel=CONTEXT, help="Reuse the cache of equal prompt starts."),
     ] = True
+    kv_persist: Annotated[
+        str | None,
+        option("--kv-persist", panel=CONTEXT, metavar="DIR", help="Keep full blocks of cached keys and values in this folder, "
+               "so that equal prompt starts are not computed again after a restart, nor by other servers of this model on "
+               "the machine. Whoever reads it can recover parts of prompts. Default: nowhere."),
+    ] = None  # fmt: skip
+    kv_persist_size: Annotated[
+        str | None,
+        option("--kv-persist-size", panel=CONTEXT, metavar="SIZE", help="What all files in it may take together; the longest "
+               "unused go first. Default: 4GiB."),
+    ] = None  # fmt: skip
     rope_scaling: Annotated[
         str | None,
         option("--rope-scaling", panel=ROTARY, metavar="JSON",
@@ -227,6 +238,20 @@ class EngineOptions:
         """Those of --lora; raises LoadError that names the one at fault."""
         return parse_adapters(self.lora)
 
+    def _kv_persist(self) -> str | None:
+        if self.kv_persist is None:
+            return None
+        if not self.kv_persist:
+            raise LoadError("--kv-persist is empty: give a folder")
+        try:
+            folder = Path(self.kv_persist).expanduser().absolute()
+            is_other = folder.exists() and not folder.is_dir()
+        except (OSError, RuntimeError) as error:
+            raise LoadError(f"--kv-persist {self.kv_persist}: {error}: give a folder") from None
+        if is_other:
+            raise LoadError(f"--kv-persist {self.kv_persist} is a file: give a folder")
+        return str(folder)
+
     def _weight_cache(self) -> str | None:
         if self.weight_cache is None or self.weight_cache == "beside":
             return self.weight_cache
@@ -258,6 +283,10 @@ class EngineOptions:
             "kv_cache_memory": None
             if self.kv_cache_memory is None
             else read_size("--kv-cache-memory", self.kv_cache_memory),
+            "kv_persist": self._kv_persist(),
+            "kv_persist_size": None
+            if self.kv_persist_size is None
+            else read_size("--kv-persist-size", self.kv_persist_size),
             "rope_scaling": self.parse_rope_scaling(),
             "lora": self.adapters(),
             "rope_update": self.parse_rope_update(),

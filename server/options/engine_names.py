@@ -16,6 +16,8 @@ from windlass.engine.api.config import EngineConfig
 _RENAMED = {
     "cache.dtype": "kv_cache_dtype",
     "cache.memory": "kv_cache_memory",
+    "cache.persist": "kv_persist",
+    "cache.persist_size": "kv_persist_size",
     "adapters.sources": "lora",
     "adapters.max_loaded": "max_loras",
     "adapters.max_rank": "max_lora_rank",

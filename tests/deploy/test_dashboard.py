@@ -85,6 +85,7 @@ def test_the_rows_are_those_an_operator_looks_for():
         "Adapters",
         "HTTP side",
         "Scalings, blocks, record",
+        "Blocks kept in files",
     ]
 
 

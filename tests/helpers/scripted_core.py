@@ -90,6 +90,9 @@ class ScriptedCore:
     def prepare_ahead(self) -> None:
         self.prepared_ahead += 1
 
+    def close(self) -> None:
+        pass
+
     def abort(self, request_id: str) -> None:
         if self._running.pop(request_id, None):
             self._aborts += 1

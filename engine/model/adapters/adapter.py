@@ -89,6 +89,10 @@ class LoadedAdapters:
     def infos(self) -> tuple[AdapterInfo, ...]:
         return tuple(self._infos.values())
 
+    def digest_of(self, adapter_id: int) -> str:
+        """Of all that it adds to the model."""
+        return self._infos[adapter_id].digest
+
     def add(self, adapter: Adapter) -> None:
         """Let requests use it, between two steps. Raises RequestError where there are too many."""
         self.check_room()

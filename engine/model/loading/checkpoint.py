@@ -78,6 +78,12 @@ def matrix_types(headers: dict[str, TensorHeader]) -> set[str]:
     return {tensor.dtype for tensor in headers.values() if len(tensor.shape) > 1}
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files whose bytes are the weights, or say which of them are which tensor. Raises LoadError."""
+    index = directory / GGUF_INDEX
+    return checkpoint_files(directory) + ([index] if index.is_file() else [])
+
+
 def weights_digest(directory: Path) -> bytes:
     """A digest that tells checkpoints apart without reading gigabytes: names, sizes and times of the weight files."""
     digest = hashlib.sha256()

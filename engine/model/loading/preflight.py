@@ -14,6 +14,7 @@ from typing import Any
 from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
 from windlass.engine.cache.budget import bytes_per_token, plan_cache
 from windlass.engine.cache.memory import available_memory, default_kv_budget, gib
+from windlass.engine.cache.persist.folder import check_folder, check_keeping
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
 from windlass.engine.model.families.reading import read_spec
@@ -83,9 +84,14 @@ def check_start(config: EngineConfig) -> ModelDescription:
     """The model that is to be started. Raises LoadError, one line that says what to do, for a start that cannot succeed, as
     far as that can be told without torch."""
     device = expect_device(config.compute.device)
+    check_folder(config)
     if device == "cpu":
         # Without compiled kernels weights are wider; the loader, which knows, counts again.
-        return prepare_model(config, device, reads_narrow=True, free=available_memory()).model
+        prepared = prepare_model(config, device, reads_narrow=True, free=available_memory())
+        spec = prepared.model.spec
+        token_bytes = sum(bytes_per_token(group, prepared.cache_dtype) for group in spec.kv_groups)
+        check_keeping(config, device, token_bytes, sees_whole_texts=spec.sees_whole_texts)
+        return prepared.model
     if device is not None:
         check_quantization(config, device)
     model, draft = describe_model(config), draft_config(config)

@@ -188,14 +188,19 @@ OPTIONS = {
         ("4000000 tokens does not fit", "15.3 GiB", "there are 1.0 GiB", "262144 tokens", "lower --max-model-len"),
     ),
     "device": (("--device", "gpu"), ("--device gpu is not known", "cuda:1")),
+    "kept blocks": (("--kv-persist", "/proc/windlass"), ("--kv-persist /proc/windlass cannot be written to",)),
+    "few kept blocks": (
+        ("--kv-persist", "{folder}", "--kv-persist-size", "1MiB"),
+        ("--kv-persist-size is 1.0 MiB", "64 blocks of this model take", "raise it"),
+    ),
     "quantization": (("--device", "cuda", "--quantization", "int8"), ("--device cpu",)),
 }
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options_that_do_not_fit_the_machine(case: str) -> None:
+def test_options_that_do_not_fit_the_machine(case: str, tmp_path: Path) -> None:
     options, parts = OPTIONS[case]
-    said = refusal(DEMO, *options)
+    said = refusal(DEMO, *(option.format(folder=tmp_path) for option in options))
     assert all(part in said for part in parts), said
 
 

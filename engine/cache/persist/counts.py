@@ -1,0 +1,53 @@
+"""What is counted of kept blocks, and what is said where something goes wrong: once, until it goes well again."""
+
+from __future__ import annotations
+
+import logging
+
+from windlass.engine.api.request import PersistStats
+
+_logger = logging.getLogger("windlass.engine")
+
+
+class PersistCounts:
+    """Each number has one thread that raises it. The meaning of each is that of the field in `PersistStats`."""
+
+    def __init__(self) -> None:
+        self.written = self.written_bytes = 0
+        self.read = self.read_bytes = 0
+        self.damaged = self.foreign = self.failed = self.evicted = 0
+        self.disk_bytes = 0
+        self._said: set[str] = set()
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Count a failure, and say it unless it was said since it last went well."""
+        self.failed += 1
+        if what not in self._said:
+            self._said.add(what)
+            reason = (
+                error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            )
+            _logger.warning("%s (%s): the engine goes on without", what, reason)
+
+    def succeed(self, what: str) -> None:
+        """It went well."""
+        if what in self._said:
+            self._said.discard(what)
+            _logger.warning("%s: this is over", what)
+
+    def stats(self, *, lost: int, waiting: int, known: int, tokens: int) -> PersistStats:
+        return PersistStats(
+            written_blocks=self.written,
+            written_bytes=self.written_bytes,
+            read_blocks=self.read,
+            read_bytes=self.read_bytes,
+            restored_tokens=tokens,
+            damaged_blocks=self.damaged,
+            foreign_blocks=self.foreign,
+            lost_blocks=lost,
+            evicted_blocks=self.evicted,
+            failures=self.failed,
+            waiting_blocks=waiting,
+            known_blocks=known,
+            disk_bytes=self.disk_bytes,
+        )

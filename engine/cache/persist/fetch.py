@@ -1,0 +1,81 @@
+"""Blocks that somebody waits for, between the engine's thread and the one that reads. Knows neither files nor tensors."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlock:
+    """index: blocks before it in its text; None for one of a passage, which is of use without those."""
+
+    key: BlockKey
+    index: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedBlock:
+    key: BlockKey
+    ticket: int
+    num_bytes: int
+    passage: PassageRecord | None
+
+
+class FetchReader(Protocol):
+    """Whoever reads for a `Fetch`."""
+
+    def give_back(self, num_bytes: int) -> None:
+        """So much of what was read has been taken."""
+        ...
+
+    def cancel(self, fetch: Fetch) -> None:
+        """Nobody waits for it any more."""
+        ...
+
+
+class Fetch:
+    """Blocks that somebody waits for. The engine's thread takes what has arrived, and may cancel the rest at any time.
+
+    keys: of all blocks. num_read: blocks so far. is_done: no more will arrive. num_waiting: how many wait for it.
+    """
+
+    def __init__(self, wanted: Sequence[WantedBlock], reader: FetchReader) -> None:
+        self.wanted, self._reader = wanted, reader
+        self.keys = frozenset(block.key for block in wanted)
+        self.num_waiting = 1
+        self.arrived: deque[ArrivedBlock] = deque()
+        self.num_read = 0
+        self.is_done = self.is_cancelled = False
+        self.queued_at = time.monotonic()
+        self.begun_at: float | None = None
+        self.idle_seconds = 0.0  # in which it could not read, as the engine had not taken what was there
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing has to be waited for any more."""
+        return self.is_cancelled or (self.is_done and not self.arrived)
+
+    def busy_seconds(self, now: float) -> float:
+        """Seconds that reading has taken, or that it has waited for others to be read."""
+        return now - (self.queued_at if self.begun_at is None else self.begun_at) - self.idle_seconds
+
+    def take(self) -> ArrivedBlock:
+        """The next block that has arrived."""
+        block = self.arrived.popleft()
+        self._reader.give_back(block.num_bytes)
+        return block
+
+    def leave(self) -> None:
+        """One that waits does so no more."""
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            self.cancel()
+
+    def cancel(self) -> None:
+        self._reader.cancel(self)

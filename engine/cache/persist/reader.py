@@ -1,0 +1,133 @@
+"""Reads blocks from files for requests that wait for them: one thread, which holds no more in memory than it may.
+
+What comes first in a text is read first, so whoever stops waiting has a prefix all the same. A file that is not what it should
+be is removed and counted, and what follows it in its text is not read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+from windlass.engine.cache.persist.block_file import DamagedBlockError, ForeignBlockError
+from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.directory import BlockDirectory, minute
+from windlass.engine.cache.persist.fetch import ArrivedBlock, Fetch, WantedBlock
+from windlass.engine.cache.persist.known import KnownBlocks
+from windlass.engine.cache.persist.pages import PersistedPages
+
+_logger = logging.getLogger("windlass.engine")
+
+MOST_STAGED = 64 << 20  # bytes that are read ahead of the engine
+
+
+class BlockFileReader:
+    """directory: asked for when something is to be read."""
+
+    def __init__(
+        self,
+        directory: Callable[[], BlockDirectory | None],
+        pages: PersistedPages,
+        known: KnownBlocks,
+        counts: PersistCounts,
+    ) -> None:
+        self._directory, self._pages, self._known, self._counts = directory, pages, known, counts
+        self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._staged = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-reader", daemon=True)
+        self._thread.start()
+
+    def fetch(self, wanted: Sequence[WantedBlock]) -> Fetch:
+        """Begin to read blocks, those that come first in their text first."""
+        fetch = Fetch(wanted, self)
+        self._queue.put(fetch)
+        return fetch
+
+    def wait(self, fetches: Sequence[Fetch], seconds: float) -> bool:
+        """Until one of these has something to take, or is over; False if that takes longer."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: any(f.arrived or f.is_done or f.is_cancelled for f in fetches), seconds
+            )
+
+    def give_back(self, num_bytes: int) -> None:
+        with self._changed:
+            self._staged -= num_bytes
+            self._changed.notify_all()
+
+    def cancel(self, fetch: Fetch) -> None:
+        with self._changed:
+            fetch.is_cancelled = True
+            while fetch.arrived:
+                block = fetch.arrived.popleft()
+                self._pages.drop(block.ticket)
+                self._staged -= block.num_bytes
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (fetch := self._queue.get()) is not None and not self._closed:
+            fetch.begun_at = time.monotonic()
+            try:
+                self._read_all(fetch)
+            except Exception:  # whatever is wrong with files, requests go on without them
+                _logger.exception("cached blocks could not be read")
+            with self._changed:
+                fetch.is_done = True
+                self._changed.notify_all()
+
+    def _read_all(self, fetch: Fetch) -> None:
+        broken = False  # the text of a prefix is
+        for wanted in fetch.wanted:
+            if fetch.is_cancelled or self._closed:
+                return
+            if broken and wanted.index is not None:
+                continue
+            if not self._read(fetch, wanted):
+                broken = broken or wanted.index is not None
+
+    def _read(self, fetch: Fetch, wanted: WantedBlock) -> bool:
+        key, directory = wanted.key, self._directory()
+        if directory is None:
+            return False
+        try:
+            block = directory.read(key)
+        except (DamagedBlockError, ForeignBlockError) as fault:
+            if isinstance(fault, DamagedBlockError):
+                self._counts.damaged += 1
+            else:
+                self._counts.foreign += 1
+            directory.remove(key)
+            block = None
+        except OSError as error:
+            self._counts.fail(f"cached blocks cannot be read from {directory.folder}", error)
+            block = None
+        if block is None:
+            self._known.remove(key)
+            return False
+        if self._known.use(key, minute()):
+            directory.use(key, wanted.index or 0)
+        self._counts.read += 1
+        self._counts.read_bytes += block.num_bytes
+        with self._changed:
+            waited = time.monotonic()
+            self._changed.wait_for(lambda: self._staged < MOST_STAGED or fetch.is_cancelled or self._closed)
+            fetch.idle_seconds += time.monotonic() - waited
+            if not fetch.is_cancelled:
+                self._staged += block.num_bytes
+                ticket = self._pages.stage(block.planes)
+                fetch.arrived.append(ArrivedBlock(key, ticket, block.num_bytes, block.passage))
+                fetch.num_read += 1
+                self._changed.notify_all()
+        return True

@@ -1,0 +1,163 @@
+"""Writes blocks to files, and keeps the folder in order: one thread of low priority, which nobody ever waits for.
+
+One block at a time is in memory beside the pages. Where a block cannot be written the thread pauses, longer each time, and
+tries again: blocks wait in the pages as long as they are cached there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from windlass.engine.cache.persist.block_file import DamagedBlockError
+from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.directory import BlockDirectory, minute
+from windlass.engine.cache.persist.keys import BlockKey
+from windlass.engine.cache.persist.known import KnownBlocks
+from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.cache.persist.unwritten import UnwrittenBlock, UnwrittenBlocks
+
+_logger = logging.getLogger("windlass.engine")
+
+_NICENESS = 10
+_LOOK_SECONDS = 1.0  # between two looks at what other processes have written, at least
+_LOOK_SHARE = 100  # and so many times what a look takes
+_ROOM_SHARE = 32  # of the cap, after which the folder is measured again
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure
+_MOST_USES = 64  # texts whose use waits to be noted
+_CANNOT_WRITE = "cached blocks cannot be written to {}"
+
+
+class BlockFileWriter:
+    """open_directory: makes what `directory` is from then on; raises OSError. It may take its time, and may return None when
+    it is told to close. most_bytes: of all files together."""
+
+    def __init__(
+        self,
+        open_directory: Callable[[], BlockDirectory | None],
+        pages: PersistedPages,
+        unwritten: UnwrittenBlocks,
+        known: KnownBlocks,
+        counts: PersistCounts,
+        most_bytes: int,
+    ) -> None:
+        self.directory: BlockDirectory | None = None
+        self._open, self._pages, self._unwritten = open_directory, pages, unwritten
+        self._known, self._counts, self._most_bytes = known, counts, most_bytes
+        self._uses: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_USES)
+        self._closing: float | None = None  # when it ends at last
+        self._looked_at, self._look_seconds, self._changed_at = 0.0, 0.0, 0
+        self._unmeasured = 0  # bytes written since the folder was measured
+        self._pause, self._resumes_at = 0.0, 0.0
+        self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
+        self._thread.start()
+
+    def note_use(self, keys: Sequence[BlockKey]) -> None:
+        """The blocks of a text, in order, are used now. Of many that come at once only the last are noted."""
+        self._uses.append(keys)
+
+    def close(self, seconds: float) -> None:
+        """Write what is left, for so many seconds at most, and end."""
+        self._closing = time.monotonic() + seconds
+        self._unwritten.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while not self._is_over():
+            try:
+                if self.directory is None:
+                    self.directory = self._open()
+                    if self.directory is None:
+                        return
+                    self._measure(self.directory)
+                self._note_uses(self.directory)
+                self._look(self.directory)
+                self._write_next(self.directory)
+            except Exception as error:  # the engine goes on whatever becomes of files
+                self._fail("cached blocks cannot be kept", error)
+
+    def _is_over(self) -> bool:
+        if self._closing is None:
+            return False
+        return not len(self._unwritten) or self._pause > 0 or time.monotonic() >= self._closing
+
+    def _write_next(self, directory: BlockDirectory) -> None:
+        pause = self._resumes_at - time.monotonic()
+        if pause > 0:
+            time.sleep(min(pause, 0.1))
+            return
+        item = self._unwritten.take(0.25)
+        if item is None or not self._is_wanted(item):
+            return
+        planes = self._pages.copy_of(item.key.group, item.block)
+        if not self._unwritten.is_copied(item):
+            return
+        what = _CANNOT_WRITE.format(directory.folder)
+        try:
+            size = directory.write(item.key, item.index, item.passage, planes)
+        except OSError as error:
+            self._unwritten.put_back(item)
+            self._fail(what, error)
+            return
+        self._known.add(item.key, minute(), item.passage)
+        self._counts.written += 1
+        self._counts.written_bytes += size
+        self._counts.disk_bytes += size
+        self._unmeasured += size
+        self._pause = 0.0
+        self._counts.succeed(what)
+        if self._unmeasured * _ROOM_SHARE > self._most_bytes:
+            self._measure(directory)
+
+    def _is_wanted(self, item: UnwrittenBlock) -> bool:
+        """Whether no file holds it, or one that lacks what is known of its passage."""
+        if item.key not in self._known:
+            return True
+        scopes = () if item.passage is None else item.passage.scopes
+        return any(not self._known.is_passage_of(scope, item.key.digest) for scope in scopes)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        self._counts.fail(what, error)
+        self._pause = min(max(_FIRST_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
+        self._resumes_at = time.monotonic() + self._pause
+
+    def _measure(self, directory: BlockDirectory) -> None:
+        """Hold the cap."""
+        self._counts.disk_bytes, removed = directory.make_room()
+        self._unmeasured = 0
+        self._counts.evicted += removed
+        self._looked_at = 0.0  # look again at once
+
+    def _look(self, directory: BlockDirectory) -> None:
+        """See what has come and gone."""
+        began = time.monotonic()
+        if began - self._looked_at < max(_LOOK_SECONDS, _LOOK_SHARE * self._look_seconds):
+            return
+        changed_at = directory.changed_at()
+        if changed_at != self._changed_at or not changed_at:
+            new = self._known.compare(directory.present())
+            for key in new:
+                self._known.add(key, -1)
+            for key in new:
+                if key.group == 0 and self._closing is None:
+                    with contextlib.suppress(OSError, DamagedBlockError):  # whoever reads it will see
+                        passage = directory.passage_of(key)
+                        if passage is not None:
+                            self._known.add(key, -1, passage)
+            self._changed_at = changed_at
+        self._looked_at = time.monotonic()
+        self._look_seconds = self._looked_at - began
+
+    def _note_uses(self, directory: BlockDirectory) -> None:
+        now = minute()
+        while self._uses:
+            for index, key in enumerate(self._uses.popleft()):
+                if self._known.use(key, now):
+                    directory.use(key, index)

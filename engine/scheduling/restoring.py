@@ -1,0 +1,211 @@
+"""Brings back from files what prompts lack in the cache, before they are admitted.
+
+A waiting sequence whose turn it is looks once: if files hold more of its prefix than the cache does, or passages that it may
+take, it steps aside until they are read. Blocks come into the cache as they arrive, between two steps and few at a time where
+streams run, and nobody holds them: they are what blocks of an ended request are. Then the sequence is admitted as any other is,
+with whatever is there; so a file that is gone, damaged or slow to read costs it a moment and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.changes import LoadedBlock
+from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.persist.fetch import ArrivedBlock, Fetch, WantedBlock
+from windlass.engine.cache.persist.keys import BlockKey
+from windlass.engine.cache.prefix import first_visible_block, longest_hit
+from windlass.engine.scheduling.reuse import PassageReuser
+from windlass.engine.scheduling.sequence import Sequence
+
+if TYPE_CHECKING:
+    from windlass.engine.cache.persist.store import BlockStore
+
+_BESIDE_STREAMS, _ALONE = 8 << 20, 64 << 20  # bytes that come into the cache before one step
+_PATIENCE = 1.0  # seconds that reading may take whatever comes of it
+_SLOWEST = 1000  # tokens a second that it has to bring from then on: few engines compute a prompt more slowly
+
+
+@dataclass(frozen=True, slots=True)
+class _Present:
+    """Blocks of a KV group that the cache or a file holds, by digest."""
+
+    group: int
+    cached: abc.Mapping[bytes, int]
+    store: BlockStore
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self.cached or (isinstance(digest, bytes) and BlockKey(self.group, digest) in self.store)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """num_cached: blocks of its prefix that the cache held when it began to wait. looks_again: it waits for what another wants,
+    which may not be all that it lacks.
+    """
+
+    seq: Sequence
+    fetch: Fetch
+    num_cached: int
+    looks_again: bool
+
+
+class Restoring:
+    """clock: seconds, as `Fetch` has them."""
+
+    def __init__(
+        self, blocks: BlockManager, store: BlockStore, reuse: PassageReuser, clock: abc.Callable[[], float]
+    ) -> None:
+        self._blocks, self._store, self._reuse, self._clock = blocks, store, reuse, clock
+        self._waiting: list[_Waiting] = []
+
+    @property
+    def fetches(self) -> list[Fetch]:
+        """Those that sequences wait for."""
+        return [waiting.fetch for waiting in self._waiting]
+
+    def wait(self, seconds: float) -> bool:
+        """Until there is something to do for a sequence that waits; False if that takes longer."""
+        return self._store.wait(self.fetches, seconds)
+
+    def holds_back(self, seq: Sequence) -> bool:
+        """Whether `seq`, which is to be admitted, had better wait for what is being read."""
+        if not seq.has_looked:
+            seq.has_looked = True
+            cached, wanted = self._wanted(seq)
+            if wanted:
+                same = next((fetch for fetch in self.fetches if wanted[0].key in fetch.keys), None)
+                if same is not None:
+                    same.num_waiting += 1
+                seq.fetch = same or self._store.fetch(wanted)
+                self._waiting.append(_Waiting(seq, seq.fetch, cached, looks_again=same is not None))
+        return seq.fetch is not None
+
+    def bring_in(self, *, streams: bool) -> list[LoadedBlock]:
+        """Take blocks for what has arrived, up to a bound; what to put into them comes back, for the next plan."""
+        loaded: list[LoadedBlock] = []
+        room = _BESIDE_STREAMS if streams else _ALONE
+        for waiting in list(self._waiting):
+            fetch = waiting.fetch
+            while fetch.arrived and room > 0:
+                block = fetch.take()
+                room -= block.num_bytes
+                loaded += self._take_in(fetch, block)
+            self._give_up_if_slow(fetch)
+            if fetch.is_over:
+                self._let_go(waiting)
+        return loaded
+
+    def _wanted(self, seq: Sequence) -> tuple[int, list[WantedBlock]]:
+        """Blocks of its prefix that the cache holds, and what files hold beside."""
+        if seq.needs_every_row or seq.cache.is_parked or not self._blocks.enable_prefix_caching or seq.cache.private:
+            return 0, []
+        size = self._blocks.block_size
+        limit = min(seq.num_shareable_tokens, seq.num_tokens - 1) // size
+        parts = _parts(seq)
+        for part in parts:
+            part.chain.extend(seq.token_ids, limit * size)
+        cached, present = self._hit(parts, limit, self._cached()), self._hit(parts, limit, self._present())
+        wanted = []
+        if present > cached:
+            wanted = [block for part in parts for block in self._missing(part, present)]
+            wanted.sort(key=lambda block: block.index or 0)
+        for part in parts:
+            chain = part.chain.digests[:present]
+            for group in range(len(self._blocks.pools)) if chain else ():
+                self._store.note_use([BlockKey(group, digest) for digest in chain])
+            self._keep_longest(chain)  # what is brought in shall not evict what it follows
+        return cached, wanted + self._passages(seq, present * size)
+
+    def _hit(self, parts: abc.Sequence[CacheHandle], limit: int, there: abc.Sequence[abc.Container[bytes]]) -> int:
+        """Leading blocks of all parts, given per KV group which blocks there are."""
+        groups = [(blocks, pool.window) for blocks, pool in zip(there, self._blocks.pools, strict=True)]
+        for part in parts:
+            limit = longest_hit(part.chain.digests, limit, groups, self._blocks.block_size)
+        return limit
+
+    def _cached(self) -> list[abc.Container[bytes]]:
+        return [pool.cached for pool in self._blocks.pools]
+
+    def _present(self) -> list[abc.Container[bytes]]:
+        return [_Present(group, pool.cached, self._store) for group, pool in enumerate(self._blocks.pools)]
+
+    def _missing(self, handle: CacheHandle, num_blocks: int) -> abc.Iterator[WantedBlock]:
+        """What the cache lacks of the first `num_blocks` blocks, as far as a query behind them sees them."""
+        size = self._blocks.block_size
+        for group, pool in enumerate(self._blocks.pools):
+            first = first_visible_block(num_blocks * size, pool.window, size)
+            for index in range(first, num_blocks):
+                digest = handle.chain.digests[index]
+                if digest not in pool.cached:
+                    yield WantedBlock(BlockKey(group, digest), index)
+
+    def _passages(self, seq: Sequence, start: int) -> list[WantedBlock]:
+        """Blocks of the passages that files hold and the cache does not; the first group's last, which say what they are."""
+        found: dict[bytes, None] = {}
+        search = self._reuse.search_of(seq)
+        if search is not None and seq.cache.chain.scope is not None:
+            for passage in self._store.search(
+                seq.cache.chain.scope,
+                seq.token_ids,
+                start=max(search.start, start),
+                end=search.end,
+                at_least=search.at_least,
+                spans=search.spans,
+            ):
+                found |= dict.fromkeys(passage.digests)
+        groups = reversed(list(enumerate(self._blocks.pools)))
+        keys = [BlockKey(group, digest) for group, pool in groups for digest in found if digest not in pool.cached]
+        return [WantedBlock(key, None) for key in keys]
+
+    def _take_in(self, fetch: Fetch, block: ArrivedBlock) -> list[LoadedBlock]:
+        """Let it be a cached block that nobody holds, unless it has become one meanwhile or there is no room."""
+        (group, digest), pool = block.key, self._blocks.pools[block.key.group]
+        if digest in pool.cached or pool.num_available <= pool.num_blocks // 16:
+            self._store.drop([block.ticket])
+            if digest not in pool.cached:
+                fetch.cancel()
+            return []
+        taken = pool.take()
+        pool.register(taken, digest)
+        pool.release(taken)
+        passage = block.passage
+        if passage is not None and all(digest in other.cached for other in self._blocks.pools):
+            for scope in passage.scopes:
+                self._blocks.passages.add(scope, digest, passage.parent, passage.token_ids, passage.position)
+        return [LoadedBlock(group, taken, block.ticket)]
+
+    def _give_up_if_slow(self, fetch: Fetch) -> None:
+        seconds = fetch.busy_seconds(self._clock()) - _PATIENCE
+        if not fetch.is_done and seconds * _SLOWEST > fetch.num_read * self._blocks.block_size:
+            fetch.cancel()
+
+    def _let_go(self, waiting: _Waiting) -> None:
+        """Its sequence may be admitted, or has ended."""
+        seq, fetch = waiting.seq, waiting.fetch
+        self._waiting.remove(waiting)
+        seq.fetch = None
+        seq.has_looked = fetch.is_cancelled or not waiting.looks_again
+        parts = _parts(seq)
+        for part in parts:
+            self._keep_longest(part.chain.digests)
+        prefix = [block for block in fetch.wanted if block.index is not None]
+        last = max((block.index or 0 for block in prefix), default=-1)
+        restored = max(0, self._hit(parts, last + 1, self._cached()) - waiting.num_cached)
+        passages = [key for key, index in ((b.key, b.index) for b in fetch.wanted) if index is None and key.group == 0]
+        restored += sum(key.digest in self._blocks.pools[0].cached for key in passages)
+        self._store.restored_tokens += restored * self._blocks.block_size
+
+    def _keep_longest(self, chain: abc.Sequence[bytes]) -> None:
+        """Let the idle blocks of a text be evicted after all others, its tail first."""
+        for digest in reversed(chain):
+            for pool in self._blocks.pools:
+                pool.refresh(digest)
+
+
+def _parts(seq: Sequence) -> list[CacheHandle]:
+    """What holds its keys: its far ones too, if there are any."""
+    return [seq.cache] if seq.cache.far is None else [seq.cache, seq.cache.far]

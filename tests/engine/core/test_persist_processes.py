@@ -1,0 +1,97 @@
+"""Engines that keep blocks in processes of their own: killed at any moment, beside others, and on a disk that takes nothing."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import keeping_engine
+from helpers.keeping_engine import PROMPTS
+from helpers.persisting import files_in
+
+from windlass.engine.cache.persist.block_file import read_metadata
+
+_SCRIPT = Path(keeping_engine.__file__)
+
+
+def start(folder: Path | str, first: int = 0, *more: int) -> subprocess.Popen[str]:
+    command = [sys.executable, str(_SCRIPT), str(folder), str(first), *map(str, more)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+
+
+def finish(engine: subprocess.Popen[str]) -> tuple[dict[int, list[int]], int, dict[str, Any], str]:
+    """Answers by prompt, cached tokens in all, what was counted, and the log of an engine that ends by itself."""
+    out, log = engine.communicate(timeout=300)
+    assert engine.returncode == 0, log
+    ready, *lines, counts = out.splitlines()
+    assert ready == "ready"
+    answers = [json.loads(line) for line in lines]
+    return {n: drawn for n, drawn, _ in answers}, sum(cached for *_, cached in answers), json.loads(counts), log
+
+
+@pytest.fixture(scope="module")
+def right() -> dict[int, list[int]]:
+    """The answers of an engine that keeps nothing."""
+    answers, _, _, _ = finish(start(""))
+    assert len(answers) == PROMPTS
+    return answers
+
+
+def kill(engine: subprocess.Popen[str], seconds: float, right: dict[int, list[int]]) -> int:
+    """Let it work for so long, and kill it; returns the cached tokens of its answers, which are the right ones."""
+    with engine:
+        assert engine.stdout is not None and engine.stderr is not None
+        try:
+            assert engine.stdout.readline() == "ready\n", engine.stderr.read()  # no start fails
+            timer = threading.Timer(seconds, engine.kill)
+            timer.start()
+            lines = [line for line in engine.stdout if line.startswith("[") and line.endswith("]\n")]
+            timer.join()
+        finally:
+            engine.kill()
+    answers = [json.loads(line) for line in lines]
+    assert all(drawn == right[number] for number, drawn, _ in answers)
+    return sum(cached for *_, cached in answers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_hundred_kills(right: dict[int, list[int]], tmp_path: Path) -> None:
+    """Two engines at a time on one folder, each killed at a moment of its own."""
+    moments, restored = random.Random(9), 0
+    for _ in range(50):
+        engines = [start(tmp_path, moments.randrange(PROMPTS)) for _ in range(2)]
+        restored += sum(kill(engine, 0.4 * moments.random(), right) for engine in engines)
+    answers, cached, counts, log = finish(start(tmp_path))
+    assert answers == right and cached > PROMPTS * 16 and restored > 0
+    assert counts == {"failures": 0, "damaged": 0, "foreign": 0} and log == ""
+    for file in files_in(tmp_path):
+        (record, _), _ = read_metadata(file.read_bytes())
+        assert file.name.startswith(json.loads(record)["digest"])
+
+
+@pytest.mark.slow
+def test_two_at_once_on_one_folder(right: dict[int, list[int]], tmp_path: Path) -> None:
+    for _ in range(2):
+        engines = [start(tmp_path, first) for first in (0, PROMPTS // 2)]
+        for engine in engines:
+            answers, _, counts, log = finish(engine)
+            assert answers == right and log == ""
+            assert counts == {"failures": 0, "damaged": 0, "foreign": 0}
+
+
+@pytest.mark.slow
+def test_a_disk_that_takes_nothing(right: dict[int, list[int]], tmp_path: Path) -> None:
+    answers, cached, counts, log = finish(start(tmp_path, 0, 20_000))  # of about 66 KB a file
+    assert answers == right and 0 < cached < PROMPTS * keeping_engine.LENGTH
+    assert counts["failures"] >= 1
+    assert log.count("File too large") == 1 and "cached blocks cannot be written" in log
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -1,0 +1,52 @@
+"""An engine in a process of its own that answers prompts one after the other, for tests that kill it or give it no disk.
+
+    python keeping_engine.py FOLDER FIRST_PROMPT [LARGEST_FILE]
+
+It writes a line of JSON for every prompt: its number, the tokens drawn, and those of the prompt that came from the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+from pathlib import Path
+
+PROMPTS, LENGTH = 40, 160
+
+
+def prompt(number: int) -> list[int]:
+    """Half of it is that of the prompt before, where the number is odd."""
+    head = random.Random(number // 2).choices(range(3, 400), k=LENGTH // 2)
+    return head + random.Random(1000 + number).choices(range(3, 400), k=LENGTH // 2)
+
+
+def main(folder: str | None, first: int, largest_file: int | None = None) -> None:
+    import windlass
+    from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
+    from windlass.engine.api.request import EngineRequest, SamplingParams
+    from windlass.engine.core.engine_core import EngineCore
+
+    demo = str(Path(windlass.__file__).parent / "models" / "demo")
+    cache = CacheConfig(memory=16 << 20, persist=folder)
+    core = EngineCore(EngineConfig(model=demo, compute=ComputeConfig(device="cpu", deterministic=True), cache=cache))
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    print("ready", flush=True)
+    for number in range(first, first + PROMPTS):
+        sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=3)
+        core.add(EngineRequest(str(number), prompt(number % PROMPTS), sampling))
+        drawn, cached = [], 0
+        while core.has_work():
+            for output in core.step():
+                drawn += output.token_ids
+                cached = output.cached_tokens
+        print(json.dumps([number % PROMPTS, drawn, cached]), flush=True)
+    stats = core.stats().persist
+    core.close()
+    print(json.dumps({"failures": stats.failures, "damaged": stats.damaged_blocks, "foreign": stats.foreign_blocks}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] or None, int(sys.argv[2]), *map(int, sys.argv[3:]))

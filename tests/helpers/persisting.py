@@ -1,0 +1,36 @@
+"""Engines that keep their blocks in a folder, one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from helpers.engines import make_core
+from helpers.eventually import eventually
+
+from windlass.engine.core.engine_core import EngineCore
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Those of kept blocks."""
+    return sorted(folder.glob("*/*.safetensors"))
+
+
+@contextlib.contextmanager
+def keeping(model: Path, folder: Path, **options: Any) -> Iterator[EngineCore]:
+    """An engine that knows the files of its own kind in `folder`, and has written its blocks once it is left."""
+    core = make_core(model, **{"deterministic": True, "kv_persist": str(folder), **options})
+    try:
+        assert core._store is not None
+        eventually(lambda: core._store._writer._looked_at > 0, 30)
+        yield core
+        written(core)
+    finally:
+        core.close()
+
+
+def written(core: EngineCore) -> None:
+    """Wait until every block is in a file, or cannot be."""
+    eventually(lambda: not core.stats().persist.waiting_blocks or core.stats().persist.failures, 30)
