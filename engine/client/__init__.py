@@ -10,6 +10,12 @@ from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 
+def engines_of(client: EngineClient) -> tuple[EngineClient, ...]:
+    """Each engine behind a client, for those who show them one by one: the client itself where it is the only one."""
+    found: tuple[EngineClient, ...] = getattr(client, "engines", (client,))
+    return found
+
+
 class EngineClient(Protocol):
     """The whole interface between server and engine. Keep it this small.
 

@@ -298,7 +298,7 @@ def _draft_bytes_per_token(draft: LoadedModel | None) -> int:
 def _plan(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> CachePlan:
     """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
     device, spec = model.decoder.device, model.decoder.spec
-    budget = config.cache.memory or default_kv_budget(free_memory(device), device.type)
+    budget = config.cache.memory or default_kv_budget(free_memory(device), device.type, config.replicas)
     beside = _draft_bytes_per_token(draft)
     return plan_cache(
         config,

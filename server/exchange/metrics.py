@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from windlass.engine.api.request import EngineStats
-from windlass.engine.client import EngineClient
+from windlass.engine.client import EngineClient, engines_of
 from windlass.engine.errors import EngineError
 from windlass.server.exchange.histograms import Histogram, Observer, Several
 from windlass.server.exchange.scaling_metrics import ScalingCollector
@@ -70,29 +70,43 @@ _SERVER_FAULTS = ("deadline_exceeded", "engine_unavailable", "internal", "queue_
 
 
 class _EngineCollector(Collector):
-    """Turns the last `EngineStats` into metric families."""
+    """Turns the last `EngineStats` into metric families; of several engines each number has the label `engine`."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", value=self._engine.restarts)
-        yield GaugeMetricFamily(
-            "windlass_engine_up", "1 while the engine is ready.", value=self._engine.state == "ready"
-        )
+        engines = engines_of(self._engine)
+        names = ["engine"] if len(engines) > 1 else []
+        labels = [[str(number)] if names else [] for number in range(len(engines))]
+        restarts = CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", labels=names)
+        up = GaugeMetricFamily("windlass_engine_up", "1 while the engine is ready.", labels=names)
+        for values, engine in zip(labels, engines, strict=True):
+            restarts.add_metric(values, engine.restarts)
+            up.add_metric(values, engine.state == "ready")
+        yield from (restarts, up)
         if self.stats is None:
             return
-        for name, (attribute, text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
-        for name, (attribute, text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
+        parts = self.stats.engines or (self.stats,)
+        known = [(values, part) for values, part in zip(labels, parts, strict=True) if part is not None]
+        kinds: tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], dict[str, tuple[str, str]]], ...]
+        kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
+        for kind, families in kinds:
+            for name, (attribute, text) in families.items():
+                family = kind(f"windlass_{name}", text, labels=names)
+                for values, part in known:
+                    family.add_metric(values, getattr(part, attribute))
+                yield family
         recomputed = CounterMetricFamily(
-            "windlass_recomputed_tokens", "Positions passed through the model again, by reason.", labels=["reason"]
+            "windlass_recomputed_tokens",
+            "Positions passed through the model again, by reason.",
+            labels=[*names, "reason"],
         )
-        counts = dict.fromkeys(_RECOMPUTE_REASONS, 0) | self.stats.recomputed_tokens
-        for reason, count in sorted(counts.items()):
-            recomputed.add_metric([reason], count)
+        for values, part in known:
+            counts = dict.fromkeys(_RECOMPUTE_REASONS, 0) | part.recomputed_tokens
+            for reason, count in sorted(counts.items()):
+                recomputed.add_metric([*values, reason], count)
         yield recomputed
 
 

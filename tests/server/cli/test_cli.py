@@ -39,7 +39,7 @@ from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import to_flat
 from windlass.server.options.server import ServerOptions
-from windlass.server.startup import launch
+from windlass.server.startup import engines, launch
 
 TESTS = Path(__file__).parents[2]
 YARN = '{"rope_type": "yarn", "factor": 4}'
@@ -73,7 +73,7 @@ def model(tmp_path):
 @pytest.fixture
 def scripted(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setenv(launch.CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
+    monkeypatch.setenv(engines.CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
 
 
 def error_of(capsys, *arguments: str) -> str:
