@@ -147,7 +147,7 @@ class EngineProcess:
         for part in range(3):
             progress("reading weights", part + 1, 3)
             self.sleep(self.world.rng.uniform(0.05, 0.5))
-        if self.world.ready and self.world.happens("disk fails at a load"):
+        if len(self.world.ready) >= self.world.replicas and self.world.happens("disk fails at a load"):
             raise LoadError(f"{INJECTED}: Input/output error")
         self.core = SimulatedCore(config, self)
         return self.core

@@ -1,4 +1,4 @@
-"""ReplicatedClient over scripted engines: where requests go, what becomes of them when an engine dies, and what all are together."""
+"""ReplicatedClient over scripted engines: where requests go, what becomes of them at a death, and what all are together."""
 
 from __future__ import annotations
 
