@@ -16,6 +16,16 @@ def engines_of(client: EngineClient) -> tuple[EngineClient, ...]:
     return found
 
 
+def is_several(client: EngineClient) -> bool:
+    """Whether there are several engines behind a client, or can be."""
+    return hasattr(client, "engines")
+
+
+def name_of(engine: EngineClient, number: int) -> str:
+    """What one of several engines is called: its number among them, where it has no name of its own."""
+    return str(getattr(engine, "name", number))
+
+
 class EngineClient(Protocol):
     """The whole interface between server and engine. Keep it this small.
 

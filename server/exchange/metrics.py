@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from windlass.engine.api.request import EngineStats
-from windlass.engine.client import EngineClient, engines_of
+from windlass.engine.client import EngineClient, engines_of, is_several, name_of
 from windlass.engine.errors import EngineError
 from windlass.server.exchange.histograms import Histogram, Observer, Several
 from windlass.server.exchange.scaling_metrics import ScalingCollector
@@ -78,8 +78,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engines = engines_of(self._engine)
-        names = ["engine"] if len(engines) > 1 else []
-        labels = [[str(number)] if names else [] for number in range(len(engines))]
+        names = ["engine"] if is_several(self._engine) else []
+        labels = [[name_of(engine, number)] if names else [] for number, engine in enumerate(engines)]
         restarts = CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", labels=names)
         up = GaugeMetricFamily("windlass_engine_up", "1 while the engine is ready.", labels=names)
         for values, engine in zip(labels, engines, strict=True):
@@ -89,7 +89,7 @@ class _EngineCollector(Collector):
         if self.stats is None:
             return
         parts = self.stats.engines or (self.stats,)
-        known = [(values, part) for values, part in zip(labels, parts, strict=True) if part is not None]
+        known = [(values, part) for values, part in zip(labels, parts, strict=False) if part is not None]
         kinds: tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], dict[str, tuple[str, str]]], ...]
         kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
         for kind, families in kinds:

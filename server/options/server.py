@@ -12,17 +12,7 @@ from typing import Annotated, cast
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.key_file import read_key_file
-from windlass.server.options.panels import (
-    ACCESS,
-    ADAPTERS,
-    ANSWERS,
-    BATCHING,
-    CONTEXT,
-    MODEL,
-    NETWORK,
-    OPERATION,
-    ROTARY,
-)
+from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
 from windlass.server.options.settings import ContextOverflow, MetricsNames, RecordSettings, RopePolicy, ServerSettings
 from windlass.server.options.spelling import choose, option, read_size, split
 
@@ -83,11 +73,6 @@ class ServerOptions:
         option("--ssl-ca-certs", panel=NETWORK, metavar="FILE", help="Ask clients for a certificate that one of these has "
                "signed."),
     ] = None  # fmt: skip
-    replicas: Annotated[
-        int,
-        option("--replicas", panel=BATCHING, metavar="N", help="Engine processes behind one address, each on its share of the "
-               "cores and with a cache of its own, with one copy of the weights; requests go where their beginning is cached."),
-    ] = 1  # fmt: skip
     served_model_name: Annotated[
         list[str] | None,
         option("--served-model-name", panel=MODEL, help="The model's id in the API; repeatable or comma separated: answers "
@@ -266,8 +251,6 @@ class ServerOptions:
         choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
         choose("--metrics-names", self.metrics_names, _METRICS_NAMES)
         choose("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
-        if self.replicas < 1:
-            raise LoadError(f"--replicas must be at least 1, got {self.replicas}")
         if not 0 <= self.port <= 65535:
             raise LoadError(f"--port must lie between 0 and 65535, got {self.port}")
         if self.ssl_certfile is None:

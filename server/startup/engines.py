@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,6 +30,7 @@ class Engines:
     def __init__(self, engine: EngineOptions, log_level: str, replicas: int = 1) -> None:
         self._core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
         self._log_level = log_level
+        self.replicas = replicas
         self._placement = Placement(replicas, leave_one=engine.pin_cores) if replicas > 1 else None
         if self._placement is None:
             self._seats = [Seat(split_cores()[0] if engine.pin_cores else None)]
@@ -36,11 +38,16 @@ class Engines:
             self._seats = self._placement.seats
         self._children = [self._start(self._seats[0])]
 
-    def client(self, engine: EngineOptions, path: Path, crash_folder: Path | None = None) -> SupervisedEngine:
-        """A client for the model in `path`; its `spawn` tells the first process what to load. The processes are its own now."""
+    def client(
+        self, engine: EngineOptions, path: Path, crash_folder: Path | None = None, *, sharing: int = 1
+    ) -> SupervisedEngine:
+        """A client for the model in `path`; its `spawn` tells the first process what to load. The processes are its own now.
+
+        sharing: engines that nobody here knows of, among which this machine's memory may have to be shared out.
+        """
         config = engine.to_config(path)
         if self._placement is None:
-            return self._single(config, self._children[0], crash_folder)
+            return self._single(replace(config, replicas=sharing), self._children[0], crash_folder)
         # What the others import they import while the first one loads.
         self._children += [self._start(seat) for seat in self._seats[1:]]
         configs = self._placement.configs(config)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
+from windlass.engine.client import EngineClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
@@ -58,7 +59,12 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: str | None, engine: EngineOptions, server: ServerOptions, connections: ConnectionOptions, log_level: str
+    model: str | None,
+    engine: EngineOptions,
+    server: ServerOptions,
+    connections: ConnectionOptions,
+    log_level: str,
+    replicas: int = 1,
 ) -> int:
     """Serve until told to stop; returns the process's exit code.
 
@@ -73,7 +79,7 @@ def serve(
     template = read_template(server)
     tls = _tls(server)
     engine.to_config(Path())
-    with contextlib.closing(Engines(engine, level, server.replicas)) as engines:
+    with contextlib.closing(Engines(engine, level, replicas)) as engines:
         return _serve_with(engines, model, engine, server, connections, level, template, tls)
 
 
@@ -89,8 +95,8 @@ def _serve_with(
 ) -> int:
     bounds = connections.to_settings().within(raise_limit())
     shown = not_default(engine, server)  # with the draft model as it was named
-    path, engine, settings = prepare(model, engine, server)
-    client = engines.client(engine, path, _crash_folder(server))
+    path, engine, settings = prepare(model, engine, server, engines.replicas)
+    client = engines.client(engine, path, crash_folder(server))
     if engine.pin_cores:
         pin(split_cores()[1])
     with _listener(server) as listener, exit_on_signal():
@@ -111,13 +117,13 @@ def _serve_with(
 
 
 def prepare(
-    model: str | None, engine: EngineOptions, server: ServerOptions
+    model: str | None, engine: EngineOptions, server: ServerOptions, replicas: int = 1
 ) -> tuple[Path, EngineOptions, ServerSettings]:
     """The model's directory, and options and settings for it; raises LoadError for what cannot be served."""
     name, path = choose_model(model)
     engine = with_draft_model(engine)
     settings = server.to_settings(name, engine)
-    check_model(engine, path, server)
+    check_model(engine, path, server, replicas)
     path = with_tokenizer(path)
     if server.generation_config == "auto":
         settings = replace(settings, sampling=read_defaults(path))
@@ -139,14 +145,13 @@ def read_template(server: ServerOptions) -> str | None:
     return source
 
 
-def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None = None) -> None:
+def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None = None, replicas: int = 1) -> None:
     """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line.
 
     server: None where no requests come from outside.
     """
     if CORE_VARIABLE not in os.environ:  # such a core loads no model
-        config = engine.to_config(path)
-        model = check_start(config if server is None else replace(config, replicas=server.replicas))
+        model = check_start(replace(engine.to_config(path), replicas=replicas))
         check_profiles(engine.profiles(), model.own_groups)
         if server is not None:
             _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
@@ -178,7 +183,8 @@ def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
             raise LoadError(f"{option}: {refusal}: leave it out")
 
 
-def _crash_folder(server: ServerOptions) -> Path | None:
+def crash_folder(server: ServerOptions) -> Path | None:
+    """Where reports of engines that died go, None for nowhere."""
     if server.crash_dir == "none":
         return None
     return cache_folder() / "crashes" if server.crash_dir is None else Path(server.crash_dir).absolute()
@@ -233,7 +239,7 @@ def exit_on_signal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def make_app(client: SupervisedEngine, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
+def make_app(client: EngineClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
     """The app of a model's directory. template: in place of the model's own."""
     # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
     from windlass.server.app.app import create_app

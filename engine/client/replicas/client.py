@@ -80,6 +80,11 @@ class ReplicatedClient:
         return sum(replica.client.restarts for replica in self._replicas)
 
     @property
+    def adapter_ids(self) -> frozenset[int]:
+        """Of the adapters that requests may name."""
+        return frozenset(self._adapters)
+
+    @property
     def failure(self) -> str:
         """Why `state` is "failed", one line; empty otherwise."""
         if self._failure or self.state != "failed":

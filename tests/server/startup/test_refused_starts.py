@@ -272,7 +272,7 @@ def test_weights_that_are_not_numbers_end_the_start(model: Path) -> None:
 
 
 def test_replicas_that_there_is_no_room_for() -> None:
-    assert refusal("demo", "--replicas", "0") == "--replicas must be at least 1, got 0"
+    assert refusal("demo", "--replicas", "0") == "--replicas must lie between 1 and 1024, got 0"
     cores = len(os.sched_getaffinity(0))
     said = refusal("demo", "--replicas", cores + 1)
     assert said == f"--replicas is {cores + 1}, there are {cores} cores for them: use {cores} or fewer"
