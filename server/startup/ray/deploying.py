@@ -31,7 +31,7 @@ from windlass.server.startup.ray.routing import PrefixRequestRouter
 
 REACH_SECONDS = 5.0
 INGRESS_CPUS = 0.5
-_ERROR = re.compile(r"(?:LoadError|RequestError|RuntimeError): (.+)")
+_ERROR = re.compile(r"(?:LoadError|RequestError|RuntimeError|RayServeException): (.+)")
 _NEEDLESS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
 
 
@@ -61,9 +61,10 @@ def deploy(
         try:
             serve.run(application, name=cluster.name, route_prefix=server.root_path or "/")
         except (RuntimeError, RayError, RayServeException) as error:
+            reason = _reason(cluster.name, error)
             if not running:
                 serve.delete(cluster.name)
-            raise LoadError(_reason(cluster.name, error)) from None
+            raise LoadError(reason) from None
     several = f"{least} to {most} replicas" if most > least else f"{least} replica{'s' if least > 1 else ''}"
     say(
         f"{settings.served_model_name} is served by {several} at http://{server.host}:{server.port}{server.root_path}/v1"
@@ -174,7 +175,9 @@ def _check_version(name: str) -> None:
 
 def _reason(name: str, error: Exception) -> str:
     """One line of what Ray says of a deployment that failed: what the replica itself said, where it said something."""
-    said = _ERROR.findall(str(error))
+    application = serve.status().applications.get(name)
+    messages = [] if application is None else [one.message for one in application.deployments.values()]
+    said = _ERROR.findall("\n".join((str(error), *messages)))
     return said[-1].strip() if said else f"the deployment {name} failed: {_first_line(error)}"
 
 

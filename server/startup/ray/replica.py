@@ -20,6 +20,8 @@ from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
 from windlass.server.startup.ray.call import Call, Ended, Item, ReplicaReport, Start, mixed
 
+GATHER_SECONDS = 0.01  # in which outputs of one stream come together, as each item costs half a millisecond on its way
+
 
 class EngineReplica:
     """start: see there. Its methods are called by Ray Serve, in the event loop of the replica's actor."""
@@ -102,13 +104,17 @@ async def in_batches(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenera
             news.set()
 
     pumping = asyncio.ensure_future(pump())
+    pause = 0.0
     try:
         while waiting or not pumping.done():
             if not waiting:
                 await news.wait()
+            if not pumping.done():
+                await asyncio.sleep(pause)
             news.clear()
             outputs, waiting[:] = waiting[:], []
             if outputs:
+                pause = GATHER_SECONDS  # the first goes at once
                 yield outputs
         await pumping  # its error
     finally:

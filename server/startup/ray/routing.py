@@ -38,12 +38,14 @@ class PrefixRequestRouter(RequestRouter):
         if call is None or not ranked:
             return [[by_id[replica_id]] for replica_id in ranked]
         open_to_it = {one: requests for one, requests in load.items() if one.unique_id not in call.avoid} or load
-        chosen = self._router(call).choose(call.digests, open_to_it)
+        router = self._router(call)
+        chosen = router.choose(call.digests, open_to_it)
+        router.sent(chosen, call.digests)  # now, so that whoever comes meanwhile finds it there
         others = [one for one in ranked if one != chosen and one in open_to_it]
         return [[by_id[replica_id]] for replica_id in (chosen, *others)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """A replica has taken it."""
+        """A replica has taken it, which may be another than was chosen first."""
         if (call := _call_of(pending_request)) is not None:
             self._router(call).sent(replica_id, call.digests)
 
