@@ -140,16 +140,34 @@ def test_a_killed_replica_under_load(deployed: RayCluster) -> None:
     deployed.wait_replicas(2, 60)
 
 
+async def keep_asking(client: httpx.AsyncClient, number: int, until: asyncio.Event) -> list[dict[str, Any]]:
+    found = []
+    while not until.is_set():
+        found.append(await stream(client, body([10 + number, 11, 12], max_tokens=200, ignore_eos=True)))
+    return found
+
+
+def test_an_update_loses_nothing(deployed: RayCluster) -> None:
+    before = set(deployed.replicas())
+
+    async def update() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=deployed.url, timeout=120) as client:
+            enough = asyncio.Event()
+            asking = [asyncio.create_task(keep_asking(client, n, enough)) for n in range(3)]
+            await asyncio.to_thread(deployed.deploy, "--replicas", "2", "--max-num-seqs", "3", *SMALL)
+            enough.set()
+            return [result for results in await asyncio.gather(*asking) for result in results]
+
+    results = asyncio.run(update())
+    assert not before & set(deployed.replicas())
+    assert len(results) > 6
+    assert all(one["done"] and one["error"] is None and one["finish"] == "length" for one in results)
+
+
 def test_scaling_up_and_down_loses_nothing(cluster: RayCluster, deployed: RayCluster) -> None:
     scaling = ("--target-requests", "2", "--scale-up-seconds", "1", "--scale-down-seconds", "4")
     cluster.deploy("--replicas", "1..2", *scaling, "--max-num-seqs", "4", *SMALL)
     cluster.wait_replicas(1, 90)
-
-    async def keep_asking(client: httpx.AsyncClient, number: int, until: asyncio.Event) -> list[dict[str, Any]]:
-        found = []
-        while not until.is_set():
-            found.append(await stream(client, body([10 + number, 11, 12], max_tokens=200, ignore_eos=True)))
-        return found
 
     async def scale() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:

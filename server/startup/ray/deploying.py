@@ -12,54 +12,39 @@ from collections.abc import Iterator
 import ray
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve.config import AutoscalingConfig, HTTPOptions, RequestRouterConfig
+from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 
 from windlass._version import __version__
 from windlass.clients.terminal.lines import say
-from windlass.engine.client.replicas.prefix import FEWEST_TOKENS
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.replicas import ClusterOptions
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.launch import prepare, read_template
-from windlass.server.startup.ray.call import Start, mixed
-from windlass.server.startup.ray.ingress import Ingress
-from windlass.server.startup.ray.replica import EngineReplica
-from windlass.server.startup.ray.routing import PrefixRequestRouter
+from windlass.server.startup.ray.application import INGRESS_CPUS, application, of_a_replica
+from windlass.server.startup.ray.call import mixed
 
 REACH_SECONDS = 5.0
-INGRESS_CPUS = 0.5
 _ERROR = re.compile(r"(?:LoadError|RequestError|RuntimeError|RayServeException): (.+)")
-_NEEDLESS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
 
 
 def deploy(
     model: str | None, engine: EngineOptions, server: ServerOptions, cluster: ClusterOptions, log_level: str
 ) -> None:
     """Deploy, or update what has this name, and return when it serves. Raises LoadError, one line."""
-    level = check_log_level(log_level)
-    cluster.check()
+    made = application(model, engine, server, cluster, check_log_level(log_level))
     least, most = cluster.count()
-    for name in _NEEDLESS:
-        if getattr(server, name) != getattr(ServerOptions(), name):
-            raise LoadError(
-                f"--{name.replace('_', '-')} is of a server by itself: Ray's proxies listen here, so leave it out"
-            )
     read_template(server)
-    sharing = most if engine.kv_cache_memory is None else 1
-    start = Start(model, engine, server, level, sharing)
     _, engine, settings = prepare(model, engine, server)
     with connected(cluster.address):
-        cpus, gpus = engine.threads or 1, 1 if engine.device.startswith("cuda") else 0
-        _check_room(least, cpus, gpus)
+        _check_room(least, *of_a_replica(engine))
         _check_version(cluster.name)
         serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=server.host, port=server.port))
         running = cluster.name in serve.status().applications
-        application = _application(start, engine, cluster, cpus, gpus, settings.grace_seconds)
         try:
-            serve.run(application, name=cluster.name, route_prefix=server.root_path or "/")
+            serve.run(made, name=cluster.name, route_prefix=server.root_path or "/")
         except (RuntimeError, RayError, RayServeException) as error:
             reason = _reason(cluster.name, error)
             if not running:
@@ -109,44 +94,6 @@ def connected(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _application(
-    start: Start, engine: EngineOptions, cluster: ClusterOptions, cpus: int, gpus: int, grace: float
-) -> serve.Application:
-    least, most = cluster.count()
-    scaling: dict[str, object] = {"num_replicas": least}
-    if most > least:
-        scaling = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=least,
-                max_replicas=most,
-                target_ongoing_requests=cluster.target_requests,
-                upscale_delay_s=cluster.scale_up_seconds,
-                downscale_delay_s=cluster.scale_down_seconds,
-            )
-        }
-    block_tokens = -(-FEWEST_TOKENS // engine.block_size) * engine.block_size
-    engines = serve.deployment(EngineReplica).options(
-        name="Engine",
-        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
-        max_ongoing_requests=engine.max_num_seqs + engine.max_waiting,
-        graceful_shutdown_timeout_s=max(grace, 1.0),
-        graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=2.0,
-        health_check_timeout_s=10.0,
-        request_router_config=RequestRouterConfig(
-            request_router_class=PrefixRequestRouter, request_router_kwargs={"block_tokens": block_tokens}
-        ),
-        **scaling,
-    )
-    ingress = serve.deployment(Ingress).options(
-        name="Ingress",
-        ray_actor_options={"num_cpus": INGRESS_CPUS},
-        max_ongoing_requests=100_000,  # the app has bounds of its own
-        graceful_shutdown_timeout_s=max(grace, 1.0),
-    )
-    return ingress.bind(start, engines.bind(start))
 
 
 def _check_room(least: int, cpus: int, gpus: int) -> None:
