@@ -14,8 +14,8 @@ from windlass.server.options.replicas import ClusterOptions, ReplicaOptions
 def test_without_ray_the_command_says_how_to_have_it() -> None:
     code = (
         "import sys; sys.modules['ray'] = None; sys.modules['ray.serve'] = None\n"
-        "from windlass.server.cli.main import main\n"
-        "sys.exit(main(['ray', 'deploy', 'demo']))"
+        "from windlass.server.cli.main import run\n"
+        "sys.exit(run(['ray', 'deploy', 'demo']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done
