@@ -42,14 +42,18 @@ def request(name: str, token_ids: list[int], tokens: int = 1) -> EngineRequest:
     return EngineRequest(name, token_ids, SamplingParams(max_tokens=tokens))
 
 
-def choosing(info: ModelInfo, replicas: int, length: int, rounds: int) -> dict[str, float]:
-    """Microseconds of the processor for one request: half of its prompt is remembered, and so is much else."""
-    keys, rng = PrefixKeys(info, RotaryConfig()), random.Random(1)
-    router: PrefixRouter[int] = PrefixRouter(keys.block_tokens)
+def full_router(replicas: int, block_tokens: int) -> PrefixRouter[int]:
+    """One that remembers as much of each replica as it may."""
+    router, rng = PrefixRouter[int](block_tokens), random.Random(1)
     for replica in range(replicas):
-        stems = (rng.randbytes(8) for _ in range(16))
-        for stem in stems:
-            router.sent(replica, chain(stem, range(MOST_REMEMBERED // 16 * keys.block_tokens), keys.block_tokens))
+        for stem in [rng.randbytes(8) for _ in range(16)]:
+            router.sent(replica, chain(stem, range(MOST_REMEMBERED // 16 * block_tokens), block_tokens))
+    return router
+
+
+def choosing(keys: PrefixKeys, router: PrefixRouter[int], replicas: int, length: int, rounds: int) -> dict[str, float]:
+    """Microseconds of the processor for one request; the first half of its prompt is that of others."""
+    rng = random.Random(2)
     base = [rng.randrange(50_000) for _ in range(length)]
     prompts = [[*base[: length // 2], *(rng.randrange(50_000) for _ in range(length // 2))] for _ in range(rounds)]
     load = dict.fromkeys(range(replicas), 0)
@@ -149,11 +153,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {"machine": describe(), "choosing": []}
+    keys = PrefixKeys(info_of(), RotaryConfig())
     for replicas in options.replicas:
+        router = full_router(replicas, keys.block_tokens)
         for length in options.prompts:
-            found["choosing"].append(
-                choosing(info_of(), replicas, length, max(5, min(options.rounds, 4_000_000 // length)))
-            )
+            rounds = max(5, min(options.rounds, 1_000_000 // length))
+            found["choosing"].append(choosing(keys, router, replicas, length, rounds))
             print(found["choosing"][-1], flush=True)
     found["microseconds_per_token"] = asyncio.run(passing_on())
     found["bytes_per_block"] = remembered_bytes()
