@@ -314,8 +314,8 @@ class Status(StrictModel):
 class ReplicaCount(StrictModel):
     """Where several engines serve the model: how many, and how many of them take requests now."""
 
-    total: int
-    ready: int
+    total: Annotated[int, Field(description="Engines that serve the model.")]
+    ready: Annotated[int, Field(description="Those of them that take requests now.")]
 
 
 class Version(StrictModel):
