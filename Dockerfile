@@ -33,7 +33,9 @@ COPY engine engine
 COPY kernels kernels
 COPY clients clients
 COPY models/demo models/demo
-RUN pip install --no-cache-dir --constraint constraints.txt ".[hub]"
+# hub,ray for an image that a Ray cluster runs.
+ARG EXTRAS=hub
+RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"
 
 
 FROM python:3.11-slim-bookworm
@@ -42,7 +44,8 @@ FROM python:3.11-slim-bookworm
 ARG DEVICE
 # Downloaded models and reports of load tests live in volumes that the unprivileged user owns.
 RUN useradd --system --uid 10001 --create-home windlass \
-    && install --directory --owner windlass --group windlass /models /reports
+    && install --directory --owner windlass --group windlass /models /reports \
+    && echo "PATH=/opt/windlass/bin:\$PATH" > /etc/profile.d/windlass.sh
 COPY --from=build /opt/windlass /opt/windlass
 ENV PATH=/opt/windlass/bin:$PATH \
     PYTHONUNBUFFERED=1 \

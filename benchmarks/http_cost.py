@@ -31,7 +31,7 @@ from harness.machine import descendants, describe
 from harness.serving import serving
 
 from windlass.engine.client.pulse import Pulse
-from windlass.server.startup.launch import CORE_VARIABLE
+from windlass.server.startup.engines import CORE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDLASS = [sys.executable, "-m", "windlass.server.cli.main"]

@@ -51,7 +51,14 @@ class QueueFullError(EngineError):
 
 
 class EngineDeadError(EngineError):
-    """The engine process ended while the request was in flight, or is being restarted."""
+    """The engine process ended while the request was in flight, or is being restarted.
+
+    begun: whether the engine may have begun with the request; if not, another one can run it as if nothing had been.
+    """
+
+    def __init__(self, message: str, *, begun: bool = False) -> None:
+        super().__init__(message)
+        self.begun = begun
 
 
 class DeadlineError(EngineError):

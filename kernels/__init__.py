@@ -17,6 +17,7 @@ from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
+from windlass.kernels.weight_memory import SharedWeights
 
 __all__ = [
     "FORMS",
@@ -46,6 +47,7 @@ __all__ = [
     "Routing",
     "RowSlots",
     "RowsFiller",
+    "SharedWeights",
     "StackedWeight",
     "StepRows",
     "Storage",

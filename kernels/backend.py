@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import torch
@@ -35,7 +35,7 @@ from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
-from windlass.kernels.weight_memory import WeightMemory
+from windlass.kernels.weight_memory import SharedWeights, WeightMemory
 
 Activations: TypeAlias = Literal["int8", "float32"]
 Storage: TypeAlias = torch.dtype | BlockForm  # how a matrix is stored
@@ -49,6 +49,7 @@ class BackendOptions:
     dtype: activations. weight_dtype: matrices that are not in blocks, biases aside. activations: what rows become where they
     meet blocks: int8 with a scale per group, or float32 as they are, with the blocks widened (slow; nothing is rounded).
     rounds_prompts: whether attention of prompts over pages of 16 bits may round what it multiplies to bfloat16.
+    shared: where weights lie that other processes use too.
     """
 
     device: torch.device
@@ -57,6 +58,7 @@ class BackendOptions:
     deterministic: bool = False
     activations: Activations = "int8"
     rounds_prompts: bool = False
+    shared: SharedWeights | None = field(default=None, compare=False)
 
 
 class Recording(ABC):
@@ -92,7 +94,7 @@ class Backend(ABC):
         self.options = options
         self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
         self.deterministic = options.deterministic
-        self._memory = WeightMemory(options.device)
+        self._memory = WeightMemory(options.device, options.shared)
 
     @abstractmethod
     def explain(self) -> str:

@@ -10,6 +10,7 @@ import torch
 from windlass.kernels.backend import Activations, Backend, BackendOptions
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+from windlass.kernels.weight_memory import SharedWeights
 
 _OWN_KERNELS = {"cpu": CompiledBackend}  # by kind of device
 
@@ -22,14 +23,15 @@ def bind(
     activations: Activations = "int8",
     deterministic: bool = False,
     rounds_prompts: bool = False,
+    shared: SharedWeights | None = None,
 ) -> Backend:
     """The backend for a model that computes in `dtype` on this device.
 
     weight_dtype: of its matrices, `dtype` when None. activations, rounds_prompts: see `BackendOptions`.
-    deterministic: see `backend`.
+    deterministic: see `backend`. shared: where its weights lie, None for memory of this process.
     """
     options = BackendOptions(
-        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts
+        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts, shared
     )
     own = _OWN_KERNELS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)

@@ -52,12 +52,14 @@ class LoadingConfig:
     """Where the weights come from.
 
     format: dummy means random weights, drawn from `seed`. weight_cache: folder in which quantized weights are kept for the
-    next start, "beside" for one in the model's directory, None for none.
+    next start, "beside" for one in the model's directory, None for none. shared_memory: descriptors of memory files that
+    several engines keep one copy of their weights in, the model's and a draft model's; empty: none.
     """
 
     format: LoadFormat = "safetensors"
     weight_cache: str | None = None
     seed: int = 0
+    shared_memory: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +210,13 @@ class EngineConfig:
     """All engine options, each part handed as it is to whoever has that duty. None: chosen once the model is known.
 
     model: directory with config.json. max_model_len: longest prompt and output together; None is the model's own length,
-    clamped to what the KV budget holds.
+    clamped to what the KV budget holds. replicas: engines like this one, itself included, that take what is free of this
+    machine's memory in equal parts.
     """
 
     model: str
     max_model_len: int | None = None
+    replicas: int = 1
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     loading: LoadingConfig = field(default_factory=LoadingConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -223,6 +227,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _check_at_least_one("max_model_len", self.max_model_len)
+        _check_at_least_one("replicas", self.replicas)
 
 
 def _check_at_least_one(field: str, value: int | None) -> None:

@@ -230,6 +230,7 @@ class ModelInfo:
     classifier: ClassifierInfo | None = None  # of a model that classifies and generates nothing
     generates: bool = True
     sees_whole_texts: bool = False  # its tokens see those behind them: a text is computed in one step
+    replicas: int = 1  # engines that this is said of, each with a cache of its own; they share the weights
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 
@@ -296,3 +297,4 @@ class EngineStats:
     adapters_loaded: int = 0
     adapter_bytes: int = 0  # of memory
     persist: PersistStats = field(default_factory=PersistStats)
+    engines: tuple[EngineStats | None, ...] = ()  # of each, where this is the sum of several; None: it has none now

@@ -10,11 +10,14 @@ _FALLBACK_BYTES = 2 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def default_kv_budget(free: int | None, device_type: str) -> int:
-    """Bytes of KV cache to reserve when the operator names none: a share of what is free beside the weights."""
+def default_kv_budget(free: int | None, device_type: str, engines: int = 1) -> int:
+    """Bytes of KV cache to reserve when the operator names none: a share of what is free beside the weights.
+
+    engines: that have equal parts of it.
+    """
     if free is None:
-        return _FALLBACK_BYTES // 2
-    return int(free * (_CUDA_SHARE if device_type == "cuda" else _CPU_SHARE))
+        return _FALLBACK_BYTES // 2 // engines
+    return int(free * (_CUDA_SHARE if device_type == "cuda" else _CPU_SHARE)) // engines
 
 
 def available_memory() -> int | None:

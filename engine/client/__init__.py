@@ -10,6 +10,22 @@ from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 
+def engines_of(client: EngineClient) -> tuple[EngineClient, ...]:
+    """Each engine behind a client, for those who show them one by one: the client itself where it is the only one."""
+    found: tuple[EngineClient, ...] = getattr(client, "engines", (client,))
+    return found
+
+
+def is_several(client: EngineClient) -> bool:
+    """Whether there are several engines behind a client, or can be."""
+    return hasattr(client, "engines")
+
+
+def name_of(engine: EngineClient, number: int) -> str:
+    """What one of several engines is called: its number among them, where it has no name of its own."""
+    return str(getattr(engine, "name", number))
+
+
 class EngineClient(Protocol):
     """The whole interface between server and engine. Keep it this small.
 

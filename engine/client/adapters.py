@@ -22,6 +22,11 @@ class AdapterCalls:
         self._loaded = {source.adapter_id: source for source in config.adapters.sources}
         self._waiting: dict[int, tuple[AdapterSource, asyncio.Future[AdapterInfo]]] = {}
 
+    @property
+    def loaded(self) -> frozenset[int]:
+        """The ids of those that there are."""
+        return frozenset(self._loaded)
+
     async def load(self, source: AdapterSource) -> AdapterInfo:
         """See `EngineClient.load_adapter`."""
         self._require_engine()

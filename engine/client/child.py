@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.core.black_box import BlackBox, StackMemory
@@ -23,22 +24,31 @@ DEFAULT_CORE = "windlass.engine.core.loop:default_core"
 ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name: it brings torch
 
 
-def module_ahead(core: str, *, pinned: bool) -> str | None:
-    """What a child that is to make this core may import before it knows what to load.
+def module_ahead(core: str) -> str | None:
+    """What a child that is to make this core may import before it knows what to load."""
+    return ENGINE_MODULE if core == DEFAULT_CORE else None
 
-    None where the engine is to be pinned to cores: OpenMP reads those once, and they must be settled before torch comes.
-    """
-    return ENGINE_MODULE if core == DEFAULT_CORE and not pinned else None
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where an engine process runs. cores: the only ones it may use, None for all. files: descriptors that it has too."""
+
+    cores: tuple[int, ...] | None = None
+    files: tuple[int, ...] = ()
+
+
+ANYWHERE = Seat()
 
 
 class ChildProcess:
     """A running `windlass.engine.core.process`, which waits for `load`.
 
-    ahead: a module to import meanwhile, see `module_ahead`.
+    ahead: a module to import meanwhile, see `module_ahead`. seat: where it runs; OpenMP reads its cores once, so they are
+    settled before torch comes.
     Attributes: `socket` is the parent's end, `process` the Popen object. `box` and `stacks`: what is left of it when it is gone.
     """
 
-    def __init__(self, core: str, log_level: str, *, ahead: str | None = None) -> None:
+    def __init__(self, core: str, log_level: str, *, ahead: str | None = None, seat: Seat = ANYWHERE) -> None:
         self.socket, theirs = socket.socketpair()
         kept = [BlackBox.make(), StackMemory.make()]
         self.box, self.stacks = BlackBox(kept[0]), StackMemory(kept[1])
@@ -48,9 +58,10 @@ class ChildProcess:
             options = [f"--fd={theirs.fileno()}", f"--core={core}", f"--log-level={log_level}"]
             options += [f"--box={kept[0]}", f"--stacks={kept[1]}"]
             options += [] if ahead is None else [f"--ahead={ahead}"]
+            options += [] if seat.cores is None else [f"--cores={','.join(map(str, seat.cores))}"]
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.engine.core.process", *options],
-                pass_fds=[theirs.fileno(), *kept],
+                pass_fds=[theirs.fileno(), *kept, *seat.files],
                 env={**os.environ, **wait_settings(os.environ)},
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # nothing it prints may mix with what a command writes to its standard output
@@ -86,6 +97,15 @@ class ChildProcess:
         """End it and close the socket, whoever had it last."""
         self.kill()
         self.socket.close()
+
+    def last_requests(self) -> set[str] | None:
+        """The ids of the requests in the last step that it began, None where not all of them are known."""
+        plans = self.box.read()
+        if not plans:
+            return set()
+        last = plans[-1]
+        names = [sequence.get("request_id") for sequence in last["sequences"]]
+        return set(names) if len(names) == last["num_sequences"] and None not in names else None
 
     def forget(self) -> None:
         """Give back what was left of it."""

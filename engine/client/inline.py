@@ -188,7 +188,7 @@ class InlineClient:
                 self._ended.set()
 
     def _let_go(self, reason: str) -> None:
-        self._router.fail_all(lambda: EngineDeadError(reason))
+        self._router.fail_all(lambda _: EngineDeadError(reason))
         self._adapters.fail_all(lambda: EngineDeadError(reason))
         self._looks.fail_all(lambda: EngineDeadError(reason))
         for waiter in self._stats_waiters:

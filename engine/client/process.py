@@ -19,15 +19,16 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
-from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, module_ahead
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, Seat, module_ahead
 from windlass.engine.client.crash_reports import STACK_SECONDS, CrashReports
 from windlass.engine.client.looks import LookCalls
 from windlass.engine.client.router import RequestRouter
+from windlass.engine.client.statistics import StatsCalls
 from windlass.engine.client.waiting import wait_ended, wait_for_stacks
 from windlass.engine.client.watchdog import Watchdog
+from windlass.engine.core.black_box import boxed_id
 from windlass.engine.core.loop import ProgressCallback
 from windlass.engine.core.wire import (
-    AskStats,
     Close,
     Crashed,
     FrameReader,
@@ -35,17 +36,13 @@ from windlass.engine.core.wire import (
     Message,
     Progress,
     Ready,
-    Stats,
-    StatsAccumulator,
     StepBegun,
-    StepDone,
     encode,
 )
 from windlass.engine.errors import EngineDeadError, LoadError
 
 _logger = logging.getLogger("windlass.engine.client")
 
-STATS_TIMEOUT = 1.0  # seconds to wait for fresh statistics before the last known ones do
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
 FAILED_RELOADS = 3  # restarts in a row that do not even load
 
@@ -101,8 +98,7 @@ class ProcessClient:
         self._router = RequestRouter(self._send, self._require_engine)
         self._adapters = AdapterCalls(self._send, self._require_engine, config)
         self._looks = LookCalls(self._send, self._require_engine)
-        self._stats = StatsAccumulator()
-        self._stats_waiter: asyncio.Future[None] | None = None
+        self._stats = StatsCalls(self._send, self._require_engine)
 
         self._reported: str | None = None  # what the child itself said about its end
         self._watchdog: Watchdog | None = None
@@ -156,25 +152,15 @@ class ProcessClient:
         return await self._looks.look(question)
 
     async def stats(self) -> EngineStats:
-        """Fresh statistics, or the last known ones while a step takes longer than STATS_TIMEOUT.
-
-        The `*_seconds` samples are those since the previous call of this method, each handed out once.
-        """
-        self._require_engine()
-        if self._stats_waiter is None:
-            self._stats_waiter = asyncio.get_running_loop().create_future()
-            self._send(AskStats())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._stats_waiter), STATS_TIMEOUT)
-        self._require_engine()
-        return self._stats.take()
+        """See `StatsCalls.ask`."""
+        return await self._stats.ask()
 
     async def close(self) -> None:
         """End the engine; requests in flight get EngineDeadError. Safe to call twice and before the start."""
         self._set_state("closed")
         self._closing.set()
         self._send(Close())
-        self._router.fail_all(lambda: EngineDeadError("the engine was closed"))
+        self._router.fail_all(lambda _: EngineDeadError("the engine was closed", begun=True))
         self._adapters.fail_all(lambda: EngineDeadError("the engine was closed"))
         self._looks.fail_all(lambda: EngineDeadError("the engine was closed"))
         if self._supervisor is not None:
@@ -187,6 +173,24 @@ class ProcessClient:
         self.kill()
 
     # ---- starting ----------------------------------------------------------------------------------------------------
+    @property
+    def _seat(self) -> Seat:
+        return Seat(self._config.compute.cores, self._config.loading.shared_memory)
+
+    @property
+    def config(self) -> EngineConfig:
+        """What engines that are started load, adapters aside that came later."""
+        return self._config
+
+    @property
+    def adapter_ids(self) -> frozenset[int]:
+        """Those of the adapters that this engine, or the next one, has."""
+        return self._adapters.loaded
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Have engines that are started from now on load this."""
+        self._config = config
+
     def spawn(self) -> None:
         """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
         if self._child is None:
@@ -219,7 +223,7 @@ class ProcessClient:
 
     def _new_child(self) -> ChildProcess:
         child, self._waiting_child = self._waiting_child, None
-        return child or ChildProcess(self._core, self._log_level)
+        return child or ChildProcess(self._core, self._log_level, seat=self._seat)
 
     def kill(self, *, reap: bool = True) -> None:
         """End the child at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
@@ -310,8 +314,9 @@ class ProcessClient:
     def _keep_spare(self, wanted: bool) -> None:
         """Have a child at hand that imports what it needs, which takes most of a start, or none."""
         if wanted and self._waiting_child is None:
-            ahead = module_ahead(self._core, pinned=self._config.compute.cores is not None)
-            self._waiting_child = ChildProcess(self._core, self._log_level, ahead=ahead)
+            self._waiting_child = ChildProcess(
+                self._core, self._log_level, ahead=module_ahead(self._core), seat=self._seat
+            )
         elif not wanted and self._waiting_child is not None:
             self._drop_spare()
 
@@ -325,14 +330,9 @@ class ProcessClient:
     def _receive(self, message: Message) -> None:
         if self._watchdog is not None:
             self._watchdog.hear(message)
-        if isinstance(message, StepDone) and message.stats is not None:
-            self._stats.add(message.stats)
-        if any(part.deliver(message) for part in (self._router, self._adapters, self._looks)):
+        if any(part.deliver(message) for part in (self._stats, self._router, self._adapters, self._looks)):
             return
         match message:
-            case Stats(stats):
-                self._stats.add(stats)
-                self._resolve_stats()
             case StepBegun():
                 pass
             case Progress(stage, done, total):
@@ -372,19 +372,16 @@ class ProcessClient:
         self._lost = self._router.requests
         if self._info is not None and not self._closing.is_set():
             self._set_state("restarting")
+        last = None if self._child is None else self._child.last_requests()
         self._router.fail_all(
-            lambda: EngineDeadError("the engine process ended while this request was running; send it again")
+            lambda request_id: EngineDeadError(
+                "the engine process ended while this request was running; send it again",
+                begun=last is None or boxed_id(request_id) in last,
+            )
         )
         self._adapters.fail_all(lambda: EngineDeadError("the engine process ended while it loaded this adapter"))
         self._looks.fail_all(lambda: EngineDeadError("the engine process ended before it answered; ask again"))
-        self._stats.forget_engine()
-        self._resolve_stats()
-
-    def _resolve_stats(self) -> None:
-        if self._stats_waiter is not None:
-            if not self._stats_waiter.done():
-                self._stats_waiter.set_result(None)
-            self._stats_waiter = None
+        self._stats.engine_gone()
 
     def _fail(self, reason: str) -> None:
         self._failure = reason

@@ -157,12 +157,15 @@ class RequestRouter:
                 return False
         return True
 
-    def fail_all(self, make_error: Callable[[], EngineError]) -> None:
-        """The engine is gone: every stream ends with an error of its own, and nothing is left to abort."""
+    def fail_all(self, make_error: Callable[[str], EngineError]) -> None:
+        """The engine is gone: every stream ends with an error of its own, and nothing is left to abort.
+
+        make_error: of the request with this id.
+        """
         streams, self._streams = self._streams, {}
-        for stream in streams.values():
+        for request_id, stream in streams.items():
             if not stream.finished:
-                stream.fail(make_error())
+                stream.fail(make_error(request_id))
         for request_id in list(self._aborting):
             self._confirm(request_id)
 

@@ -28,6 +28,11 @@ _NAME_HEAD = struct.Struct("<Q")
 _ID_CHARS = 96
 
 
+def boxed_id(request_id: str) -> str:
+    """A request's id as it is written down."""
+    return request_id.encode("ascii", "replace").decode()[:_ID_CHARS]
+
+
 class BoxedPlan(Protocol):
     """What is kept of a `SchedulerOutput`."""
 
@@ -90,7 +95,7 @@ class BlackBox:
                 continue
             request = seq.request
             scaling = "default" if request.rope_scaling is None else str(request.rope_scaling.rope_type)
-            told = {"request_id": request.request_id.encode("ascii", "replace").decode()[:_ID_CHARS], "sample": seq.index,
+            told = {"request_id": boxed_id(request.request_id), "sample": seq.index,
                     "prompt_tokens": seq.num_prompt_tokens, "scaling": scaling[:16]}  # fmt: skip
             data = json.dumps(told).encode()[: NAME_BYTES - _NAME_HEAD.size - 1] + b"\0"
             start = PLANS * PLAN_BYTES + seq.seq_id % NAMES * NAME_BYTES

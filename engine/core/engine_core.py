@@ -323,7 +323,7 @@ def _draft_model(
 def _plan(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> CachePlan:
     """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
     device, spec = model.decoder.device, model.decoder.spec
-    budget = config.cache.memory or default_kv_budget(free_memory(device), device.type)
+    budget = config.cache.memory or default_kv_budget(free_memory(device), device.type, config.replicas)
     beside = draft_bytes_per_token(draft)
     return plan_cache(
         config,

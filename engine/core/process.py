@@ -30,6 +30,7 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.json_log import log_as_json, wants_json
 from windlass.engine.core.black_box import STACK_BYTES, BlackBox
 from windlass.engine.core.loop import Core, CoreFactory, EngineLoop
+from windlass.engine.core.threads import prepare_this_process
 from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, LoadFailed, Message, Progress, Ready, encode
 from windlass.engine.errors import LoadError
 
@@ -131,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--core", default="windlass.engine.core.loop:default_core")
     parser.add_argument("--log-level", default="warning")
     parser.add_argument("--ahead", help="a module to import before it is known what to load")
+    parser.add_argument("--cores", help="the only ones to run on, comma separated")
     options = parser.parse_args(argv)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -148,6 +150,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sock.set_inheritable(False)
     connection = ParentSocket(sock)
 
+    if options.cores is not None:
+        with contextlib.suppress(LoadError):  # told when the core is made
+            prepare_this_process([int(core) for core in options.cores.split(",")])
     if options.ahead is not None:
         with contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
             importlib.import_module(options.ahead)

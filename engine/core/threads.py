@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 
 from windlass.engine.errors import LoadError
 
@@ -47,6 +48,25 @@ def split_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
     if len(cores) < 2:
         raise LoadError("`compute.cores` needs two cores or more, there is one: leave it out")
     return tuple(cores[:-1]), tuple(cores[-1:])
+
+
+def share_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[int, ...], ...]:
+    """The cores of this process in as many parts, as equal as can be, each of neighbours. Raises LoadError.
+
+    leave_one: the last of all cores is for the server.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        raise LoadError("`replicas`: this system cannot pin processes to cores: leave it out")
+    cores = sorted(os.sched_getaffinity(0))
+    if leave_one:
+        cores = list(split_cores()[0])
+    if len(cores) < replicas:
+        beside = " beside the server's (`compute.cores`)" if leave_one else ""
+        raise LoadError(
+            f"`replicas` is {replicas}, there are {len(cores)} cores for them{beside}: use {len(cores)} or fewer"
+        )
+    ends = [number * len(cores) // replicas for number in range(replicas + 1)]
+    return tuple(tuple(cores[start:end]) for start, end in pairwise(ends))
 
 
 def pin(cores: Iterable[int]) -> None:

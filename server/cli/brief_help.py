@@ -18,6 +18,7 @@ MAIN = (
     "max_num_seqs",
     "deterministic",
     "threads",
+    "replicas",
     "rope_scaling",
     "rope_profile",
     "rope_policy",

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
 from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client.child import ChildProcess
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.server.options.engine import EngineOptions
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay
-from windlass.server.startup.launch import check_model, make_client, start_engine
+from windlass.server.startup.engines import Engines
+from windlass.server.startup.launch import check_model
 from windlass.server.startup.tokenizer_directory import with_tokenizer
 
 if TYPE_CHECKING:
@@ -57,18 +57,16 @@ def generate_here(wanted: GenerateOptions, model: str | None, options: EngineOpt
 
 async def _generate_here(wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str) -> None:
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
-    with contextlib.closing(start_engine(options, log_level)) as child:
-        await _generate_with(child, wanted, model, options, log_level)
+    with contextlib.closing(Engines(options, log_level)) as engines:
+        await _generate_with(engines, wanted, model, options)
 
 
-async def _generate_with(
-    child: ChildProcess, wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str
-) -> None:
+async def _generate_with(engines: Engines, wanted: GenerateOptions, model: str | None, options: EngineOptions) -> None:
     _, path = choose_model(model)
     options = with_draft_model(options)
     check_model(options, path)
     path = with_tokenizer(path)
-    client = make_client(options, path, log_level, child)
+    client = engines.client(options, path)
     loading = LoadingDisplay()
     client.progress = loading if sys.stderr.isatty() else None
     client.spawn()  # it loads while the tokenizer is imported and read

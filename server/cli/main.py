@@ -17,12 +17,14 @@ from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
 from windlass.server.cli.brief_help import BriefHelp, help_all_option
+from windlass.server.cli.ray_commands import app as ray
 from windlass.server.cli.rope.commands import app as rope
 from windlass.server.cli.top.command import top
 from windlass.server.options.config_file import config_option
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options, to_flat
+from windlass.server.options.replicas import ReplicaOptions
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.spelling import LogLevel, ModelArgument, ModelOption, option
 
@@ -37,6 +39,7 @@ bench = InjectingTyper(help="Measure speed.", no_args_is_help=True)
 add_commands(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
+app.add_typer(ray, name="ray")
 app.command("top")(top)
 
 
@@ -54,6 +57,7 @@ def serve(
     engine: Engine,
     server: Annotated[ServerOptions, Depends(ServerOptions)],
     connections: Annotated[ConnectionOptions, Depends(ConnectionOptions)],
+    replicas: Annotated[ReplicaOptions, Depends(ReplicaOptions)],
     model: ModelArgument = None,
     log_level: LogLevel = "info",
     config: Annotated[Path | None, config_option()] = None,
@@ -62,7 +66,7 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP API."""
     from windlass.server.startup.launch import serve as launch
 
-    return launch(model, engine, server, connections, log_level)
+    return launch(model, engine, server, connections, log_level, replicas.checked())
 
 
 @app.command(cls=BriefHelp)

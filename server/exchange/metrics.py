@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from windlass.engine.api.request import EngineStats
-from windlass.engine.client import EngineClient
+from windlass.engine.client import EngineClient, engines_of, is_several, name_of
 from windlass.engine.errors import EngineError
 from windlass.server.exchange.histograms import Histogram, Observer, Several
 from windlass.server.exchange.scaling_metrics import ScalingCollector
@@ -62,21 +63,21 @@ _COUNTERS = {
 }
 # Of cached blocks in files: fields of `PersistStats`.
 _PERSIST_GAUGES = {
-    "kv_persist_waiting_blocks": ("waiting_blocks", "KV blocks that wait to be written to files."),
-    "kv_persist_known_blocks": ("known_blocks", "KV blocks in files that this engine may use."),
-    "kv_persist_disk_bytes": ("disk_bytes", "Bytes of all files in the folder of KV blocks."),
+    "kv_persist_waiting_blocks": ("persist.waiting_blocks", "KV blocks that wait to be written to files."),
+    "kv_persist_known_blocks": ("persist.known_blocks", "KV blocks in files that this engine may use."),
+    "kv_persist_disk_bytes": ("persist.disk_bytes", "Bytes of all files in the folder of KV blocks."),
 }
 _PERSIST_COUNTERS = {
-    "kv_persist_written_blocks": ("written_blocks", "KV blocks written to files."),
-    "kv_persist_written_bytes": ("written_bytes", "Bytes of them."),
-    "kv_persist_read_blocks": ("read_blocks", "KV blocks read from files."),
-    "kv_persist_read_bytes": ("read_bytes", "Bytes of them."),
-    "kv_persist_restored_tokens": ("restored_tokens", "Prompt tokens whose KV blocks came back from files."),
-    "kv_persist_damaged_blocks": ("damaged_blocks", "Files of KV blocks that their checksum betrayed."),
-    "kv_persist_foreign_blocks": ("foreign_blocks", "Files that held another KV block than their name says."),
-    "kv_persist_lost_blocks": ("lost_blocks", "KV blocks evicted before they were written."),
-    "kv_persist_evicted_blocks": ("evicted_blocks", "Files of KV blocks removed to hold the cap."),
-    "kv_persist_failures": ("failures", "Failures to read or to write files of KV blocks."),
+    "kv_persist_written_blocks": ("persist.written_blocks", "KV blocks written to files."),
+    "kv_persist_written_bytes": ("persist.written_bytes", "Bytes of them."),
+    "kv_persist_read_blocks": ("persist.read_blocks", "KV blocks read from files."),
+    "kv_persist_read_bytes": ("persist.read_bytes", "Bytes of them."),
+    "kv_persist_restored_tokens": ("persist.restored_tokens", "Prompt tokens whose KV blocks came back from files."),
+    "kv_persist_damaged_blocks": ("persist.damaged_blocks", "Files of KV blocks that their checksum betrayed."),
+    "kv_persist_foreign_blocks": ("persist.foreign_blocks", "Files that held another KV block than their name says."),
+    "kv_persist_lost_blocks": ("persist.lost_blocks", "KV blocks evicted before they were written."),
+    "kv_persist_evicted_blocks": ("persist.evicted_blocks", "Files of KV blocks removed to hold the cap."),
+    "kv_persist_failures": ("persist.failures", "Failures to read or to write files of KV blocks."),
 }
 
 MOST_ADAPTER_NAMES = 64  # as labels, in the life of a server
@@ -88,33 +89,48 @@ _SERVER_FAULTS = ("deadline_exceeded", "engine_unavailable", "internal", "queue_
 
 
 class _EngineCollector(Collector):
-    """Turns the last `EngineStats` into metric families."""
+    """Turns the last `EngineStats` into metric families; of several engines each number has the label `engine`."""
 
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        yield CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", value=self._engine.restarts)
-        yield GaugeMetricFamily(
-            "windlass_engine_up", "1 while the engine is ready.", value=self._engine.state == "ready"
-        )
+        engines = engines_of(self._engine)
+        names = ["engine"] if is_several(self._engine) else []
+        labels = [[name_of(engine, number)] if names else [] for number, engine in enumerate(engines)]
+        restarts = CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", labels=names)
+        up = GaugeMetricFamily("windlass_engine_up", "1 while the engine is ready.", labels=names)
+        for values, engine in zip(labels, engines, strict=True):
+            restarts.add_metric(values, engine.restarts)
+            up.add_metric(values, engine.state == "ready")
+        yield from (restarts, up)
         if self.stats is None:
             return
-        for name, (attribute, text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
-        for name, (attribute, text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"windlass_{name}", text, value=getattr(self.stats, attribute))
-        for name, (attribute, text) in _PERSIST_GAUGES.items():
-            yield GaugeMetricFamily(f"windlass_{name}", text, value=getattr(self.stats.persist, attribute))
-        for name, (attribute, text) in _PERSIST_COUNTERS.items():
-            yield CounterMetricFamily(f"windlass_{name}", text, value=getattr(self.stats.persist, attribute))
-        recomputed = CounterMetricFamily(
-            "windlass_recomputed_tokens", "Positions passed through the model again, by reason.", labels=["reason"]
+        parts = self.stats.engines or (self.stats,)
+        known = [(values, part) for values, part in zip(labels, parts, strict=False) if part is not None]
+        kinds: tuple[tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], dict[str, tuple[str, str]]], ...]
+        kinds = (
+            (GaugeMetricFamily, _GAUGES),
+            (CounterMetricFamily, _COUNTERS),
+            (GaugeMetricFamily, _PERSIST_GAUGES),
+            (CounterMetricFamily, _PERSIST_COUNTERS),
         )
-        counts = dict.fromkeys(_RECOMPUTE_REASONS, 0) | self.stats.recomputed_tokens
-        for reason, count in sorted(counts.items()):
-            recomputed.add_metric([reason], count)
+        for kind, families in kinds:
+            for name, (attribute, text) in families.items():
+                family = kind(f"windlass_{name}", text, labels=names)
+                for values, part in known:
+                    family.add_metric(values, attrgetter(attribute)(part))
+                yield family
+        recomputed = CounterMetricFamily(
+            "windlass_recomputed_tokens",
+            "Positions passed through the model again, by reason.",
+            labels=[*names, "reason"],
+        )
+        for values, part in known:
+            counts = dict.fromkeys(_RECOMPUTE_REASONS, 0) | part.recomputed_tokens
+            for reason, count in sorted(counts.items()):
+                recomputed.add_metric([*values, reason], count)
         yield recomputed
 
 

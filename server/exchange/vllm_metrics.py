@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from windlass.engine.api.request import STEP_TOKENS, EngineStats
-from windlass.engine.client import EngineClient
+from windlass.engine.client import EngineClient, engines_of, is_several, name_of
 from windlass.server.exchange.histograms import Histogram, family
 
 _FIRST_TOKEN: tuple[float, ...] = (
@@ -66,7 +66,9 @@ _REASONS = ("stop", "length", "abort", "error")
 
 
 class VllmMetrics(Collector):
-    """`vllm:` metrics of one app. model_name: the label that tells models apart; there is one engine, "0".
+    """`vllm:` metrics of one app. model_name: the label that tells models apart; the engines are "0" and so on.
+
+    What the server itself observes, and not the engine, has the engine "all" where there are several.
 
     max_adapters: how many may be loaded at once, 0 where none can be. adapters: the names of those that requests run with.
     """
@@ -82,7 +84,7 @@ class VllmMetrics(Collector):
         self._engine = engine
         self._max_adapters = max_adapters
         self._adapters = adapters
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": "all" if is_several(engine) else "0"}
         self._finished = Counter(dict.fromkeys(_REASONS, 0))
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -143,17 +145,26 @@ class VllmMetrics(Collector):
             yield self._lora_requests()
         if self.stats is None:
             return
+        engines = [name_of(engine, number) for number, engine in enumerate(engines_of(self._engine))]
+        parts = zip(engines, self.stats.engines or (self.stats,), strict=False)
+        known = [({**self._labels, "engine": engine}, part) for engine, part in parts if part is not None]
         for name, (attribute, text) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
-            gauge.add_metric(values, getattr(self.stats, attribute))
+            for labels, part in known:
+                gauge.add_metric(list(labels.values()), getattr(part, attribute))
             yield gauge
         for name, (attribute, text) in _COUNTERS.items():
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
-            counter.add_metric(values, getattr(self.stats, attribute))
+            for labels, part in known:
+                counter.add_metric(list(labels.values()), getattr(part, attribute))
             yield counter
-        steps = self.stats.step_tokens or (0,) * (len(STEP_TOKENS) + 1)
-        text, total = "Tokens computed in a step of the engine.", self.stats.step_tokens_sum
-        yield family("vllm:iteration_tokens_total", text, self._labels, STEP_TOKENS, steps, total)
+        text, each = "Tokens computed in a step of the engine.", []
+        for labels, part in known:
+            steps = part.step_tokens or (0,) * (len(STEP_TOKENS) + 1)
+            each.append(family("vllm:iteration_tokens_total", text, labels, STEP_TOKENS, steps, part.step_tokens_sum))
+        for more in each[1:]:
+            each[0].samples += more.samples
+        yield from each[:1]
 
     def _lora_requests(self) -> Metric:
         # The server does not know which of its requests wait in the engine: all of them count as running.

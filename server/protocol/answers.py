@@ -308,6 +308,14 @@ class Status(StrictModel):
     status: Literal["starting", "ready", "restarting", "failed", "closed", "draining"]
     degraded: list[Literal["engine_restarted", "event_loop_stalled", "text_process_lost"]] | None = None
     crash_report: str | None = None
+    replicas: ReplicaCount | None = None
+
+
+class ReplicaCount(StrictModel):
+    """Where several engines serve the model: how many, and how many of them take requests now."""
+
+    total: Annotated[int, Field(description="Engines that serve the model.")]
+    ready: Annotated[int, Field(description="Those of them that take requests now.")]
 
 
 class Version(StrictModel):

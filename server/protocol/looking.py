@@ -25,6 +25,7 @@ class CacheGroup(StrictModel):
     shared: Annotated[list[int], Field(description="Blocks of the cell that several requests hold.")]
     idle: Annotated[list[int], Field(description="Blocks that nobody holds and an equal prompt may take up again.")]
     owners: Annotated[list[int], Field(description="Index into `sequences` of one that holds a block of it, or -1.")]
+    engine: Annotated[int, Field(description="The number of the replica whose cache it is part of.")] = 0
 
 
 class CacheSequence(StrictModel):
@@ -45,7 +46,7 @@ class CachePages(StrictModel):
     block_size: int
     bytes_per_token: int
     groups: list[CacheGroup]
-    sequences: Annotated[list[CacheSequence], Field(description="Those that run, at most 64.")]
+    sequences: Annotated[list[CacheSequence], Field(description="Those that run, at most 64 of an engine.")]
     counters: dict[str, float]
 
 

@@ -7,6 +7,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.engine.client import engines_of, is_several
 from windlass.server.exchange.metrics import CONTENT_TYPE
 from windlass.server.exchange.state import ServerState
 from windlass.server.protocol.answers import Status, Version
@@ -27,6 +28,9 @@ async def health(request: Request) -> Response:
     # Anybody may ask: the name alone, in a folder that the operator knows.
     if (report := getattr(state.engine, "crash_report", None)) is not None:
         told["crash_report"] = report.name
+    engines = engines_of(state.engine)
+    if is_several(state.engine):
+        told["replicas"] = {"total": len(engines), "ready": sum(engine.state == "ready" for engine in engines)}
     return _status(state, state.engine.state == "ready", state.engine.state, told)
 
 

@@ -7,6 +7,7 @@ import time
 
 from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import EngineStats
+from windlass.engine.client.replicas.sums import sum_stats
 from windlass.server.exchange.metrics import ServerMetrics
 
 
@@ -18,12 +19,17 @@ async def report_activity(metrics: ServerMetrics, seconds: float) -> None:
         after, now = await metrics.refresh(), time.monotonic()
         if after is None:
             continue
-        if after.num_steps < before.num_steps:
-            before = EngineStats()  # the engine was started again
-        line = activity_line(before, after, now - since)
+        line = activity_line(_comparable(before, after), after, now - since)
         if line is not None:
             say(f"{time.strftime('%H:%M:%S')} {line}")
         before, since = after, now
+
+
+def _comparable(before: EngineStats, after: EngineStats) -> EngineStats:
+    """What the engines of `after` had counted before; one that was started since had counted nothing."""
+    pairs = zip(before.engines or (before,), after.engines or (after,), strict=False)
+    known = [one if one and two and two.num_steps >= one.num_steps else None for one, two in pairs]
+    return sum_stats(known)
 
 
 def activity_line(before: EngineStats, after: EngineStats, seconds: float) -> str | None:

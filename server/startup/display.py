@@ -91,6 +91,11 @@ def summary(
         f"  context   {info.max_model_len:,} tokens (trained for {info.trained_len:,}), "
         f"up to {info.max_num_seqs} sequences at once",
     ]
+    if info.replicas > 1:
+        lines.insert(
+            2,
+            f"  replicas  {info.replicas}, each with the cache and the sequences below; the weights are in memory once",
+        )
     if info.draft_model is not None:
         draft = info.draft_model
         lines.insert(

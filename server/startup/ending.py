@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 from windlass.clients.terminal.lines import say
-from windlass.engine.client.process import ProcessClient
+from windlass.server.startup.engines import SupervisedEngine
 
 if TYPE_CHECKING:
     from windlass.server.exchange.state import ServerState
@@ -32,7 +32,7 @@ class Ending:
     grace_seconds: how long generation requests may go on.
     """
 
-    def __init__(self, client: ProcessClient, grace_seconds: float) -> None:
+    def __init__(self, client: SupervisedEngine, grace_seconds: float) -> None:
         self._client = client
         self._grace_seconds = grace_seconds
         self._grace_ends = self._leave_at = 0.0

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
-from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, module_ahead
-from windlass.engine.client.process import ProcessClient
+from windlass.engine.client import EngineClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
@@ -44,6 +43,7 @@ from windlass.server.startup.catalogue.known import KNOWN
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.ending import Ending
+from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
 from windlass.server.startup.key_reload import reread_on_signal
 from windlass.server.startup.logs import log_to_stderr
 from windlass.server.startup.model_defaults import read_defaults
@@ -57,12 +57,14 @@ if TYPE_CHECKING:
 
     from windlass.server.http.server import HttpServer
 
-# Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
-CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
-
 
 def serve(
-    model: str | None, engine: EngineOptions, server: ServerOptions, connections: ConnectionOptions, log_level: str
+    model: str | None,
+    engine: EngineOptions,
+    server: ServerOptions,
+    connections: ConnectionOptions,
+    log_level: str,
+    replicas: int = 1,
 ) -> int:
     """Serve until told to stop; returns the process's exit code.
 
@@ -77,12 +79,12 @@ def serve(
     template = read_template(server)
     tls = _tls(server)
     engine.to_config(Path())
-    with contextlib.closing(start_engine(engine, level)) as child:
-        return _serve_with(child, model, engine, server, connections, level, template, tls)
+    with contextlib.closing(Engines(engine, level, replicas)) as engines:
+        return _serve_with(engines, model, engine, server, connections, level, template, tls)
 
 
 def _serve_with(
-    child: ChildProcess,
+    engines: Engines,
     model: str | None,
     engine: EngineOptions,
     server: ServerOptions,
@@ -93,8 +95,8 @@ def _serve_with(
 ) -> int:
     bounds = connections.to_settings().within(raise_limit())
     shown = not_default(engine, server)  # with the draft model as it was named
-    path, engine, settings = prepare(model, engine, server)
-    client = make_client(engine, path, level, child, _crash_folder(server))
+    path, engine, settings = prepare(model, engine, server, engines.replicas)
+    client = engines.client(engine, path, crash_folder(server))
     if engine.pin_cores:
         pin(split_cores()[1])
     with _listener(server) as listener, exit_on_signal():
@@ -115,13 +117,13 @@ def _serve_with(
 
 
 def prepare(
-    model: str | None, engine: EngineOptions, server: ServerOptions
+    model: str | None, engine: EngineOptions, server: ServerOptions, replicas: int = 1
 ) -> tuple[Path, EngineOptions, ServerSettings]:
     """The model's directory, and options and settings for it; raises LoadError for what cannot be served."""
     name, path = choose_model(model)
     engine = with_draft_model(engine)
     settings = server.to_settings(name, engine)
-    check_model(engine, path, server)
+    check_model(engine, path, server, replicas)
     path = with_tokenizer(path)
     if server.generation_config == "auto":
         settings = replace(settings, sampling=read_defaults(path))
@@ -143,13 +145,13 @@ def read_template(server: ServerOptions) -> str | None:
     return source
 
 
-def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None = None) -> None:
+def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None = None, replicas: int = 1) -> None:
     """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line.
 
     server: None where no requests come from outside.
     """
     if CORE_VARIABLE not in os.environ:  # such a core loads no model
-        model = check_start(engine.to_config(path))
+        model = check_start(replace(engine.to_config(path), replicas=replicas))
         check_profiles(engine.profiles(), model.own_groups)
         if server is not None:
             _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
@@ -181,21 +183,8 @@ def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
             raise LoadError(f"{option}: {refusal}: leave it out")
 
 
-def start_engine(engine: EngineOptions, log_level: str) -> ChildProcess:
-    """An engine process that imports what it needs and waits for a model; whoever asks for it ends it."""
-    core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
-    return ChildProcess(core, log_level, ahead=module_ahead(core, pinned=engine.pin_cores))
-
-
-def make_client(
-    engine: EngineOptions, path: Path, log_level: str, child: ChildProcess, crash_folder: Path | None = None
-) -> ProcessClient:
-    """A client for the model in `path`; its `spawn` tells the child what to load."""
-    core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
-    return ProcessClient(engine.to_config(path), log_level=log_level, core=core, child=child, crash_folder=crash_folder)
-
-
-def _crash_folder(server: ServerOptions) -> Path | None:
+def crash_folder(server: ServerOptions) -> Path | None:
+    """Where reports of engines that died go, None for nowhere."""
     if server.crash_dir == "none":
         return None
     return cache_folder() / "crashes" if server.crash_dir is None else Path(server.crash_dir).absolute()
@@ -250,7 +239,7 @@ def exit_on_signal() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def make_app(client: ProcessClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
+def make_app(client: EngineClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
     """The app of a model's directory. template: in place of the model's own."""
     # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
     from windlass.server.app.app import create_app
@@ -279,7 +268,7 @@ def _make_server(
 
 async def _run(
     app: FastAPI,
-    client: ProcessClient,
+    client: SupervisedEngine,
     server: HttpServer,
     url: str,
     settings: ServerSettings,
@@ -320,7 +309,7 @@ async def _run(
 
 
 async def _follow(
-    client: ProcessClient, loading: LoadingDisplay, settings: ServerSettings, url: str, shown_options: list[str]
+    client: SupervisedEngine, loading: LoadingDisplay, settings: ServerSettings, url: str, shown_options: list[str]
 ) -> int:
     """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
     info = await client.wait_ready()
@@ -334,7 +323,7 @@ async def _follow(
     return 1
 
 
-def _catch_signals(client: ProcessClient, ending: Ending) -> asyncio.Event:
+def _catch_signals(client: SupervisedEngine, ending: Ending) -> asyncio.Event:
     """An event set by the first SIGINT or SIGTERM; the second ends both processes at once.
 
     These are not the event loop's own handlers: what a client asked for may keep the loop busy for a while.

@@ -83,7 +83,7 @@ def test_lines_of_the_start_are_in_the_words_of_the_server() -> None:
         "quantization": None,
         "dtype": "float32",
     }
-    given |= {"draft_model": None, "rotary_groups": (), "rotary_auto": False, "notices": ()}
+    given |= {"draft_model": None, "rotary_groups": (), "rotary_auto": False, "notices": (), "replicas": 1}
     info = object.__new__(ModelInfo)
     for field in fields(ModelInfo):
         object.__setattr__(info, field.name, given.get(field.name, ""))

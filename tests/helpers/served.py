@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from windlass.server.startup.launch import CORE_VARIABLE
+from windlass.server.startup.engines import CORE_VARIABLE
 
 TESTS = Path(__file__).parents[1]
 

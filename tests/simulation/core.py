@@ -178,6 +178,7 @@ class SimulatedRunner:
         world = self._process.world
         assert self._process.core is not None
         check_bounds(world, self._process.core.scheduler)
+        self._process.last_planned = {self._process.request_of(item.seq_id) for item in plan.sequences}
         self._process.compute(world.rng.uniform(0.002, 0.04) + 0.0002 * plan.num_tokens)
         self.follow(plan)
         for item in plan.sequences:

@@ -18,6 +18,7 @@ from simulation.faults import INJECTED
 from simulation.network import connection
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.client.child import ANYWHERE, Seat
 from windlass.engine.core.process import ORPHAN_GRACE, serve
 from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, Ready, encode
 from windlass.engine.errors import LoadError
@@ -31,7 +32,9 @@ SIGKILL = -9
 class EngineProcess:
     """What `windlass.engine.client.child.ChildProcess` is to its client. Its `process` is itself."""
 
-    def __init__(self, world: World, core: str, log_level: str, *, ahead: str | None = None) -> None:
+    def __init__(
+        self, world: World, core: str, log_level: str, *, ahead: str | None = None, seat: Seat = ANYWHERE
+    ) -> None:
         self.world = world
         self.pid = world.new_pid(self)
         ours, self._theirs = connection(world.loop, world.weather(calm=True), ("engine", self.pid))
@@ -46,6 +49,7 @@ class EngineProcess:
         self.stuck = False
         self._dying = False
         self.forgotten = False
+        self.last_planned: set[str] = set()
         self._body = greenlet.greenlet(self._run)
         self._theirs.open(_EngineSide(self))
         world.loop.call_later(0.01, self.resume)
@@ -69,6 +73,9 @@ class EngineProcess:
     def close(self) -> None:
         self.kill()
         self.socket.close()
+
+    def last_requests(self) -> set[str] | None:
+        return self.last_planned
 
     def forget(self) -> None:
         self.forgotten = True
@@ -140,7 +147,7 @@ class EngineProcess:
         for part in range(3):
             progress("reading weights", part + 1, 3)
             self.sleep(self.world.rng.uniform(0.05, 0.5))
-        if self.world.ready and self.world.happens("disk fails at a load"):
+        if len(self.world.ready) >= self.world.replicas and self.world.happens("disk fails at a load"):
             raise LoadError(f"{INJECTED}: Input/output error")
         self.core = SimulatedCore(config, self)
         return self.core

@@ -11,8 +11,10 @@ from unittest import mock
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.replicas.client import ReplicatedClient
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.wire import Message, StepDone
+from windlass.engine.errors import EngineDeadError
 from windlass.engine.scheduling.deadlines import Deadlines
 from windlass.engine.scheduling.places import Places
 from windlass.engine.scheduling.results import ResultIntake
@@ -177,6 +179,42 @@ def a_place_in_a_lane_is_lost() -> AbstractContextManager[Any]:
     return _wrapped(Lane, "_pass_on", make)
 
 
+@contextmanager
+def everybody_is_told_of_a_death() -> Iterator[None]:
+    """Also those that another engine could have taken."""
+    with mock.patch.object(ReplicatedClient, "_others", lambda self, tried: False):
+        yield
+
+
+@contextmanager
+def a_begun_request_begins_again() -> Iterator[None]:
+    async def generate(self: ReplicatedClient, request: Any) -> AsyncGenerator[Any, None]:
+        while True:
+            try:
+                async for output in original(self, request):
+                    yield output
+                return
+            except EngineDeadError:
+                if self.state != "ready":
+                    raise
+
+    original = ReplicatedClient.generate
+    with mock.patch.object(ReplicatedClient, "generate", generate):
+        yield
+
+
+def a_replica_stays_charged() -> AbstractContextManager[Any]:
+    def make(choose: Any) -> Any:
+        def patched(self: ReplicatedClient, digests: Any, tried: Any) -> Any:
+            replica = choose(self, digests, tried)
+            replica.in_flight += bool(tried)
+            return replica
+
+        return patched
+
+    return _wrapped(ReplicatedClient, "_choose", make)
+
+
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     mistake.__name__: mistake
     for mistake in (
@@ -195,4 +233,9 @@ MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         a_request_goes_on_after_its_client_left,
         a_place_in_a_lane_is_lost,
     )
+}
+
+MISTAKES_OF_REPLICAS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    mistake.__name__: mistake
+    for mistake in (everybody_is_told_of_a_death, a_begun_request_begins_again, a_replica_stays_charged)
 }

@@ -10,7 +10,7 @@ import os
 from collections import Counter
 
 import pytest
-from simulation.planted import MISTAKES
+from simulation.planted import MISTAKES, MISTAKES_OF_REPLICAS
 from simulation.world import Report, simulate
 
 FIRST_LONG = 1_000  # seeds of the long forms begin behind those of the short one
@@ -23,16 +23,17 @@ def told(report: Report) -> str:
         f"seed {report.seed} breaks what is promised: {len(report.violations)} times",
         *(f"  {violation[:1000]}" for violation in report.violations[:8]),
         f"  faults: {[f'{at:.3f} {kind} {of}'.strip() for at, kind, of in report.faults.log[-20:]]}",
-        f"run it again: SIMULATION_SEED={report.seed} .venv/bin/pytest tests/simulation -k replay",
+        f"run it again: SIMULATION_SEED={report.seed} SIMULATION_REPLICAS={report.replicas} "
+        ".venv/bin/pytest tests/simulation -k replay",
     ]
     return "\n".join(lines)
 
 
-def run_seeds(seeds: range) -> list[Report]:
+def run_seeds(seeds: range, replicas: int = 1) -> list[Report]:
     """Run them all; the first that fails ends it."""
     reports = []
     for seed in seeds:
-        report = simulate(seed)
+        report = simulate(seed, replicas)
         assert not report.violations, told(report)
         reports.append(report)
     return reports
@@ -50,10 +51,28 @@ def test_seeds() -> None:
     assert len(happened) > 10, happened
 
 
+def test_seeds_with_two_engines() -> None:
+    """A death is told to whoever the engine had begun with; nobody else notices it while another engine is there."""
+    reports = run_seeds(range(40), replicas=2)
+    codes = {code for report in reports for record in report.records for code in record.codes}
+    assert "engine_unavailable" in codes
+    assert sum(report.engines > 2 for report in reports) > 5
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_five_hundred_seeds() -> None:
     run_seeds(range(FIRST_LONG, FIRST_LONG + 500))
+    run_seeds(range(FIRST_LONG, FIRST_LONG + 500), replicas=2)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES_OF_REPLICAS)
+def test_planted_mistakes_with_two_engines_are_found(mistake: str) -> None:
+    for seed in range(3 * ENOUGH):
+        with MISTAKES_OF_REPLICAS[mistake]():
+            if simulate(seed, replicas=2).violations:
+                return
+    raise AssertionError(f"{mistake}: none of {3 * ENOUGH} seeds shows it")
 
 
 @pytest.mark.soak
@@ -83,7 +102,7 @@ def test_planted_mistakes_are_found(mistake: str) -> None:
 
 @pytest.mark.skipif("SIMULATION_SEED" not in os.environ, reason="runs one seed: set SIMULATION_SEED")
 def test_replay() -> None:
-    report = simulate(int(os.environ["SIMULATION_SEED"]))
+    report = simulate(int(os.environ["SIMULATION_SEED"]), int(os.environ.get("SIMULATION_REPLICAS", "1")))
     for record in report.records:
         print(record.ask.request_id, record.ask.path, record.status, record.codes, record.broken, record.finishes)
     print(*(f"{at:.3f} {kind} {of}" for at, kind, of in report.faults.log), sep="\n")

@@ -23,6 +23,7 @@ from simulation import invariants
 from simulation.client import Record, SimulatedClient
 from simulation.engine import EngineProcess, SignsOfLife
 from simulation.faults import CLIENTS, Faults
+from simulation.invariants import WRITE_SECONDS
 from simulation.loop import SimulatedLoop, simulated_time
 from simulation.network import Listener, Weather
 from simulation.text import SimulatedForkServer, tokenizer
@@ -31,6 +32,7 @@ from simulation.workload import ADAPTERS, Drawer
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.config import AdapterConfig, EngineConfig, SchedulerConfig, SpeculationConfig
 from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.replicas.client import ReplicatedClient
 from windlass.server.app.app import create_app
 from windlass.server.http.server import HttpServer
 from windlass.server.options.connection_settings import ConnectionSettings
@@ -39,7 +41,6 @@ from windlass.server.options.settings import ServerSettings
 
 MOST_SECONDS = 3600.0  # of simulated time that a run may take
 HANG_SECONDS = 20.0
-WRITE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,16 @@ class Report:
     faults: Faults
     seconds: float
     engines: int
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class Death:
+    """Of an engine that had loaded. begun: ids of the requests in its last step. others: how many engines took requests then."""
+
+    at: float
+    begun: frozenset[str]
+    others: int
 
 
 @dataclass
@@ -105,6 +116,7 @@ class World:
     rng: random.Random
     faults: Faults
     plan: Plan
+    replicas: int = 1
     loop: SimulatedLoop = field(init=False)
     listener: Listener = field(init=False)
     records: list[Record] = field(default_factory=list)
@@ -114,6 +126,7 @@ class World:
     stood_still: list[tuple[float, float]] = field(default_factory=list)  # when, and for how long
     deaths: list[float] = field(default_factory=list)  # of engines that had loaded
     ready: list[float] = field(default_factory=list)
+    cut_off: list[Death] = field(default_factory=list)
     exchanges: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # by id: begin and end in the server
     trace: hashlib._Hash = field(default_factory=hashlib.sha256)
 
@@ -139,6 +152,9 @@ class World:
 
     def engine_died(self, process: EngineProcess) -> None:
         self.deaths.append(self.loop.time())
+        others = sum(one.state == "ready" and one._child is not process for one in self.engines)
+        begun = frozenset(request_id.rpartition("-")[0] for request_id in process.last_planned)
+        self.cut_off.append(Death(self.loop.time(), begun, others))
 
     def weather(self, *, calm: bool = False) -> Weather:
         """Of a new connection. calm: between two processes of one machine, which nobody resets."""
@@ -168,15 +184,14 @@ class World:
     # ---- the run ---------------------------------------------------------------------------------------------------------
     async def run(self) -> None:
         plan = self.plan
-        self.engine = engine = ProcessClient(
-            EngineConfig(
-                model="simulated",
-                scheduling=plan.scheduling,
-                adapters=AdapterConfig(sources=_adapters(), max_loaded=4),
-            ),
-            hang_seconds=HANG_SECONDS,
-            max_deaths=1000,
+        config = EngineConfig(
+            model="simulated",
+            scheduling=plan.scheduling,
+            adapters=AdapterConfig(sources=_adapters(), max_loaded=4),
+            replicas=self.replicas,
         )
+        self.engines = [ProcessClient(config, hang_seconds=HANG_SECONDS, max_deaths=1000) for _ in range(self.replicas)]
+        self.engine = engine = self.engines[0] if self.replicas == 1 else ReplicatedClient(self.engines, config)
         callers = tuple(
             ApiKey(digest=ApiKey.plain(key).digest, name=key, concurrency=most)
             for key, most in plan.concurrency.items()
@@ -257,8 +272,8 @@ class World:
         deadline = self.loop.time() + 400.0
         while self.loop.time() < deadline:
             await asyncio.sleep(1.0)
-            idle = not self.state.in_flight and not self.engine._router.in_flight
-            if idle and self.engine.state in ("ready", "failed"):
+            idle = not self.state.in_flight and not any(one._router.in_flight for one in self.engines)
+            if idle and all(one.state in ("ready", "failed") for one in self.engines):
                 break
         await asyncio.sleep(3.0)
 
@@ -276,10 +291,10 @@ class World:
             await asyncio.sleep(1.0)
 
 
-def simulate(seed: int) -> Report:
-    """Run one seed to its end, and hold what happened to what is promised."""
+def simulate(seed: int, replicas: int = 1) -> Report:
+    """Run one seed to its end, with so many engines, and hold what happened to what is promised."""
     rng = random.Random(seed)
-    world = World(seed, rng, Faults.drawn(rng), Plan.drawn(rng))
+    world = World(seed, rng, Faults.drawn(rng), Plan.drawn(rng), replicas)
     with _operating_system(world):
         try:
             asyncio.set_event_loop(world.loop)
@@ -297,7 +312,7 @@ def simulate(seed: int) -> Report:
         world.trace.update(repr(seen).encode())
     digest = world.trace.hexdigest()
     seconds = world.loop.time()
-    return Report(seed, world.violations, digest, world.records, world.faults, seconds, len(world.ready))
+    return Report(seed, world.violations, digest, world.records, world.faults, seconds, len(world.ready), replicas)
 
 
 @contextlib.contextmanager

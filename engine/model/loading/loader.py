@@ -17,7 +17,7 @@ from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.draft_model import draft_config, in_its_words
 from windlass.engine.model.loading.pooling_files import read_pooling
-from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.preflight import check_replicas, prepare_model
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
 from windlass.engine.model.loading.weights import Progress, load_weights
@@ -56,12 +56,10 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do."""
     directory = Path(config.model)
     device = choose_device(config.compute.device)
-    prepared = prepare_model(
-        config,
-        str(device),
-        reads_narrow=kernels.reads_narrow_weights(device),
-        free=free_memory(device),
-    )
+    shared, free = _shared_weights(config, device), free_memory(device)
+    if free is not None:  # what is shared is there already
+        free += sum(kernels.SharedWeights(number).num_bytes for number in config.loading.shared_memory)
+    prepared = prepare_model(config, str(device), reads_narrow=kernels.reads_narrow_weights(device), free=free)
     spec, stored = prepared.model.spec, _TORCH_DTYPES[prepared.weight_dtype]
     try:
         backend = kernels.bind(
@@ -71,15 +69,21 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
             activations=config.compute.activations,
             deterministic=config.compute.deterministic,
             rounds_prompts=prepared.rounds_prompts,
+            shared=shared,
         )
         decoder = Decoder(spec, backend, prepared.plan)
-        if config.loading.format == "dummy":
+        if shared is not None and shared.note is not None:
+            notices: tuple[str, ...] = ()
+            digest = _found_digest(shared)
+        elif config.loading.format == "dummy":
             notices = weight_cache.without_effect(config, "`loading.format=dummy`")
             randomize_weights(decoder, config.loading.seed, progress)
             digest = f"dummy {config.loading.seed}".encode()
         else:
             notices = fill(decoder, directory, config, prepared.model.quantized, progress)
             digest = weights_digest(directory)
+        if shared is not None and shared.note is None:
+            shared.finish(digest)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -102,6 +106,22 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         model.own_spec,
         _pooling(directory, spec),
     )
+
+
+def _shared_weights(config: EngineConfig, device: torch.device) -> kernels.SharedWeights | None:
+    """Where the weights lie that several engines have in common; None where this one has its own. Raises LoadError."""
+    if not config.loading.shared_memory:
+        return None
+    check_replicas(config, str(device))
+    return kernels.SharedWeights(config.loading.shared_memory[0])
+
+
+def _found_digest(shared: kernels.SharedWeights) -> bytes:
+    """The digest of shared weights that another engine has filled. Raises LoadError where they are not those of this model."""
+    assert shared.note is not None
+    if shared.note["layout"] != shared.layout:
+        raise LoadError("the files of the model have changed since the first engine loaded it: start the server again")
+    return bytes.fromhex(shared.note["digest"])
 
 
 def _pooling(directory: Path, spec: ModelSpec) -> PoolingDefaults:

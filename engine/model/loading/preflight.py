@@ -94,6 +94,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
         return prepared.model
     if device is not None:
         check_quantization(config, device)
+        check_replicas(config, device)
     model, draft = describe_model(config), draft_config(config)
     if draft is not None:
         try:
@@ -262,6 +263,14 @@ def check_quantization(config: EngineConfig, device: str) -> None:
         )
 
 
+def check_replicas(config: EngineConfig, device: str) -> None:
+    """LoadError where several engines cannot stand side by side. device: "cpu", "cuda:1", …"""
+    if device != "cpu" and (config.replicas > 1 or config.loading.shared_memory):
+        raise LoadError(
+            f"`replicas` share the cores and the memory of a CPU, not {device}: use `compute.device=cpu`, or leave it out"
+        )
+
+
 def check_not_quantized_twice(
     config: EngineConfig, directory: Path, gguf: GgufIndex | None, quantized: QuantizedCheckpoint | None
 ) -> None:
@@ -343,20 +352,22 @@ def check_memory(
     left = None if free is None else free - weights
     if config.cache.memory is None and left is None:
         return
-    budget = config.cache.memory or default_kv_budget(left, device)
+    budget = config.cache.memory or default_kv_budget(left, device, config.replicas)
     whole = spec.sees_whole_texts
-    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, left, beside, whole_prompts=whole)
-    if left is not None and cache.num_bytes > left:
-        raise LoadError(
-            no_room(f"{gib(free or 0)} are free, {gib(weights)} of it for the weights", cache.num_bytes, cached)
-        )
+    engines = config.replicas
+    most = None if left is None else left // engines
+    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, most, beside, whole_prompts=whole)
+    if left is not None and cache.num_bytes * engines > left:
+        there = f"{gib(free or 0)} are free, {gib(weights)} of it for the weights"
+        raise LoadError(no_room(there, cache.num_bytes * engines, cached, engines))
 
 
-def no_room(there: str, num_bytes: int, cached: str) -> str:
-    """What to say of a KV cache that there is no memory for. there: the memory there is, in words."""
+def no_room(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
+    """What to say of the KV caches of so many engines that there is no memory for. there: the memory there is, in words."""
     less = "" if cached == "int8" else ", or use `cache.dtype=int8`"
+    need, fewer = ("cache needs", "") if engines == 1 else (f"caches of {engines} replicas need", "`replicas`, ")
     return (
-        f"the KV cache needs {gib(num_bytes)} of memory, {there}: lower `cache.memory`, `max_model_len` or "
+        f"the KV {need} {gib(num_bytes)} of memory, {there}: lower {fewer}`cache.memory`, `max_model_len` or "
         f"`scheduling.max_num_seqs`{less}"
     )
 

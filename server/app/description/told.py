@@ -161,6 +161,7 @@ TOLD: dict[str, str] = {
     "has_more": "Whether there are more behind them.",
     "status": "How it stands.",
     "degraded": "Of `/health`: faults of the last minute that the server survived; absent where there were none.",
+    "replicas": "Of `/health`: how many engines there are, and how many take requests; absent where there is one.",
     "crash_report": "Of `/health`: the file in `--crash-dir` about the last death of the engine; absent where there was none.",
     "ListedReasoning.summary": "Text of the thinking.",
     "input_tokens": "Tokens of the input.",

@@ -70,7 +70,10 @@ def figures(before: MetricsLook, after: MetricsLook) -> Figures:
     first, last = before.metrics, after.metrics
 
     def grown(name: str, **labels: str) -> float | None:
-        return _growth(first.value(_PREFIX + name, **labels), last.value(_PREFIX + name, **labels))
+        """The sum over engines, any of which may have begun again."""
+        found = [s for s in last.samples if s.name == _PREFIX + name and s.labels.items() >= labels.items()]
+        growths = [_growth(first.value(s.name, **s.labels), s.value) or 0.0 for s in found]
+        return sum(growths) if found else None
 
     def rate(name: str, **labels: str) -> float | None:
         growth = grown(name, **labels)
@@ -92,7 +95,7 @@ def figures(before: MetricsLook, after: MetricsLook) -> Figures:
         failed_rate=rate("request_errors_total") or 0.0,
         blocks=gauge("kv_blocks"),
         blocks_used=gauge("kv_blocks_used"),
-        cache_usage=last.value(_PREFIX + "kv_cache_usage_perc"),
+        cache_usage=max((s.value for s in last.samples if s.name == _PREFIX + "kv_cache_usage_perc"), default=None),
         prefix_hits=(grown("prefix_cache_hits_total") or 0.0) / looked_up if looked_up else None,
         first_token=_quantiles(first, last, "time_to_first_token_seconds"),
         between_tokens=_quantiles(first, last, "inter_token_latency_seconds"),

@@ -15,7 +15,6 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from windlass.engine.api.request import ModelInfo
-from windlass.engine.client.process import ProcessClient
 from windlass.engine.errors import EngineDeadError
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.options.engine import EngineOptions
@@ -23,8 +22,9 @@ from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.display import LoadingDisplay
+from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.in_process.transport import AppTransport
-from windlass.server.startup.launch import make_app, make_client, prepare, read_template, start_engine
+from windlass.server.startup.launch import make_app, prepare, read_template
 
 T = TypeVar("T")
 
@@ -43,9 +43,9 @@ class ModelHost:
         self._loop = asyncio.new_event_loop()
         with contextlib.ExitStack() as undo:
             undo.callback(self._loop.close)
-            child = undo.enter_context(contextlib.closing(start_engine(engine, level)))
+            engines = undo.enter_context(contextlib.closing(Engines(engine, level)))
             path, engine, settings = prepare(model, engine, server)
-            client = make_client(engine, path, level, child)
+            client = engines.client(engine, path)
             undo.callback(client.kill)
             client.spawn()  # it loads while the tokenizer is imported and read
             app = make_app(client, path, settings, template)
@@ -81,7 +81,7 @@ class ModelHost:
         self._close()
 
 
-async def _load(client: ProcessClient, settings: ServerSettings) -> ModelInfo:
+async def _load(client: SupervisedEngine, settings: ServerSettings) -> ModelInfo:
     display = LoadingDisplay()
     client.progress = display if sys.stderr.isatty() else None
     client.start_nowait()
@@ -100,14 +100,14 @@ def _close(undo: contextlib.ExitStack, thread: threading.Thread) -> None:
         undo.close()
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: ProcessClient) -> None:
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: SupervisedEngine) -> None:
     """End the engine, then what still runs on the loop, then the loop."""
     asyncio.run_coroutine_threadsafe(_wind_up(client), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
 
 
-async def _wind_up(client: ProcessClient) -> None:
+async def _wind_up(client: SupervisedEngine) -> None:
     await client.close()  # requests in flight get their error
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.wait(others, timeout=1.0) if others else None

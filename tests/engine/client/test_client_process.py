@@ -350,7 +350,7 @@ async def test_samples_are_handed_out_once(monkeypatch):
 
 async def test_stats_do_not_wait_for_a_long_step(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.5")
-    monkeypatch.setattr("windlass.engine.client.process.STATS_TIMEOUT", 0.05)
+    monkeypatch.setattr("windlass.engine.client.statistics.STATS_TIMEOUT", 0.05)
     async with running() as client:
         stream = client.generate(request("a", max_tokens=10))
         await anext(stream)

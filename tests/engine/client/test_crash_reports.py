@@ -26,7 +26,7 @@ from windlass import __version__
 from windlass.engine.client.crash_reports import MOST_REPORTS, _write
 from windlass.engine.core.black_box import MOST_ROWS, NAMES, PLANS, BlackBox, StackMemory
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.startup.launch import CORE_VARIABLE
+from windlass.server.startup.engines import CORE_VARIABLE
 
 pytestmark = pytest.mark.timeout(240)
 TESTS = Path(__file__).parents[2]

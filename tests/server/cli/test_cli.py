@@ -39,7 +39,7 @@ from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import to_flat
 from windlass.server.options.server import ServerOptions
-from windlass.server.startup import launch
+from windlass.server.startup import engines, launch
 
 TESTS = Path(__file__).parents[2]
 YARN = '{"rope_type": "yarn", "factor": 4}'
@@ -73,7 +73,7 @@ def model(tmp_path):
 @pytest.fixture
 def scripted(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
-    monkeypatch.setenv(launch.CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
+    monkeypatch.setenv(engines.CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
 
 
 def error_of(capsys, *arguments: str) -> str:
@@ -195,7 +195,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
         monkeypatch.setenv("WINDLASS_MODEL", "the-model")
         monkeypatch.setenv("WINDLASS_LOG_LEVEL", "debug")
     assert cli.run(arguments) == 0
-    ((model, engine, _, _, level),) = launched
+    ((model, engine, _, _, level, _),) = launched
     assert (model, level) == ("the-model", "debug")
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
     # An option added later must be added to the table above too.
@@ -205,7 +205,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
 
 def test_defaults_are_the_configurations_own(launched):
     assert cli.run(["serve"]) == 0
-    ((model, engine, server, connections, _),) = launched
+    ((model, engine, server, connections, _, _),) = launched
     assert model is None
     assert engine.to_config(Path("m")) == engine_config("m")
     settings = server.to_settings("name")
@@ -234,7 +234,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
     arguments += ["--grace-period", "2.5", "--request-timeout", "60", "--host", "::1"]
     arguments += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example,https://c.example"]
     assert cli.run(["serve", *arguments]) == 0
-    ((_, _, server, _, _),) = launched
+    ((_, _, server, _, _, _),) = launched
     settings = server.to_settings("ignored")
     assert (server.host, server.port) == ("::1", 8123)
     assert settings.api_keys == ("first", "second", "third")
@@ -247,7 +247,7 @@ def test_server_options(launched, monkeypatch, tmp_path):
 
     rotary = ["--rope-policy", "profiles", "--rope-exact", "--rope-profile", f"long={YARN}", "--rope-update", "rotate"]
     assert cli.run(["serve", *rotary, "--rope-scaling", "long"]) == 0
-    _, engine, server, _, _ = launched[-1]
+    _, engine, server, _, _, _ = launched[-1]
     settings = server.to_settings("m", engine)
     assert (settings.rope_policy, settings.rope_exact, settings.rope_update) == ("profiles", True, "rotate")
     yarn = RopeScaling.from_dict(json.loads(YARN))

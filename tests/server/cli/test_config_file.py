@@ -61,7 +61,7 @@ host: ~
 
 def test_a_file_sets_every_kind_of_option(launched, write):
     assert cli.run(["serve", "--config", write(WHOLE)]) == 0
-    ((model, engine, server, connections, level),) = launched
+    ((model, engine, server, connections, level, _),) = launched
     assert (model, level, server.port, connections.write_timeout) == ("smollm2", "debug", 8123, 7.5)
     assert (server.host, server.request_timeout) == ("127.0.0.1", None)  # left empty: their defaults
     assert (server.access_log, server.rope_policy) == (True, "off")
@@ -81,7 +81,7 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(launc
     monkeypatch.setenv("WINDLASS_HOST", "h2")
     monkeypatch.setenv("WINDLASS_BLOCK_SIZE", "")  # as a compose file hands on what is not set
     assert cli.run(["serve", "--port", "3", "--api-key", "z", "--prefix-caching", "b"]) == 0
-    ((model, engine, server, _, _),) = launched
+    ((model, engine, server, _, _, _),) = launched
     assert (model, server.port, server.host, engine.block_size) == ("b", 3, "h2", 32)
     assert server.api_key == ["z"] and engine.prefix_caching is True
 

@@ -13,11 +13,12 @@ from windlass.engine.api.config import EngineConfig
 from windlass.server.cli.main import bench_engine
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import flat_names, from_flat, in_options, option_names, to_flat
+from windlass.server.options.replicas import ReplicaOptions
 
 ENGINE = Path(__file__).parents[3] / "engine"
 PRIVATE = {  # how the engine process is started, by the engine itself
-    "client/child.py": {"--ahead", "--box", "--core", "--fd", "--log-level", "--stacks"},
-    "core/process.py": {"--ahead", "--box", "--core", "--fd", "--log-level", "--stacks"},
+    "client/child.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
+    "core/process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
 }
 
 
@@ -50,11 +51,12 @@ def test_every_name_in_a_message_has_an_option() -> None:
 def test_the_options_named_are_there() -> None:
     spelt = {
         text.partition("/")[0]
-        for command in (EngineOptions, bench_engine)
+        for command in (EngineOptions, ReplicaOptions, bench_engine)
         for annotation in command.__annotations__.values()
         for text in re.findall(r"--[a-z-]+", str(annotation))
     } | {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(EngineOptions)}
-    without = {"model", "loading.seed"}  # an argument; nothing that an operator sets
+    # An argument; what no operator sets.
+    without = {"model", "loading.seed", "loading.shared_memory"}
     assert {option for path, option in option_names().items() if path not in without} <= spelt
 
 

@@ -15,6 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.memory import available_memory
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.preflight import check_replicas
+
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
 
@@ -269,3 +274,23 @@ def test_weights_that_are_not_numbers_end_the_start(model: Path) -> None:
     result = windlass("serve", "--port", "0", model)
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert "holds numbers that are NaN or infinite" in result.stderr.splitlines()[-1]
+
+
+def test_replicas_that_there_is_no_room_for() -> None:
+    assert refusal("demo", "--replicas", "0") == "--replicas must lie between 1 and 1024, got 0"
+    cores = len(os.sched_getaffinity(0))
+    said = refusal("demo", "--replicas", cores + 1)
+    assert said == f"--replicas is {cores + 1}, there are {cores} cores for them: use {cores} or fewer"
+    said = refusal("demo", "--replicas", cores, "--pin-cores")
+    assert said.endswith(
+        f"there are {cores - 1} cores for them beside the server's (--pin-cores): use {cores - 1} or fewer"
+    )
+    most = available_memory()
+    assert most is not None
+    long = ("--max-model-len", "100000", "--max-num-seqs", "4096", "--kv-cache-memory", str(int(0.7 * most)))
+    said = refusal("demo", "--replicas", "2", *long)
+    assert re.match(
+        r"the KV caches of 2 replicas need [0-9.]+ GiB of memory, .* lower --replicas, --kv-cache-memory", said
+    )
+    with pytest.raises(LoadError, match="share the cores and the memory of a CPU, not cuda:0"):
+        check_replicas(EngineConfig(model="m", replicas=2), "cuda:0")

@@ -56,7 +56,7 @@ export class Cache extends Component {
       ${error && html`<p class="error" role="alert">${error}</p>`}
       ${look && html`<div class="stack">
         ${figures(look, rates.at(-1))}
-        ${look.groups.map((group, index) => html`<${Pages} key=${index} group=${group} index=${index} count=${look.groups.length} look=${look} />`)}
+        ${look.groups.map((group, index) => html`<${Pages} key=${index} group=${group} name=${nameOf(group, look.groups)} look=${look} />`)}
         <${Lines} title="Tokens per second" xTitle="seconds from now" yTitle="tokens/s"
           series=${["generated", "read"].map((field) => ({ name: field === "read" ? "of prompts" : field, x: rates.length > 1 ? rates.map(({ time }) => time - look.time) : [], y: rates.map((one) => one[field]) }))} />
         ${look.sequences.length > 0 && sequences(look.sequences)}
@@ -89,6 +89,13 @@ function figures({ counters, groups, block_size: size, bytes_per_token: each }, 
   ];
   return html`<section class="panel" aria-label="In numbers"><dl class="figures">
     ${rows.map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl></section>`;
+}
+
+// Of which replica its cache is, and of which of its groups, where there are several.
+function nameOf(group, groups) {
+  const own = groups.filter(({ engine }) => engine === group.engine);
+  const replica = groups.some(({ engine }) => engine !== group.engine) ? ` of replica ${group.engine}` : "";
+  return own.length > 1 ? `${replica && `${replica},`} of group ${own.indexOf(group) + 1}` : replica;
 }
 
 const sum = (values) => values.reduce((a, b) => a + b, 0);
@@ -156,10 +163,10 @@ class Pages extends Component {
     }
   };
 
-  render({ group, index, count }) {
+  render({ group, name }) {
     const [held, shared, idle] = [group.held, group.shared, group.idle].map(sum);
     const kind = group.window === null ? "" : `, layers that see ${whole(group.window)} tokens`;
-    const title = `Pages${count > 1 ? ` of group ${index + 1}` : ""}${kind}`;
+    const title = `Pages${name}${kind}`;
     const text = `${whole(held)} held by one request, ${whole(shared)} by several, ${whole(idle)} kept, of ${whole(group.num_blocks)}`;
     return html`<figure class="chart pages">
       <figcaption>${title}</figcaption>

@@ -1,0 +1,322 @@
+"""ReplicatedClient: several engine processes of one model, which look like one.
+
+It starts them, one copy of the weights in memory, and sends each request to the replica that the router chooses. When an
+engine dies, requests that it had not begun go on in another; those that it had begun are told, as with a single engine.
+Supervision of each is `ProcessClient`'s. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import A, CacheQuestion, EngineQuestion
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.replicas.choice import PrefixRouter
+from windlass.engine.client.replicas.member import Replica
+from windlass.engine.client.replicas.prefix import PrefixKeys
+from windlass.engine.client.replicas.sums import side_by_side, sum_stats
+from windlass.engine.core.loop import ProgressCallback
+from windlass.engine.errors import EngineDeadError, LoadError, QueueFullError, RequestError
+
+_logger = logging.getLogger("windlass.engine.client")
+
+_STATES = frozenset({"starting", "ready", "restarting", "failed", "closed"})
+
+
+class ReplicatedClient:
+    """An `EngineClient` over several.
+
+    clients: not started; the first one's configuration says how many there are. The others load what the first has come to:
+    as much cache, as long a context, the weights where it has put them.
+    progress: called with (stage, done, total) while the first one loads.
+    """
+
+    def __init__(self, clients: Sequence[ProcessClient], config: EngineConfig) -> None:
+        self.progress: ProgressCallback | None = None
+        self._config = config
+        self._replicas = [Replica(number, client) for number, client in enumerate(clients)]
+        self._adapters = {source.adapter_id: source for source in config.adapters.sources}
+        self._where: dict[str, Replica | None] = {}  # of requests that run; None: on their way to another
+        self._keys: PrefixKeys | None = None
+        self._router: PrefixRouter[int] = PrefixRouter(1)
+        self._info: ModelInfo | None = None
+        self._failure = ""
+        self._closed = False
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ---- the EngineClient protocol -----------------------------------------------------------------------------------
+    @property
+    def engines(self) -> tuple[ProcessClient, ...]:
+        """Each of them; see `engines_of`."""
+        return tuple(replica.client for replica in self._replicas)
+
+    @property
+    def info(self) -> ModelInfo | None:
+        return self._info
+
+    @property
+    def state(self) -> str:
+        """ "ready" while any of them is."""
+        if self._closed:
+            return "closed"
+        if self._failure:
+            return "failed"
+        if self._info is None:
+            return "starting"
+        states = {replica.client.state for replica in self._replicas}
+        return next((state for state in ("ready", "restarting", "failed") if state in states), "restarting")
+
+    @property
+    def restarts(self) -> int:
+        return sum(replica.client.restarts for replica in self._replicas)
+
+    @property
+    def adapter_ids(self) -> frozenset[int]:
+        """Of the adapters that requests may name."""
+        return frozenset(self._adapters)
+
+    @property
+    def failure(self) -> str:
+        """Why `state` is "failed", one line; empty otherwise."""
+        if self._failure or self.state != "failed":
+            return self._failure
+        return self._replicas[0].client.failure
+
+    @property
+    def crash_report(self) -> Path | None:
+        """The report of the last death, where there is one."""
+        found = [report for replica in self._replicas if (report := replica.client.crash_report) is not None]
+        return max(found, key=lambda report: report.name, default=None)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """See `EngineClient.generate`."""
+        request_id, samples = request.request_id, request.sampling.n
+        if request_id in self._where:
+            raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
+        digests = self._digests(request)
+        tried: list[int] = []
+        self._where[request_id] = None
+        try:
+            while True:
+                replica = self._choose(digests, tried)
+                tried.append(replica.number)
+                begun = False
+                self._where[request_id] = replica
+                replica.in_flight += samples
+                try:
+                    async with contextlib.aclosing(replica.client.generate(request)) as stream:
+                        async for output in stream:
+                            begun = True
+                            yield output
+                    return
+                except EngineDeadError as error:
+                    if begun or error.begun or not self._others(tried):
+                        raise
+                except QueueFullError:
+                    if begun or not self._others(tried):
+                        raise
+                finally:
+                    replica.in_flight -= samples
+                    self._where[request_id] = None
+        finally:
+            del self._where[request_id]
+
+    def end_sample(self, request_id: str, index: int) -> None:
+        """See `EngineClient.end_sample`."""
+        if (replica := self._where.get(request_id)) is not None:
+            replica.client.end_sample(request_id, index)
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """See `EngineClient.load_adapter`. All of them have it afterwards; one that is being restarted has it before it takes
+        requests."""
+        usable = self._usable()
+        results = await asyncio.gather(*(one.client.load_adapter(source) for one in usable), return_exceptions=True)
+        infos = [result for result in results if isinstance(result, AdapterInfo)]
+        # A replica that died over it comes back with it.
+        errors = [result for result in results if isinstance(result, BaseException)]
+        grave = [error for error in errors if not isinstance(error, EngineDeadError)] or (errors if not infos else [])
+        if grave:
+            self.drop_adapter(source.adapter_id)
+            raise grave[0]
+        self._adapters[source.adapter_id] = source
+        return infos[0]
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """See `EngineClient.drop_adapter`."""
+        self._adapters.pop(adapter_id, None)
+        for replica in self._replicas:
+            replica.client.drop_adapter(adapter_id)
+
+    async def look(self, question: EngineQuestion[A]) -> A:
+        """See `EngineClient.look`. A picture of the cache has the pages of all; anything else is asked of the least busy."""
+        usable = self._usable()
+        if not isinstance(question, CacheQuestion):
+            return await min(usable, key=lambda replica: replica.in_flight).client.look(question)
+        asked = await asyncio.gather(*(one.client.look(question) for one in usable), return_exceptions=True)
+        seen = [
+            (one.number, found)
+            for one, found in zip(usable, asked, strict=True)
+            if not isinstance(found, BaseException)
+        ]
+        if not seen:
+            raise next(found for found in asked if isinstance(found, BaseException))
+        return side_by_side(seen)  # type: ignore[return-value]
+
+    async def stats(self) -> EngineStats:
+        """The sum of all, with each one's in `engines`; see `ProcessClient.stats`."""
+        self._require_usable()
+        found = await asyncio.gather(*(replica.client.stats() for replica in self._replicas), return_exceptions=True)
+        parts = [part if isinstance(part, EngineStats) else None for part in found]
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, EngineDeadError):
+                raise error
+        return sum_stats(parts)
+
+    async def close(self) -> None:
+        """End all engines; see `ProcessClient.close`."""
+        self._closed = True
+        self._tell()
+        await asyncio.gather(*(replica.client.close() for replica in self._replicas))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- starting ----------------------------------------------------------------------------------------------------
+    def spawn(self) -> None:
+        """Start the first child now; needs no event loop."""
+        self._replicas[0].client.spawn()
+
+    def start_nowait(self) -> None:
+        """Begin to load and supervise, in the running event loop."""
+        self.spawn()
+        if not self._tasks:
+            start = asyncio.get_running_loop().create_task(self._start(), name="replicas-start")
+            self._tasks.append(start)
+
+    async def wait_ready(self) -> ModelInfo:
+        """Wait until requests are served, by all of them; raises LoadError if that will not happen."""
+        state = await self.wait_state("ready", "failed", "closed")
+        if state != "ready" or self._info is None:
+            raise LoadError(self._failure or "the engine was closed before it was ready")
+        return self._info
+
+    async def start(self) -> ModelInfo:
+        """start_nowait, then wait_ready."""
+        self.start_nowait()
+        return await self.wait_ready()
+
+    async def wait_state(self, *states: str) -> str:
+        """Wait until `state` is one of `states` and return it."""
+        while self.state not in states:
+            await self._changed.wait()
+        return self.state
+
+    def kill(self, *, reap: bool = True) -> None:
+        """End all children at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
+        for replica in self._replicas:
+            replica.client.kill(reap=reap)
+
+    async def _start(self) -> None:
+        try:
+            info = await self._load()
+        except LoadError as error:
+            self._failure = str(error)
+            self._tell()
+            self.kill(reap=False)
+            return
+        self._keys = (
+            None
+            if info.sees_whole_texts or not self._config.cache.prefix_caching
+            else PrefixKeys(info, self._config.rotary)
+        )
+        if self._keys is not None:
+            tokens = info.block_size * min(info.num_kv_blocks)
+            self._router = PrefixRouter(self._keys.block_tokens, tokens // self._keys.block_tokens)
+        for replica in self._replicas:
+            await replica.prepare(self._adapters)
+        self._info = replace(info, replicas=len(self._replicas))
+        self._tell()
+        follow = asyncio.get_running_loop().create_task
+        self._tasks += [follow(self._follow(replica), name=f"replica-{replica.number}") for replica in self._replicas]
+
+    async def _load(self) -> ModelInfo:
+        """The first one, then the others as it is. Raises LoadError."""
+        first, *others = (replica.client for replica in self._replicas)
+        first.progress = self.progress
+        first.start_nowait()
+        info = await first.wait_ready()
+        for replica in self._replicas:
+            replica.client.reconfigure(settled(replica.client.config, info))
+        for client in others:
+            client.start_nowait()
+        waiting = [asyncio.ensure_future(client.wait_ready()) for client in others]
+        try:
+            found = await asyncio.gather(*waiting)
+        finally:
+            for task in waiting:
+                task.cancel()
+        if any(one.fingerprint != info.fingerprint for one in found):
+            raise LoadError("the files of the model changed while they were read: start the server again")
+        return info
+
+    async def _follow(self, replica: Replica) -> None:
+        """Notice what becomes of one engine, and bring a new one to what the others have."""
+        client = replica.client
+        while (state := client.state) != "closed":
+            if state == "ready" and not replica.usable:
+                self._router.forget(replica.number)
+                if (amiss := await replica.prepare(self._adapters)) is not None:
+                    _logger.error("replica %d: %s", replica.number, amiss)
+            if state == "failed" and self.state != "failed":
+                _logger.error("replica %d was given up, the others go on: %s", replica.number, client.failure)
+            self._tell()
+            if client.state == state:
+                await client.wait_state(*_STATES - {state})
+
+    # ---- small parts -------------------------------------------------------------------------------------------------
+    def _digests(self, request: EngineRequest) -> list[bytes]:
+        return [] if self._keys is None else self._keys.of(request)
+
+    def _choose(self, digests: list[bytes], tried: Sequence[int]) -> Replica:
+        usable = [replica for replica in self._usable() if replica.number not in tried]
+        number = self._router.choose(digests, {replica.number: replica.in_flight for replica in usable})
+        self._router.sent(number, digests)
+        return self._replicas[number]
+
+    def _others(self, tried: Sequence[int]) -> bool:
+        return not self._closed and any(one.usable and one.number not in tried for one in self._replicas)
+
+    def _usable(self) -> list[Replica]:
+        self._require_usable()
+        return [replica for replica in self._replicas if replica.usable]
+
+    def _require_usable(self) -> None:
+        if self.state == "ready" and any(replica.usable for replica in self._replicas):
+            return
+        match self.state:
+            case "starting":
+                raise EngineDeadError("the model is still loading; try again soon")
+            case "failed":
+                raise EngineDeadError(f"the engines failed and were given up: {self.failure}")
+            case "closed":
+                raise EngineDeadError("the engine was closed")
+        raise EngineDeadError("the engines are being restarted; try again soon")
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def settled(config: EngineConfig, info: ModelInfo) -> EngineConfig:
+    """What an engine loads that is to be like one that has loaded."""
+    cache = replace(config.cache, memory=info.kv_cache_bytes)
+    return replace(config, replicas=1, max_model_len=info.max_model_len, cache=cache)

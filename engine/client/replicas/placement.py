@@ -1,0 +1,44 @@
+"""Where the replicas of one model run on this machine: their cores, and the memory that their weights have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import replace
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.client.child import Seat
+from windlass.engine.core.black_box import memory_file
+from windlass.engine.core.threads import share_cores
+
+_MODELS = 2  # a model and a draft model
+
+
+class Placement:
+    """Seats for so many engines; raises LoadError where there are not. leave_one: the last core is the server's. `close` it.
+
+    Nothing lies in the memory files until the first engine loads.
+    """
+
+    def __init__(self, replicas: int, *, leave_one: bool = False) -> None:
+        self._cores = share_cores(replicas, leave_one=leave_one)
+        self._files = tuple(memory_file(0) for _ in range(_MODELS))
+
+    @property
+    def seats(self) -> list[Seat]:
+        return [Seat(cores, self._files) for cores in self._cores]
+
+    def configs(self, config: EngineConfig) -> list[EngineConfig]:
+        """What each engine loads."""
+        loading = replace(config.loading, shared_memory=self._files)
+        return [
+            replace(config, replicas=len(self._cores), loading=loading, compute=replace(config.compute, cores=cores))
+            for cores in self._cores
+        ]
+
+    def close(self) -> None:
+        """Give the descriptors back; engines that run keep what they have mapped. Safe to call twice."""
+        files, self._files = self._files, ()
+        for number in files:
+            with contextlib.suppress(OSError):
+                os.close(number)

@@ -1,0 +1,55 @@
+"""`windlass ray`: deployments on a Ray cluster. Ray itself is an extra, looked for when a command runs."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Annotated
+
+import typer
+from typer_injector import Depends, InjectingTyper
+
+from windlass.engine.errors import LoadError
+from windlass.server.cli.brief_help import BriefHelp, help_all_option
+from windlass.server.options.engine import EngineOptions
+from windlass.server.options.panels import CLUSTER
+from windlass.server.options.replicas import ClusterOptions
+from windlass.server.options.server import ServerOptions
+from windlass.server.options.spelling import LogLevel, ModelArgument, option
+
+app = InjectingTyper(help="Serve a model on a Ray cluster.", no_args_is_help=True)
+
+
+@app.command(cls=BriefHelp)
+def deploy(
+    engine: Annotated[EngineOptions, Depends(EngineOptions)],
+    server: Annotated[ServerOptions, Depends(ServerOptions)],
+    cluster: Annotated[ClusterOptions, Depends(ClusterOptions)],
+    model: ModelArgument = None,
+    log_level: LogLevel = "warning",
+    help_all: Annotated[bool, help_all_option()] = False,
+) -> None:
+    """Deploy a model, or update the deployment of that name; returns once it serves."""
+    _deploying().deploy(model, engine, server, cluster, log_level)
+
+
+@app.command()
+def delete(
+    name: Annotated[str, typer.Option("--name", help="Of the deployment.")] = "windlass",
+    address: Annotated[
+        str | None, option("--address", panel=CLUSTER, metavar="HOST:PORT", help="Where the Ray cluster is.")
+    ] = None,
+) -> None:
+    """Take a deployment away, after the requests that it has."""
+    _deploying().delete(name, address)
+
+
+def _deploying() -> ModuleType:
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError:
+        raise LoadError(
+            "windlass ray needs Ray: run pip install -c constraints.txt -e '.[ray]' in the clone, on every machine of the cluster"
+        ) from None
+    from windlass.server.startup.ray import deploying
+
+    return deploying

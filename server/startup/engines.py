@@ -1,0 +1,68 @@
+"""The engine processes of a server: one, or several replicas; started before it is known what they shall load."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, Seat, module_ahead
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.replicas.client import ReplicatedClient
+from windlass.engine.client.replicas.placement import Placement
+from windlass.engine.core.threads import split_cores
+from windlass.server.options.engine import EngineOptions
+
+# Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
+CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
+
+SupervisedEngine: TypeAlias = ProcessClient | ReplicatedClient
+
+
+class Engines:
+    """replicas: how many; raises LoadError where this machine has no cores for them. `close` it.
+
+    The first one's process imports what it needs from now on, which takes most of a start.
+    """
+
+    def __init__(self, engine: EngineOptions, log_level: str, replicas: int = 1) -> None:
+        self._core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
+        self._log_level = log_level
+        self.replicas = replicas
+        self._placement = Placement(replicas, leave_one=engine.pin_cores) if replicas > 1 else None
+        if self._placement is None:
+            self._seats = [Seat(split_cores()[0] if engine.pin_cores else None)]
+        else:
+            self._seats = self._placement.seats
+        self._children = [self._start(self._seats[0])]
+
+    def client(
+        self, engine: EngineOptions, path: Path, crash_folder: Path | None = None, *, sharing: int = 1
+    ) -> SupervisedEngine:
+        """A client for the model in `path`; its `spawn` tells the first process what to load. The processes are its own now.
+
+        sharing: engines that nobody here knows of, among which this machine's memory may have to be shared out.
+        """
+        config = engine.to_config(path)
+        if self._placement is None:
+            return self._single(replace(config, replicas=sharing), self._children[0], crash_folder)
+        # What the others import they import while the first one loads.
+        self._children += [self._start(seat) for seat in self._seats[1:]]
+        configs = self._placement.configs(config)
+        clients = [self._single(each, child, crash_folder) for each, child in zip(configs, self._children, strict=True)]
+        return ReplicatedClient(clients, config)
+
+    def close(self) -> None:
+        """End what was started here."""
+        for child in self._children:
+            child.close()
+        if self._placement is not None:
+            self._placement.close()
+
+    def _start(self, seat: Seat) -> ChildProcess:
+        return ChildProcess(self._core, self._log_level, ahead=module_ahead(self._core), seat=seat)
+
+    def _single(self, config: EngineConfig, child: ChildProcess, crash_folder: Path | None) -> ProcessClient:
+        return ProcessClient(config, log_level=self._log_level, core=self._core, child=child, crash_folder=crash_folder)

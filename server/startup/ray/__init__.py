@@ -1,0 +1,1 @@
+"""A deployment on Ray Serve: engines as replicas, a router by prefix, and the same HTTP app in front. Needs the extra `ray`."""

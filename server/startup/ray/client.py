@@ -1,0 +1,218 @@
+"""RayClient: the replicas of a deployment, which look like one engine to the server in front of them.
+
+It knows the deployment by its handle. Which replica a request goes to is the router's choice (see `routing`); what becomes
+of it when that replica dies is decided here, as `ReplicatedClient` decides it on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.looks import A, CacheQuestion, EngineQuestion
+from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.client.replicas.prefix import PrefixKeys
+from windlass.engine.client.replicas.sums import side_by_side, sum_stats
+from windlass.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from windlass.server.startup.ray.call import Call, Ended, ReplicaReport
+
+_logger = logging.getLogger("windlass.server")
+
+MOST_TRIES = 3  # replicas that a request is sent to, none of which had begun with it
+LOOK_SECONDS = 1.0  # between two looks at how the replicas are
+REPORT_SECONDS = 2.0  # for them to say
+_LOST = (RayError, RayServeException)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEngine:
+    """A replica as it was when it was looked at last. name: its id."""
+
+    name: str
+    state: str
+    restarts: int
+
+
+class RayClient:
+    """An `EngineClient` over a deployment of `EngineReplica`. config: as the replicas have it, but for where the model is."""
+
+    def __init__(self, handle: DeploymentHandle[Any], config: EngineConfig) -> None:
+        self._handle, self._config = handle, config
+        self._info: ModelInfo | None = None
+        self._keys: PrefixKeys | None = None
+        self._most_blocks = 1
+        self._closed = False
+        self._adapters: dict[int, AdapterSource] = {}
+        self._ids: set[str] = set()  # of requests that run
+        self._known: dict[str, RemoteEngine] = {}
+        self._gone_restarts = 0  # of replicas that are there no more
+        self._watching: asyncio.Task[None] | None = None
+
+    # ---- the EngineClient protocol -----------------------------------------------------------------------------------
+    @property
+    def engines(self) -> tuple[RemoteEngine, ...]:
+        """Each of them, by name; see `engines_of`."""
+        return tuple(self._known[name] for name in sorted(self._known))
+
+    @property
+    def info(self) -> ModelInfo | None:
+        return self._info
+
+    @property
+    def state(self) -> str:
+        if self._closed:
+            return "closed"
+        if self._info is None:
+            return "starting"
+        return "ready" if any(engine.state == "ready" for engine in self._known.values()) else "restarting"
+
+    @property
+    def restarts(self) -> int:
+        return self._gone_restarts + sum(engine.restarts for engine in self._known.values())
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        """See `EngineClient.generate`."""
+        self._require_engine()
+        if request.request_id in self._ids:
+            raise RequestError(f"a request with the id {request.request_id!r} is already running", "request_id")
+        digests = () if self._keys is None else tuple(self._keys.of(request))
+        adapter = None if request.adapter is None else self._adapters.get(request.adapter)
+        call = replace(Call.of(request), digests=digests, most_blocks=self._most_blocks, adapter=adapter)
+        self._ids.add(request.request_id)
+        try:
+            for tries in range(1, MOST_TRIES + 1):
+                begun = False
+                error: EngineError
+                stream = self._handle.options(stream=True).generate.remote(call)
+                try:
+                    async for item in stream:
+                        if isinstance(item, Ended):
+                            raise item.error
+                        for output in item:
+                            begun = True
+                            yield output
+                    return
+                except _LOST:
+                    error = EngineDeadError(
+                        "the replica ended while this request was running; send it again", begun=begun
+                    )
+                except (EngineDeadError, QueueFullError) as told:
+                    error = told
+                    call = replace(call, avoid=(*call.avoid, item.replica))
+                finally:
+                    stream.cancel()
+                if begun or getattr(error, "begun", False) or tries == MOST_TRIES or self._closed:
+                    raise error
+        finally:
+            self._ids.discard(request.request_id)
+
+    def end_sample(self, request_id: str, index: int) -> None:
+        """See `EngineClient.end_sample`. Whoever does not know the request ignores it."""
+        if request_id in self._ids:
+            self._later(self._all("end_sample", request_id, index))
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
+        """See `EngineClient.load_adapter`. A replica that comes later loads it with the first request that names it."""
+        found = await self._all("load_adapter", source, seconds=None)
+        refused = [one for one in found if isinstance(one, RequestError)]
+        infos = [one for one in found if isinstance(one, AdapterInfo)]
+        if refused or not infos:
+            self.drop_adapter(source.adapter_id)
+            raise refused[0] if refused else EngineDeadError("no replica could load this adapter; try again soon")
+        self._adapters[source.adapter_id] = source
+        return infos[0]
+
+    def drop_adapter(self, adapter_id: int) -> None:
+        """See `EngineClient.drop_adapter`."""
+        self._adapters.pop(adapter_id, None)
+        self._later(self._all("drop_adapter", adapter_id))
+
+    async def look(self, question: EngineQuestion[A]) -> A:
+        """See `EngineClient.look`. A picture of the cache has the pages of all; any one answers anything else."""
+        self._require_engine()
+        if isinstance(question, CacheQuestion):
+            found = await self._all("look", question)
+            seen = [one for one in found if not isinstance(one, BaseException)]
+            if not seen:
+                raise EngineDeadError("no replica answered; ask again")
+            return side_by_side(list(enumerate(seen)))  # type: ignore[return-value]
+        try:
+            answer: Any = await self._handle.look.remote(question)
+        except _LOST:
+            raise EngineDeadError("the replica ended before it answered; ask again") from None
+        if isinstance(answer, EngineError):
+            raise answer
+        return answer  # type: ignore[no-any-return]
+
+    async def stats(self) -> EngineStats:
+        """The sum of all, with each one's in `engines`, in the order of `engines` here."""
+        self._require_engine()
+        reports = await self._reports(stats=True)
+        if not reports:
+            raise EngineDeadError("no replica answered; ask again")
+        by_name = {report.replica: report.stats for report in reports}
+        return sum_stats([by_name.get(engine.name) for engine in self.engines])
+
+    async def close(self) -> None:
+        """Look no more; the replicas are the deployment's."""
+        self._closed = True
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    # ---- the replicas ------------------------------------------------------------------------------------------------
+    async def start(self) -> ModelInfo:
+        """Wait for a replica, and watch them all from then on."""
+        info: ModelInfo = await self._handle.info.remote()
+        if self._config.cache.prefix_caching and not info.sees_whole_texts:
+            self._keys = PrefixKeys(info, self._config.rotary)
+            self._most_blocks = max(1, info.block_size * min(info.num_kv_blocks) // self._keys.block_tokens)
+        await self._reports(stats=False)
+        self._info = info
+        self._watching = asyncio.get_running_loop().create_task(self._watch(), name="replicas-watch")
+        return info
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await self._reports(stats=False)
+
+    async def _reports(self, *, stats: bool) -> list[ReplicaReport]:
+        """What the replicas say; those that say nothing in time are taken for gone."""
+        found = [one for one in await self._all("report", stats) if isinstance(one, ReplicaReport)]
+        before, self._known = (
+            self._known,
+            {one.replica: RemoteEngine(one.replica, one.state, one.restarts) for one in found},
+        )
+        # One that is gone was an engine that ended; where it was only slow, it has not ended after all.
+        self._gone_restarts += sum(engine.restarts + 1 for name, engine in before.items() if name not in self._known)
+        return found
+
+    async def _all(self, method: str, *arguments: object, seconds: float | None = REPORT_SECONDS) -> list[Any]:
+        """The answers of all replicas, an exception for one that has none."""
+        try:
+            response = self._handle.broadcast(method, *arguments)
+            found: list[Any] = await response.results_async(timeout_s=seconds, return_exceptions=True)
+            return found
+        except (*_LOST, TimeoutError):
+            return []
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    def _require_engine(self) -> None:
+        match self.state:
+            case "starting":
+                raise EngineDeadError("the model is still loading; try again soon")
+            case "closed":
+                raise EngineDeadError("the engine was closed")

@@ -1,0 +1,122 @@
+"""A replica of a deployment: one engine process under the same supervision as on a single machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from ray import serve
+
+from windlass._version import __version__
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
+from windlass.engine.api.looks import EngineQuestion
+from windlass.engine.api.request import EngineStats, ModelInfo, RequestOutput
+from windlass.engine.core.wire import portable_error
+from windlass.engine.errors import EngineDeadError, EngineError
+from windlass.server.startup.engines import Engines, SupervisedEngine
+from windlass.server.startup.launch import crash_folder, prepare
+from windlass.server.startup.ray.call import Call, Ended, Item, ReplicaReport, Start, mixed
+
+GATHER_SECONDS = 0.01  # in which outputs of one stream come together, as each item costs half a millisecond on its way
+
+
+class EngineReplica:
+    """start: see there. Its methods are called by Ray Serve, in the event loop of the replica's actor."""
+
+    async def __init__(self, start: Start) -> None:  # type: ignore[misc]
+        start.check()
+        self._id = serve.get_replica_context().replica_id.unique_id
+        self._engines = Engines(start.engine, start.log_level)
+        try:
+            path, engine, _ = await asyncio.to_thread(prepare, start.model, start.engine, start.server)
+            folder = crash_folder(start.server)
+            self._client: SupervisedEngine = self._engines.client(engine, path, folder, sharing=start.sharing)
+            self._info = await self._client.start()
+        except BaseException:
+            self._engines.close()
+            raise
+
+    async def check_health(self) -> None:
+        """Raise where the engine was given up: Serve starts another replica."""
+        if self._client.state in ("failed", "closed"):
+            raise RuntimeError(self._client.failure or "the engine was closed")
+
+    async def info(self) -> ModelInfo:
+        return self._info
+
+    async def generate(self, call: Call) -> AsyncGenerator[Item, None]:
+        """Outputs as they come, those that came together in one item; an error is the last item."""
+        try:
+            if call.version != __version__:
+                raise EngineError(mixed(call.version))
+            if call.adapter is not None and call.adapter.adapter_id not in self._client.adapter_ids:
+                with contextlib.suppress(EngineDeadError):  # told by the request itself
+                    await self._client.load_adapter(call.adapter)
+            async for outputs in in_batches(self._client.generate(call.arrived())):
+                yield outputs
+        except EngineError as error:
+            yield Ended(self._id, portable_error(error))
+
+    async def end_sample(self, request_id: str, index: int) -> None:
+        self._client.end_sample(request_id, index)
+
+    async def report(self, stats: bool) -> ReplicaReport:
+        """How it is; with its statistics if they are asked for, each sample of which is handed out once."""
+        found: EngineStats | None = None
+        if stats:
+            with contextlib.suppress(EngineError):
+                found = await self._client.stats()
+        return ReplicaReport(self._id, self._client.state, self._client.restarts, found)
+
+    async def look(self, question: EngineQuestion[Any]) -> Any:
+        """The answer, or the EngineError that there was instead."""
+        try:
+            return await self._client.look(question)
+        except EngineError as error:
+            return portable_error(error)
+
+    async def load_adapter(self, source: AdapterSource) -> AdapterInfo | EngineError:
+        try:
+            return await self._client.load_adapter(source)
+        except EngineError as error:
+            return portable_error(error)
+
+    async def drop_adapter(self, adapter_id: int) -> None:
+        self._client.drop_adapter(adapter_id)
+
+
+async def in_batches(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[list[RequestOutput], None]:
+    """What a stream gives, all that is there at once: it is the way of an item that costs. The stream is closed with it."""
+    waiting: list[RequestOutput] = []
+    news = asyncio.Event()
+
+    async def pump() -> None:
+        try:
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    # Clocks differ from machine to machine.
+                    waiting.append(output if output.scheduled_at is None else replace(output, scheduled_at=None))
+                    news.set()
+        finally:
+            news.set()
+
+    pumping = asyncio.ensure_future(pump())
+    pause = 0.0
+    try:
+        while waiting or not pumping.done():
+            if not waiting:
+                await news.wait()
+            if not pumping.done():
+                await asyncio.sleep(pause)
+            news.clear()
+            outputs, waiting[:] = waiting[:], []
+            if outputs:
+                pause = GATHER_SECONDS  # the first goes at once
+                yield outputs
+        await pumping  # its error
+    finally:
+        pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)

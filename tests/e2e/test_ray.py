@@ -1,0 +1,226 @@
+"""A real Ray cluster on this machine: streams equal those of one engine, deaths, scaling, and prompts that find their place."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.ray_cluster import RayCluster, environment, free_port, ray_cluster
+from helpers.real_server import serve
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install -e '.[ray]'"),
+]
+
+SMALL = ("--kv-cache-memory", "32MiB", "--max-model-len", "512")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def deployed(cluster: RayCluster) -> RayCluster:
+    cluster.deploy("--replicas", "2", "--max-num-seqs", "4", *SMALL)
+    return cluster
+
+
+def body(prompt: Any, **fields: object) -> dict[str, Any]:
+    return {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, **fields}
+
+
+async def stream(client: httpx.AsyncClient, asked: dict[str, Any]) -> dict[str, Any]:
+    """A stream as its client saw it."""
+    found: dict[str, Any] = {"text": "", "error": None, "done": False, "finish": None}
+    async with client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
+        if answer.status_code != 200:
+            await answer.aread()
+            return {**found, "error": answer.json()["error"], "done": True}
+        async for line in answer.aiter_lines():
+            if line == "data: [DONE]":
+                found["done"] = True
+            elif line.startswith("data: "):
+                event = json.loads(line[6:])
+                found["error"] = event.get("error", found["error"])
+                for choice in event.get("choices", ()):
+                    found["text"] += choice["text"]
+                    found["finish"] = choice["finish_reason"] or found["finish"]
+    return found
+
+
+async def streams(url: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        return await asyncio.gather(*(stream(client, one) for one in asked))
+
+
+def test_streams_equal_those_of_one_engine(deployed: RayCluster) -> None:
+    rng = random.Random(1)
+    long = [rng.randrange(10, 4000) for _ in range(200)]
+    asked = [
+        body("The sun"),
+        body(""),
+        body([5]),
+        body(long),
+        body(long, temperature=0.9, seed=4),
+        body(long, cache_salt="s"),
+    ]
+    asked += [body(long, rope_scaling={"rope_type": "yarn", "factor": 2.0}), body("In the beginning " * 20)]
+    with serve(*SMALL) as single:
+        expected = asyncio.run(streams(single.url, asked))
+    assert all(one["done"] and one["error"] is None and one["finish"] for one in expected)
+    for _ in range(2):
+        assert asyncio.run(streams(deployed.url, asked)) == expected
+    plain = httpx.post(f"{deployed.url}/v1/completions", json=body("The sun", n=2), timeout=60).json()
+    assert {choice["text"] for choice in plain["choices"]} == {expected[0]["text"]}
+    assert httpx.get(f"{deployed.url}/health").json()["status"] == "ready"
+    pages = httpx.get(f"{deployed.url}/v1/cache").json()
+    assert [group["engine"] for group in pages["groups"]] == [0, 1]
+    refused = httpx.post(f"{deployed.url}/v1/completions", json=body("x", max_tokens=-1), timeout=60)
+    assert refused.status_code == 400
+
+
+def test_prompts_find_their_beginning_again(deployed: RayCluster) -> None:
+    rng = random.Random(2)
+    documents = [[rng.randrange(10, 4000) for _ in range(320)] for _ in range(10)]
+    prompts = [[*rng.choice(documents), *(rng.randrange(10, 4000) for _ in range(20))] for _ in range(40)]
+
+    def rate(url: str, metric: Any) -> float:
+        names = ("windlass_prefix_cache_hits_total", "windlass_prefix_cache_queries_total")
+        before = [metric(name) for name in names]
+        for start in range(0, len(prompts), 2):
+            done = asyncio.run(streams(url, [body(prompt, max_tokens=4) for prompt in prompts[start : start + 2]]))
+            assert all(one["error"] is None for one in done)
+        hits, asked = (metric(name) - count for name, count in zip(names, before, strict=True))
+        return float(hits / asked)
+
+    with serve(*SMALL) as single:
+        alone = rate(single.url, single.metric)
+    together = rate(deployed.url, deployed.metric)
+    assert alone > 0.5 and together >= 0.9 * alone, (alone, together)
+
+
+def test_a_killed_replica_under_load(deployed: RayCluster) -> None:
+    deployed.wait_replicas(2, 30)
+
+    async def under_load() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=deployed.url, timeout=120) as client:
+            asked = [body([10 + n, 11, 12], max_tokens=300, ignore_eos=True) for n in range(24)]
+            work = [asyncio.create_task(stream(client, one)) for one in asked[:20]]
+            while await asyncio.to_thread(deployed.metric, "windlass_num_requests_running") < 6:
+                await asyncio.sleep(0.02)
+            os.kill(deployed.replicas()[0], signal.SIGKILL)
+            killed = time.monotonic()
+            new = [asyncio.create_task(stream(client, one)) for one in asked[20:]]
+            fresh = await asyncio.gather(*new)
+            assert time.monotonic() - killed < 60
+            return [*await asyncio.gather(*work), *fresh]
+
+    results = asyncio.run(under_load())
+    assert all(one["done"] for one in results)
+    cut = [one for one in results if one["error"] is not None]
+    assert all(one["error"]["code"] == "engine_unavailable" for one in cut) and 1 <= len(cut) <= 12, cut
+    assert all(one["finish"] == "length" for one in results if one["error"] is None)
+    assert [one["error"] for one in results[20:]] == [None] * 4
+    deployed.wait_replicas(2, 60)
+
+
+async def keep_asking(client: httpx.AsyncClient, number: int, until: asyncio.Event) -> list[dict[str, Any]]:
+    found = []
+    while not until.is_set():
+        found.append(await stream(client, body([10 + number, 11, 12], max_tokens=200, ignore_eos=True)))
+    return found
+
+
+def test_an_update_loses_nothing(deployed: RayCluster) -> None:
+    before = set(deployed.replicas())
+
+    async def update() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=deployed.url, timeout=120) as client:
+            enough = asyncio.Event()
+            asking = [asyncio.create_task(keep_asking(client, n, enough)) for n in range(3)]
+            await asyncio.to_thread(deployed.deploy, "--replicas", "2", "--max-num-seqs", "3", *SMALL)
+            enough.set()
+            return [result for results in await asyncio.gather(*asking) for result in results]
+
+    results = asyncio.run(update())
+    assert not before & set(deployed.replicas())
+    assert len(results) > 6
+    assert all(one["done"] and one["error"] is None and one["finish"] == "length" for one in results)
+
+
+def test_scaling_up_and_down_loses_nothing(cluster: RayCluster, deployed: RayCluster) -> None:
+    scaling = ("--target-requests", "2", "--scale-up-seconds", "1", "--scale-down-seconds", "4")
+    cluster.deploy("--replicas", "1..2", *scaling, "--max-num-seqs", "4", *SMALL)
+    cluster.wait_replicas(1, 90)
+
+    async def scale() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+            much, little = asyncio.Event(), asyncio.Event()
+            crowd = [asyncio.create_task(keep_asking(client, n, much)) for n in range(10)]
+            one = asyncio.create_task(keep_asking(client, 50, little))
+            await asyncio.to_thread(cluster.wait_replicas, 2, 90)
+            much.set()
+            await asyncio.to_thread(cluster.wait_replicas, 1, 90)
+            little.set()
+            return [result for results in await asyncio.gather(*crowd, one) for result in results]
+
+    results = asyncio.run(scale())
+    assert len(results) > 20
+    assert all(one["done"] and one["error"] is None and one["finish"] == "length" for one in results)
+
+
+def refusal(done: Any) -> str:
+    assert done.returncode == 2 and done.stdout == "", done
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    return str(done.stderr.removeprefix("error: ").rstrip("\n"))
+
+
+def test_what_cannot_be_deployed_is_one_line(cluster: RayCluster, deployed: RayCluster, tmp_path: Path) -> None:
+    nowhere = f"127.0.0.1:{free_port()}"
+    assert refusal(cluster.windlass("deploy", "demo", address=nowhere)).startswith(
+        f"--address {nowhere} cannot be reached"
+    )
+    assert "--address must be HOST:PORT" in refusal(cluster.windlass("deploy", "demo", address="what is this"))
+    said = refusal(cluster.windlass("deploy", "demo", "--replicas", "8", "--name", "other", *SMALL))
+    assert said.startswith("8 replicas need 8 CPUs and 0.5 for the server, the cluster has 4")
+    for wrong in ("0", "3..2", "many"):
+        assert "--replicas must be a number" in refusal(cluster.windlass("deploy", "demo", "--replicas", wrong))
+    assert "no deployment has this name" in refusal(cluster.windlass("delete", "--name", "other"))
+    assert refusal(cluster.windlass("deploy", tmp_path / "nothing"))
+    assert "Ray's proxies listen here" in refusal(cluster.windlass("deploy", "demo", "--uds", tmp_path / "socket"))
+    assert httpx.get(f"{cluster.url}/health").json()["status"] == "ready"  # what was there is there
+
+
+def test_a_deployment_of_another_version_is_refused(cluster: RayCluster, deployed: RayCluster) -> None:
+    """Its version is that of this installation, so the command is run with another one."""
+    code = (
+        "import sys, windlass._version as v; v.__version__ = '99.0'\n"
+        "from windlass.server.cli.main import main; sys.argv[0] = 'windlass'; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, "ray", "deploy", "demo", "--address", cluster.address, *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
+    assert refusal(done).startswith("this machine has Windlass 99.0, the deployment is of")
+    # And by the replicas themselves, where nothing of that name runs.
+    command += ["--name", "other"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment())
+    assert "Prefix / is being used by application" in refusal(done)
+    command += ["--root-path", "/other"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment())
+    assert "the deployment is of 99.0" in refusal(done)
+    assert refusal(cluster.windlass("delete", "--name", "other")).endswith("has this name on that cluster")

@@ -1,0 +1,135 @@
+"""The choice among replicas: prefixes stay together, nobody is swamped, memory is bounded, and hit rates hold."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.engine.cache.prefix import HashChain
+from windlass.engine.client.replicas.choice import MOST_AHEAD, PrefixRouter
+from windlass.engine.client.replicas.prefix import chain
+
+BLOCK = 32
+
+
+def digests(*token_ids: int, root: bytes = b"root") -> list[bytes]:
+    return chain(root, list(token_ids), BLOCK)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+def test_the_longest_prefix_wins() -> None:
+    router: PrefixRouter[str] = PrefixRouter(BLOCK)
+    first, second = prompt(1, 320), prompt(2, 320)
+    router.sent("a", digests(*first))
+    router.sent("b", digests(*first[:160], *second[160:]))
+    idle = {"a": 0, "b": 0}
+    assert router.choose(digests(*first, 7, 7), idle) == "a"
+    assert router.choose(digests(*first[:160], *second[160:]), idle) == "b"
+    assert router.choose(digests(*first[:100]), {"a": 1, "b": 0}) == "b"  # both have it: the less busy
+    assert router.choose(digests(*first, root=b"another adapter"), {"a": 1, "b": 0}) == "b"
+
+
+def test_a_replica_may_be_too_busy() -> None:
+    router: PrefixRouter[str] = PrefixRouter(BLOCK)
+    known = digests(*prompt(1, 256))
+    router.sent("a", known)
+    assert router.choose(known, {"a": 4, "b": 0}) == "a"  # 256 tokens are worth four requests
+    assert router.choose(known, {"a": 5, "b": 0}) == "b"
+    router.sent("a", long := digests(*prompt(2, 64 * 100)))
+    assert router.choose(long, {"a": MOST_AHEAD, "b": 0}) == "a"
+    assert router.choose(long, {"a": MOST_AHEAD + 1, "b": 0}) == "b"
+    assert router.choose(long, {"a": MOST_AHEAD + 50, "b": 50}) == "a"  # it is the difference that counts
+
+
+def test_without_a_prefix_requests_are_spread() -> None:
+    router: PrefixRouter[int] = PrefixRouter(BLOCK)
+    chosen = []
+    for number in range(9):
+        chosen.append(router.choose([], dict.fromkeys(range(3), 0)))
+        router.sent(chosen[-1], digests(*prompt(number, 8)))
+    assert sorted(chosen) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    with pytest.raises(ValueError):
+        router.choose([], {})
+
+
+def test_a_replica_that_began_again_has_nothing() -> None:
+    router: PrefixRouter[str] = PrefixRouter(BLOCK)
+    known = digests(*prompt(1, 320))
+    router.sent("a", known)
+    router.forget("a")
+    assert router.choose(known, {"a": 1, "b": 0}) == "b"
+    router.sent("a", known)
+    router.keep_only(["b"])
+    assert router.choose(known, {"a": 1, "b": 0}) == "b" and router.num_remembered == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(0, 4)), max_size=60), st.integers(1, 20))
+def test_what_is_remembered_is_bounded_and_begins_at_the_beginning(
+    prompts: list[tuple[int, int, int]], most: int
+) -> None:
+    """A block is never remembered without those in front of it, which bisection takes for granted."""
+    router: PrefixRouter[int] = PrefixRouter(1, most)
+    for stem, shared, tail in prompts:
+        router.sent(0, chain(b"", [stem] * shared + [100 + stem] * tail, 1))
+        assert router.num_remembered <= most
+        blocks = router._replicas[0]._blocks
+        for stem, shared, tail in prompts:
+            found = [digest in blocks for digest in chain(b"", [stem] * shared + [100 + stem] * tail, 1)]
+            assert found == sorted(found, reverse=True)
+            assert router._replicas[0].match(chain(b"", [stem] * shared + [100 + stem] * tail, 1)) == sum(found)
+
+
+class Cache:
+    """A replica's prefix cache of so many blocks: the engine's own chain of digests, the oldest blocks evicted first."""
+
+    def __init__(self, blocks: int) -> None:
+        self._held: OrderedDict[bytes, None] = OrderedDict()
+        self._blocks = blocks
+        self.hits = self.asked = 0
+
+    def run(self, token_ids: list[int]) -> None:
+        own = HashChain(b"root", 16)
+        own.extend(token_ids, len(token_ids))
+        self.asked += len(token_ids)
+        self.hits += 16 * sum(1 for _ in itertools.takewhile(self._held.__contains__, own.digests))
+        for digest in reversed(own.digests):
+            self._held[digest] = None
+            self._held.move_to_end(digest)
+        while len(self._held) > self._blocks:
+            self._held.popitem(last=False)
+
+
+def workload() -> list[list[int]]:
+    """Twelve documents, each asked about two times on average."""
+    rng = random.Random(5)
+    documents = [prompt(number, 480) for number in range(12)]
+    return [rng.choice(documents) + prompt(1000 + number, 20) for number in range(26)]
+
+
+def hit_rate(replicas: int, *, by_prefix: bool) -> float:
+    caches = [Cache(4000) for _ in range(replicas)]
+    router: PrefixRouter[int] = PrefixRouter(BLOCK, 4000 * 16 // BLOCK)
+    rng, running = random.Random(6), [0] * replicas
+    for number, token_ids in enumerate(workload()):
+        found = digests(*token_ids)
+        chosen = router.choose(found, dict(enumerate(running))) if by_prefix else number % replicas
+        router.sent(chosen, found)
+        caches[chosen].run(token_ids)
+        running[chosen] += 1
+        running = [max(0, requests - rng.randrange(2)) for requests in running]
+    return sum(cache.hits for cache in caches) / sum(cache.asked for cache in caches)
+
+
+def test_hit_rates_hold_over_replicas() -> None:
+    alone = hit_rate(1, by_prefix=True)
+    assert alone > 0.4
+    assert hit_rate(4, by_prefix=True) >= 0.9 * alone
+    assert hit_rate(4, by_prefix=False) <= 0.55 * alone

@@ -1,0 +1,242 @@
+"""ReplicatedClient over scripted engines: where requests go, what becomes of them at a death, and what all are together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from helpers.configs import engine_config
+from helpers.scripted_core import BUG, FIRST_TOKEN, REFUSE
+from helpers.waiting_core import POISON
+
+from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.api.looks import CacheGroupPicture, CachePicture, CacheQuestion, CacheSequencePicture
+from windlass.engine.api.request import EngineRequest, EngineStats, SamplingParams
+from windlass.engine.client import engines_of
+from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.replicas.client import ReplicatedClient
+from windlass.engine.client.replicas.sums import side_by_side, sum_stats
+from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
+
+TESTS = Path(__file__).parents[3]
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(30)]
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
+
+
+def make_client(replicas: int = 2, **values) -> ReplicatedClient:
+    values.setdefault("max_num_seqs", 1)
+    config = engine_config("scripted", replicas=replicas, **values)
+    core = "helpers.waiting_core:WaitingCore"
+    return ReplicatedClient([ProcessClient(config, core=core, backoff=0.05) for _ in range(replicas)], config)
+
+
+@asynccontextmanager
+async def running(**values):
+    client = make_client(**values)
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.close()
+
+
+def request(name: str, first: int = 50, max_tokens: int = 5, length: int = 2, **fields) -> EngineRequest:
+    return EngineRequest(name, [first, *[7] * (length - 1)], SamplingParams(max_tokens=max_tokens), **fields)
+
+
+async def tokens(client: ReplicatedClient, wanted: EngineRequest) -> list[int]:
+    return [token async for output in client.generate(wanted) for token in output.token_ids]
+
+
+async def until(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition never came true"
+        await asyncio.sleep(0.01)
+
+
+async def test_they_look_like_one():
+    async with running() as client:
+        first, second = engines_of(client)
+        assert client.info is not None and client.info.replicas == 2
+        assert (client.state, client.restarts) == ("ready", 0)
+        names = [f"r{number}" for number in range(6)]
+        answers = await asyncio.gather(*(tokens(client, request(name)) for name in names))
+        assert answers == [[FIRST_TOKEN + i for i in range(5)]] * 6
+        stats = await client.stats()
+        assert stats.generation_tokens == 30 and len(stats.queue_seconds) == 6
+        assert [part.generation_tokens for part in stats.engines] == [
+            15,
+            15,
+        ]  # nothing to choose by but who is less busy
+        assert second.config.cache.memory == client.info.kv_cache_bytes and second.config.replicas == 1
+        assert first.config == second.config
+        again = asyncio.create_task(tokens(client, request("again", max_tokens=50)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(RequestError, match="already running"):
+            await tokens(client, request("again"))
+        with pytest.raises(RequestError, match="no such thing"):
+            await tokens(client, request("refused", REFUSE))
+        with pytest.raises(EngineError, match="a defect"):
+            await tokens(client, request("bug", BUG))
+        assert len(await again) == 50
+    assert client.state == "closed"
+    with pytest.raises(EngineDeadError, match="closed"):
+        await tokens(client, request("late"))
+
+
+async def test_prompts_go_where_their_beginning_is():
+    async with running(max_num_seqs=4) as client:
+        for number in range(4):
+            await tokens(client, request(f"a{number}", 60, length=200))
+            await tokens(client, request(f"b{number}", 61, length=200))
+            await tokens(client, request(f"c{number}", 60, length=200, cache_salt="another"))
+        parts = (await client.stats()).engines
+        assert sorted(part.generation_tokens for part in parts) == [20, 40]  # one of three kinds is alone
+
+
+async def test_what_has_not_begun_goes_on_elsewhere_and_the_rest_is_told():
+    async with running() as client:
+        names = [f"r{number}" for number in range(8)]
+        work = [asyncio.create_task(tokens(client, request(name, max_tokens=20))) for name in names]
+        await asyncio.sleep(0.03)
+        victim, other = engines_of(client)
+        os.kill(victim.pid, signal.SIGKILL)
+        results = await asyncio.gather(*work, return_exceptions=True)
+        told = [result for result in results if isinstance(result, EngineDeadError)]
+        assert len(told) == 1 and "send it again" in str(told[0])
+        assert [result for result in results if result not in told] == [[FIRST_TOKEN + i for i in range(60)]] * 7
+        assert client.state == "ready" and other.restarts == 0
+        await until(lambda: client.restarts == 1 and victim.state == "ready")
+        assert await tokens(client, request("new")) == [FIRST_TOKEN + i for i in range(5)]
+        stats = await client.stats()
+        assert None not in stats.engines
+
+
+async def test_a_request_that_kills_an_engine_kills_no_other():
+    async with running() as client:
+        with pytest.raises(EngineDeadError):
+            await tokens(client, request("poison", POISON))
+        assert sum(engine.state == "ready" for engine in engines_of(client)) == 1
+        await until(lambda: all(engine.state == "ready" for engine in engines_of(client)))
+        assert client.restarts == 1
+
+
+async def test_with_all_engines_gone_everybody_is_told():
+    async with running() as client:
+        work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=200))) for n in range(6)]
+        await asyncio.sleep(0.03)
+        for engine in engines_of(client):
+            os.kill(engine.pid, signal.SIGKILL)
+        results = await asyncio.gather(*work, return_exceptions=True)
+        assert all(isinstance(result, EngineDeadError) for result in results)
+        await until(lambda: client.restarts == 2 and client.state == "ready")
+        assert len(await tokens(client, request("new"))) == 5
+
+
+async def test_a_full_queue_is_full_everywhere():
+    async with running(max_waiting=2) as client:
+        work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=60))) for n in range(4)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(QueueFullError):
+            await tokens(client, request("too many"))
+        assert [len(found) for found in await asyncio.gather(*work)] == [60] * 4
+
+
+async def test_ended_samples_and_abandoned_requests_leave_nothing():
+    async with running() as client:
+        stream = client.generate(request("a", max_tokens=10_000))
+        await anext(stream)
+        await stream.aclose()
+        ended = EngineRequest("b", [50], SamplingParams(max_tokens=10_000, n=2))
+        seen = []
+        async for output in client.generate(ended):
+            seen.append(output)
+            if len(seen) == 4:
+                client.end_sample("b", 0)
+                client.end_sample("b", 1)
+        assert [replica.in_flight for replica in client._replicas] == [0, 0] and client._where == {}
+        for _ in range(20):
+            if (await client.stats()).num_running == 0:
+                return
+        raise AssertionError("something still runs")
+
+
+async def test_adapters_are_loaded_everywhere_and_brought_along():
+    async with running() as client:
+        victim, other = engines_of(client)
+        await client.load_adapter(AdapterSource(1, "one", "/one"))
+        assert victim.adapter_ids == other.adapter_ids == {1}
+        with pytest.raises(RequestError):
+            await client.load_adapter(AdapterSource(2, "two", "/bad"))
+        assert victim.adapter_ids == other.adapter_ids == {1}
+        os.kill(victim.pid, signal.SIGKILL)
+        await until(lambda: victim.state != "ready")
+        await client.load_adapter(AdapterSource(3, "three", "/three"))
+        client.drop_adapter(1)
+        await until(lambda: all(replica.usable for replica in client._replicas))
+        assert victim.adapter_ids == other.adapter_ids == {3}
+        client.drop_adapter(3)
+        assert victim.adapter_ids == other.adapter_ids == frozenset()
+
+
+async def test_one_that_cannot_load_fails_the_start(monkeypatch, tmp_path):
+    monkeypatch.setenv("SCRIPT_RELOAD_FILE", str(tmp_path / "mark"))  # the second load fails
+    client = make_client()
+    with pytest.raises(LoadError, match="the second load fails"):
+        await client.start()
+    assert client.state == "failed" and client.failure == "the second load fails"
+    await client.close()
+
+
+async def test_one_that_is_given_up_leaves_the_others(monkeypatch):
+    async with running() as client:
+        victim, other = engines_of(client)
+        monkeypatch.setenv("SCRIPT_LOAD_ERROR", "the disk is gone")  # of engines that are started from now on
+        os.kill(victim.pid, signal.SIGKILL)
+        await until(lambda: victim.state == "failed")
+        assert client.state == "ready" and len(await tokens(client, request("new"))) == 5
+        os.kill(other.pid, signal.SIGKILL)
+        assert await client.wait_state("failed") == "failed"
+        assert "the disk is gone" in client.failure
+        with pytest.raises(EngineDeadError, match="given up"):
+            await tokens(client, request("late"))
+
+
+async def test_statistics_are_summed():
+    one = EngineStats(num_running=2, kv_cache_usage=0.5, recomputed_tokens={"a": 1}, queue_seconds=(1.0,), num_steps=3)
+    two = EngineStats(kv_cache_usage=0.2, recomputed_tokens={"a": 2, "b": 1}, step_tokens=(1, 2), num_steps=4)
+    found = sum_stats([one, None, two])
+    assert (found.num_running, found.kv_cache_usage, found.num_steps) == (2, 0.5, 7)
+    assert found.recomputed_tokens == {"a": 3, "b": 1} and found.queue_seconds == (1.0,)
+    assert found.step_tokens == (1, 2) and found.engines == (one, None, two)
+    assert sum_stats([None]) == EngineStats(engines=(None,))
+
+
+async def test_pages_stand_side_by_side():
+    def picture(sequences: int, owners: tuple[int, ...]) -> CachePicture:
+        group = CacheGroupPicture(2, 2, 1, None, (1, 0), (0, 0), (0, 1), owners)
+        return CachePicture(16, (group,), (CacheSequencePicture(1, 1, 0, 1, 0, 0),) * sequences, 0.1)
+
+    found = side_by_side([(0, picture(2, (1, -1))), (2, picture(1, (0, -1)))])
+    assert [(group.engine, group.owners) for group in found.groups] == [(0, (1, -1)), (2, (2, -1))]
+    assert len(found.sequences) == 3
+    async with running() as client:
+        with pytest.raises(RequestError, match="nothing to see"):
+            await client.look(CacheQuestion())

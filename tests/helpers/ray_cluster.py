@@ -1,0 +1,127 @@
+"""A real Ray cluster of one machine on free ports, and deployments on it by the real command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class RayCluster:
+    """address: of the cluster. url: of the HTTP side of what is deployed, without a slash."""
+
+    address: str
+    folder: Path
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def windlass(self, *arguments: object, address: str | None = None) -> subprocess.CompletedProcess[str]:
+        command = [str(BIN / "windlass"), "ray", *map(str, arguments), "--address", address or self.address]
+        return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment())
+
+    def deploy(self, *arguments: object) -> None:
+        done = self.windlass("deploy", "demo", "--port", self.port, *arguments)
+        assert done.returncode == 0, (done.stdout, done.stderr, self.logs())
+
+    def replicas(self) -> list[int]:
+        """Process ids of the actors of engine replicas, the oldest first."""
+        return self._processes(b"ray::ServeReplica:windlass:Engine")
+
+    def replica_count(self) -> dict[str, int]:
+        found: dict[str, int] = httpx.get(f"{self.url}/health", timeout=20).json()["replicas"]
+        return found
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        text = httpx.get(f"{self.url}/metrics", timeout=20).text
+        return sum(map(float, re.findall(rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+-]+)$", text, re.MULTILINE)))
+
+    def wait_replicas(self, ready: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.replica_count() != {"total": ready, "ready": ready}:
+            assert time.monotonic() < deadline, (self.replica_count(), self.logs())
+            time.sleep(0.2)
+
+    def logs(self) -> str:
+        """The ends of what the replicas wrote."""
+        files = sorted(self.folder.glob("session_latest/logs/serve/*.log"))
+        return "\n".join(f"--- {file.name}\n{file.read_text()[-1500:]}" for file in files)
+
+    def _processes(self, title: bytes) -> list[int]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and (entry / "cmdline").read_bytes().startswith(title):
+                    mine = str(self.folder).encode() in (entry / "environ").read_bytes()
+                    found += [int(entry.name)] if mine else []
+        return sorted(found)
+
+
+def environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("WINDLASS_", "RAY_"))}
+    return {**kept, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "RAY_DISABLE_IMPORT_WARNING": "1"}
+
+
+@contextlib.contextmanager
+def ray_cluster(cpus: int = 4) -> Iterator[RayCluster]:
+    """Its processes end with it, and no other cluster's."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        port = free_port()
+        command = [str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--num-cpus={cpus}"]
+        command += ["--object-store-memory=100000000", "--include-dashboard=false", "--disable-usage-stats"]
+        command += [
+            f"--temp-dir={folder}",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            f"--ray-client-server-port={free_port()}",
+        ]
+        log = Path(folder, "start.log")
+        with log.open("wb") as output:
+            mark = {**environment(), "WINDLASS_TEST_CLUSTER": folder}
+            head = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=mark, start_new_session=True)
+        try:
+            deadline = time.monotonic() + 90
+            while b"Ray runtime started" not in log.read_bytes():
+                assert head.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
+            yield RayCluster(f"127.0.0.1:{port}", Path(folder))
+        finally:
+            head.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                head.wait(3)
+            _end(folder)
+            head.wait(10)
+
+
+def _end(folder: str) -> None:
+    """Whatever is left of the cluster in this folder."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                told = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+                if folder.encode() in told:
+                    os.kill(int(entry.name), signal.SIGKILL)

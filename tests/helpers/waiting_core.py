@@ -1,0 +1,46 @@
+"""A scripted core that runs `max_num_seqs` requests at once and lets the others wait, and tells of its plans as the engine does.
+
+A first token of POISON ends the process in the request's first step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+from helpers.scripted_core import ScriptedCore
+
+from windlass.engine.api.request import RequestOutput
+from windlass.engine.core.forecast import Announce
+
+POISON = 8
+
+
+class WaitingCore(ScriptedCore):
+    plan_watcher: Any = None
+
+    def step(self, announce: Announce) -> list[RequestOutput]:
+        waiting = dict(self._running)
+        self._running = dict(itertools.islice(waiting.items(), self._config.scheduling.max_num_seqs))
+        for request_id in self._running:
+            del waiting[request_id]
+        self._tell()
+        if any(running.request.prompt_token_ids[0] == POISON for running in self._running.values()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        outputs = super().step(announce)
+        self._running |= waiting
+        return outputs
+
+    def _tell(self) -> None:
+        requests = [running.request for running in self._running.values()]
+        live = [
+            SimpleNamespace(seq_id=number, request=one, index=0, num_prompt_tokens=len(one.prompt_token_ids))
+            for number, one in enumerate(requests)
+        ]
+        planned = [SimpleNamespace(seq_id=seq.seq_id, start=0, num_tokens=1) for seq in live]
+        plan = SimpleNamespace(step=self._steps, new=planned, forks=[], sequences=planned, num_tokens=len(planned))
+        if self.plan_watcher is not None:
+            self.plan_watcher(plan, lambda: live)
