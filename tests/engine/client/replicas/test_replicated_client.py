@@ -114,7 +114,7 @@ async def test_prompts_go_where_their_beginning_is():
 async def test_what_has_not_begun_goes_on_elsewhere_and_the_rest_is_told():
     async with running() as client:
         names = [f"r{number}" for number in range(8)]
-        work = [asyncio.create_task(tokens(client, request(name, max_tokens=20))) for name in names]
+        work = [asyncio.create_task(tokens(client, request(name, max_tokens=60))) for name in names]
         await asyncio.sleep(0.03)
         victim, other = engines_of(client)
         os.kill(victim.pid, signal.SIGKILL)
