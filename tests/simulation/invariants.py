@@ -164,8 +164,9 @@ def _may_break(world: World, record: Record) -> bool:
     reset = ask.request_id in world.faults.between(begin, end, "connection is reset")
     slow = ask.reader in ("slow", "stops") or ask.sender != "quick"
     lagged = any(seconds >= 1.0 for at, seconds in world.stood_still if begin - seconds <= at <= end)
-    # Through a small window, and late, an answer can take longer than it may; two engines have more to tell.
-    long = world.replicas > 1 and world.plan.window < 65536 and end - begin >= WRITE_SECONDS
+    # Through a small window, and late again and again, no byte may get through for as long as a client may take none.
+    late = sum(kind == "piece is late" and begin <= at <= end for at, kind, _ in world.faults.log)
+    long = late >= 5 and world.plan.window < 65536 and end - begin >= WRITE_SECONDS
     return long or reset or slow or lagged or world.plan.max_connections < 10 or not ask.fresh
 
 
