@@ -5,7 +5,7 @@ of requests or models.
 """
 
 from windlass.kernels.attention_call import AttentionCall
-from windlass.kernels.backend import Activations, Backend, Recorder, Recording, Storage, Weight
+from windlass.kernels.backend import Activations, Backend, Storage, Weight
 from windlass.kernels.binding import bind, reads_narrow_weights
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
@@ -15,6 +15,7 @@ from windlass.kernels.layouts.low_rank import LowRank, LowRankPart, LowRankTable
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.recorder import Recorder, Recording
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.weight_memory import SharedWeights

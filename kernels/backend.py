@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -33,6 +32,7 @@ from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.recorder import Recorder
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.weight_memory import SharedWeights, WeightMemory
@@ -59,32 +59,6 @@ class BackendOptions:
     activations: Activations = "int8"
     rounds_prompts: bool = False
     shared: SharedWeights | None = field(default=None, compare=False)
-
-
-class Recording(ABC):
-    """The calls of a piece of work, to be made again on the same memory. obstacle: why they cannot be, None if they can."""
-
-    obstacle: str | None
-
-    @abstractmethod
-    def repeat(self) -> bool:
-        """Make the calls again; False as soon as one reports an error. Raises ValueError where there is an obstacle."""
-
-    @abstractmethod
-    def same_values(self, other: Recording) -> bool:
-        """Whether the other recording made the same calls, addresses aside."""
-
-
-class Recorder(ABC):
-    """Records what its backend is asked to do, in one piece of memory that all of its recordings share."""
-
-    @abstractmethod
-    def record(self) -> AbstractContextManager[Recording]:
-        """Record what is done meanwhile, which is done as ever.
-
-        Tensors that are there before have to outlive the recording where they are. Those made meanwhile hold what was
-        written to them until this recorder records something else, or one of its recordings is repeated.
-        """
 
 
 class Backend(ABC):

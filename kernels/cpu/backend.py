@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
-from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
+from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.cpu import (
     attention,
     block_filling,
@@ -42,6 +42,7 @@ from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.recorder import Recorder
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.torch import batched, routed

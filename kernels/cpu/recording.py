@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.kernels import backend
+from windlass.kernels import recorder
 from windlass.kernels.cpu.arena import Arena, ArenaTensors
 from windlass.kernels.cpu.library import SIGNATURES, Function, Library
 from windlass.kernels.cpu.structs import RECORDED_CALL, values_of
@@ -75,7 +75,7 @@ _OFTEN_HARMLESS = frozenset({"aten::to.dtype", "aten::reshape", "aten::contiguou
 
 
 @dataclass(slots=True)
-class CompiledRecording(backend.Recording):
+class CompiledRecording(recorder.Recording):
     """The calls in order, and the memory they need. library: whose functions are called."""
 
     library: Library
@@ -92,7 +92,7 @@ class CompiledRecording(backend.Recording):
             self._packed = self._pack()
         return not self.library.repeat_calls(ctypes.addressof(self._packed[0]), len(self.calls))
 
-    def same_values(self, other: backend.Recording) -> bool:
+    def same_values(self, other: recorder.Recording) -> bool:
         if not isinstance(other, CompiledRecording):
             return False
         return [self._values(*call) for call in self.calls] == [other._values(*call) for call in other.calls]
@@ -130,7 +130,7 @@ def _as_number(argument: Any) -> float:
 def record(library: Library, arena: Arena) -> Iterator[tuple[CompiledRecording, Library]]:
     """Record what is called meanwhile of the library that comes with the recording; it calls `library`'s functions.
 
-    See `backend.Recorder.record`. Tensors are made in the arena whatever makes them.
+    See `recorder.Recorder.record`. Tensors are made in the arena whatever makes them.
     """
     recording = CompiledRecording(library, arena)
     tensors = ArenaTensors(arena)

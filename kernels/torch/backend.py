@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
-from windlass.kernels.backend import Backend, BackendOptions, Recorder, Weight
+from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
@@ -20,6 +20,7 @@ from windlass.kernels.layouts.low_rank import LowRank, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.recorder import Recorder
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.torch import (

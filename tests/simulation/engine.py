@@ -20,7 +20,7 @@ from simulation.network import connection
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.client.child import ANYWHERE, Seat
 from windlass.engine.core.process import ORPHAN_GRACE, serve
-from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, Ready, encode
+from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, Ready, StepDone, encode
 from windlass.engine.errors import LoadError
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class EngineProcess:
         self.stuck = False
         self._dying = False
         self.forgotten = False
+        self.answered: set[str] = set()  # ids of requests that had a token
         self.last_planned: set[str] = set()
         self._body = greenlet.greenlet(self._run)
         self._theirs.open(_EngineSide(self))
@@ -98,6 +99,8 @@ class EngineProcess:
             self.world.violation(f"the engine crashed by itself: {message.reason}")
         if isinstance(message, Ready):
             self.world.ready.append(self.world.loop.time())
+        if isinstance(message, StepDone):
+            self.answered.update(output.request_id for output in message.outputs if output.token_ids)
         self._theirs.write(encode(message))
 
     def flush(self, timeout: float) -> None:

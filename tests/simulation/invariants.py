@@ -214,7 +214,7 @@ def _had_to_be_told(world: World, record: Record) -> bool:
         again = min((at for at in world.ready if at > death.at), default=end)
         if death.others == 0 and death.at <= end and again + 1.0 >= begin:
             return True
-        if begin <= death.at <= end and (record.ask.request_id in death.begun or any(record.texts.values())):
+        if begin <= death.at <= end and record.ask.request_id in death.begun:
             return True
     return False
 

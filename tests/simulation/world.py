@@ -103,7 +103,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Death:
-    """Of an engine that had loaded. begun: ids of the requests in its last step. others: how many engines took requests then."""
+    """Of an engine that had loaded. begun: ids of the requests in its last step, and of those that had had a token of it.
+    others: how many engines took requests then."""
 
     at: float
     begun: frozenset[str]
@@ -153,7 +154,7 @@ class World:
     def engine_died(self, process: EngineProcess) -> None:
         self.deaths.append(self.loop.time())
         others = sum(one.state == "ready" and one._child is not process for one in self.engines)
-        begun = frozenset(request_id.rpartition("-")[0] for request_id in process.last_planned)
+        begun = frozenset(one.rpartition("-")[0] for one in {*process.last_planned, *process.answered})
         self.cut_off.append(Death(self.loop.time(), begun, others))
 
     def weather(self, *, calm: bool = False) -> Weather:

@@ -365,11 +365,10 @@ def check_memory(
 def no_room(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
     """What to say of the KV caches of so many engines that there is no memory for. there: the memory there is, in words."""
     less = "" if cached == "int8" else ", or use `cache.dtype=int8`"
-    need, fewer = ("cache needs", "") if engines == 1 else (f"caches of {engines} replicas need", "`replicas`, ")
-    return (
-        f"the KV {need} {gib(num_bytes)} of memory, {there}: lower {fewer}`cache.memory`, `max_model_len` or "
-        f"`scheduling.max_num_seqs`{less}"
-    )
+    lower = f"`cache.memory`, `max_model_len` or `scheduling.max_num_seqs`{less}"
+    if engines == 1:
+        return f"the KV cache needs {gib(num_bytes)} of memory, {there}: lower {lower}"
+    return f"the KV caches of {engines} replicas need {gib(num_bytes)} of memory, {there}: lower `replicas`, {lower}"
 
 
 def _smaller(model: ModelDescription, weights: int, stored: str, device: str, free: int) -> str:

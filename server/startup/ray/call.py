@@ -31,7 +31,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ReplicaCall:
     """A request on its way. seconds: to its deadline, as clocks differ from machine to machine.
 
     digests: the keys of its prompt's blocks, of which a replica may remember `most_blocks`. avoid: ids of replicas that could
@@ -47,7 +47,7 @@ class Call:
     version: str = __version__
 
     @classmethod
-    def of(cls, request: EngineRequest) -> Call:
+    def of(cls, request: EngineRequest) -> ReplicaCall:
         deadline = request.deadline
         return cls(replace(request, deadline=None), None if deadline is None else deadline - time.monotonic())
 

@@ -23,7 +23,7 @@ from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, R
 from windlass.engine.client.replicas.prefix import PrefixKeys
 from windlass.engine.client.replicas.sums import side_by_side, sum_stats
 from windlass.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from windlass.server.startup.ray.call import Call, Ended, ReplicaReport
+from windlass.server.startup.ray.call import Ended, ReplicaCall, ReplicaReport
 
 _logger = logging.getLogger("windlass.server")
 
@@ -86,7 +86,7 @@ class RayClient:
             raise RequestError(f"a request with the id {request.request_id!r} is already running", "request_id")
         digests = () if self._keys is None else tuple(self._keys.of(request))
         adapter = None if request.adapter is None else self._adapters.get(request.adapter)
-        call = replace(Call.of(request), digests=digests, most_blocks=self._most_blocks, adapter=adapter)
+        call = replace(ReplicaCall.of(request), digests=digests, most_blocks=self._most_blocks, adapter=adapter)
         self._ids.add(request.request_id)
         try:
             for tries in range(1, MOST_TRIES + 1):

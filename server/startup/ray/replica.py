@@ -18,7 +18,7 @@ from windlass.engine.core.wire import portable_error
 from windlass.engine.errors import EngineDeadError, EngineError
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
-from windlass.server.startup.ray.call import Call, Ended, Item, ReplicaReport, Start, mixed
+from windlass.server.startup.ray.call import Ended, Item, ReplicaCall, ReplicaReport, Start, mixed
 
 GATHER_SECONDS = 0.01  # in which outputs of one stream come together, as each item costs half a millisecond on its way
 
@@ -47,7 +47,7 @@ class EngineReplica:
     async def info(self) -> ModelInfo:
         return self._info
 
-    async def generate(self, call: Call) -> AsyncGenerator[Item, None]:
+    async def generate(self, call: ReplicaCall) -> AsyncGenerator[Item, None]:
         """Outputs as they come, those that came together in one item; an error is the last item."""
         try:
             if call.version != __version__:

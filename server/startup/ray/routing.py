@@ -11,11 +11,11 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from windlass.engine.client.replicas.choice import PrefixRouter
-from windlass.server.startup.ray.call import Call
+from windlass.server.startup.ray.call import ReplicaCall
 
 
 class PrefixRequestRouter(RequestRouter):
-    """The longest cached prefix wins, unless its replica is too busy; what is no `Call` goes to the least busy."""
+    """The longest cached prefix wins, unless its replica is too busy; what is no `ReplicaCall` goes to the least busy."""
 
     def initialize_state(self, block_tokens: int = 32, **kwargs: Any) -> None:
         """block_tokens: of a call's digests. Raises TypeError for anything else."""
@@ -76,12 +76,12 @@ class PrefixRequestRouter(RequestRouter):
         if self._prefixes is not None:
             self._prefixes.keep_only(replica_ids)
 
-    def _router(self, call: Call) -> PrefixRouter[ReplicaID]:
+    def _router(self, call: ReplicaCall) -> PrefixRouter[ReplicaID]:
         if self._prefixes is None:
             self._prefixes = PrefixRouter(self._block_tokens, call.most_blocks)
         return self._prefixes
 
 
-def _call_of(pending_request: PendingRequest | None) -> Call | None:
+def _call_of(pending_request: PendingRequest | None) -> ReplicaCall | None:
     found = pending_request.args[0] if pending_request is not None and pending_request.args else None
-    return found if isinstance(found, Call) else None
+    return found if isinstance(found, ReplicaCall) else None

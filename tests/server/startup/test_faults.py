@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 PATH = "/v1/completions"
-LONG = {"prompt": "The sea", "max_tokens": 400, "ignore_eos": True, "temperature": 0, "stream": True}
+LONG = {"prompt": "The sea", "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
 class Streams:

@@ -146,7 +146,8 @@ async def test_with_all_engines_gone_everybody_is_told():
             os.kill(engine.pid, signal.SIGKILL)
         results = await asyncio.gather(*work, return_exceptions=True)
         assert all(isinstance(result, EngineDeadError) for result in results)
-        await until(lambda: client.restarts == 2 and client.state == "ready")
+        await until(lambda: client.restarts == 2 and all(engine.state == "ready" for engine in engines_of(client)))
+        await until(lambda: any(replica.usable for replica in client._replicas))
         assert len(await tokens(client, request("new"))) == 5
 
 

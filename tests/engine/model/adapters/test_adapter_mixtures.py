@@ -50,7 +50,7 @@ def test_eight_in_one_batch_answer_as_each_alone(
     assert len(seen) == 9  # and each of them is another model
 
 
-def test_blocks_belong_to_one_load_of_one_adapter(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
+def test_blocks_belong_to_what_an_adapter_holds(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
     core = make_core(llama, lora=sources[:2])
 
     def cached(adapter: int | None) -> int:
@@ -63,7 +63,10 @@ def test_blocks_belong_to_one_load_of_one_adapter(llama: Path, sources: tuple[Ad
         core.add(greedy("r", PROMPT, adapter=1))
     again = AdapterSource(9, sources[0].name, sources[0].path)
     core.add_adapter(core.read_adapter(again).result(30))
-    assert cached(9) == 0
+    assert cached(9) == 32  # the same numbers, under another id
+    core.drop_adapter(9)
+    core.add_adapter(core.read_adapter(AdapterSource(10, sources[0].name, sources[2].path)).result(30))
+    assert cached(10) == 0  # others, under the same name
 
 
 def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tuple[AdapterSource, ...]) -> None:
