@@ -148,13 +148,13 @@ class Client(threading.Thread):
 
     # ---- what must come ----------------------------------------------------------------------------------------------------
     def _ask(self, kind: str, path: str, body: dict[str, Any]) -> None:
-        samples = 0 if kind == "embedding" else body.get("n", 1)
+        samples = len(body["input"]) if kind == "embedding" else body.get("n", 1)
         if not body.get("stream"):
             answer = self._http.post(path, json=body)
             if answer.status_code != (400 if kind == "refused" else 200):
                 raise AssertionError(f"{answer.status_code} {answer.text[:300]}")
             if kind in ("refused", "embedding"):
-                self._accounts.end(kind, "whole")
+                self._accounts.end(kind, "whole", samples if kind == "embedding" else 0)
                 return
             self._check(kind, body, answer.json()["choices"], answer.json()["usage"])
             self._accounts.end(kind, "whole", samples, answer.json()["usage"]["completion_tokens"])
