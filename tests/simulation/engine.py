@@ -20,8 +20,8 @@ from simulation.network import connection
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.client.child import ANYWHERE, Seat
 from windlass.engine.core.process import ORPHAN_GRACE, serve
-from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, Ready, StepDone, encode
-from windlass.engine.errors import LoadError
+from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, Ready, Rejected, StepDone, encode
+from windlass.engine.errors import LoadError, QueueFullError
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -101,6 +101,8 @@ class EngineProcess:
             self.world.ready.append(self.world.loop.time())
         if isinstance(message, StepDone):
             self.answered.update(output.request_id for output in message.outputs if output.token_ids)
+        if isinstance(message, Rejected) and isinstance(message.error, QueueFullError):
+            self.world.turned_away.add(message.request_id.rpartition("-")[0])
         self._theirs.write(encode(message))
 
     def flush(self, timeout: float) -> None:

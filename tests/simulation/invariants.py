@@ -210,7 +210,7 @@ def _wrong_error(world: World, record: Record) -> list[str]:
 def _had_to_be_told(world: World, record: Record) -> bool:
     """Whether an engine had begun with the request that died, or none was there that could have taken it."""
     begin, end = record.sent_at, record.ended_at
-    full = world.plan.scheduling.max_waiting < 100  # the other one may have been tried, and its queue was full
+    full = record.ask.request_id in world.turned_away  # the other engine's queue was full
     for death in world.cut_off:
         again = min((at for at in world.ready if at > death.at), default=end)
         if death.others == 0 and death.at <= end and again + 1.0 >= begin:

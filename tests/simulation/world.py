@@ -128,6 +128,7 @@ class World:
     deaths: list[float] = field(default_factory=list)  # of engines that had loaded
     ready: list[float] = field(default_factory=list)
     cut_off: list[Death] = field(default_factory=list)
+    turned_away: set[str] = field(default_factory=set)  # ids of requests for which an engine's queue was full
     exchanges: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # by id: begin and end in the server
     trace: hashlib._Hash = field(default_factory=hashlib.sha256)
 
