@@ -6,7 +6,7 @@ of requests or models.
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Activations, Backend, Storage, Weight
-from windlass.kernels.binding import bind, reads_narrow_weights
+from windlass.kernels.binding import bind, multiplies_narrow_rows, reads_narrow_weights
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
@@ -54,6 +54,7 @@ __all__ = [
     "Storage",
     "Weight",
     "bind",
+    "multiplies_narrow_rows",
     "plane_shapes",
     "reads_narrow_weights",
 ]

@@ -44,3 +44,10 @@ def reads_narrow_weights(device: torch.device | str) -> bool:
     """Whether `linear` multiplies float32 rows by bfloat16 or float16 weights there at the cost of reading them narrow."""
     own = _OWN_KERNELS.get(torch.device(device).type)
     return own is not None and own.refusal(BackendOptions(torch.device(device))) is None
+
+
+def multiplies_narrow_rows(device: torch.device | str) -> bool:
+    """Whether bfloat16 rows meet bfloat16 weights there in instructions of the processor's own that these kernels use."""
+    own = _OWN_KERNELS.get(torch.device(device).type)
+    options = BackendOptions(torch.device(device), torch.bfloat16, torch.bfloat16)
+    return own is not None and own.refusal(options) is None and own(options).multiplies_pairs

@@ -24,7 +24,7 @@ from windlass.engine.model.loading.weights import Progress
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan
 from windlass.engine.rotary.scaling import RopeScaling
 
-_MOST_WAITING = 1 << 20  # texts given at once; who gives them bounds them
+_MOST_WAITING, _MOST_TOKENS = 1 << 20, 1 << 40  # given at once; who gives them bounds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,9 @@ class BatchScorer:
             compute=ComputeConfig(device=device, dtype=dtype),
             cache=CacheConfig(dtype=kv_cache_dtype, memory=kv_cache_memory),
             # No stream waits for these steps, so they need not be short.
-            scheduling=SchedulerConfig(max_waiting=_MOST_WAITING, target_step_seconds=0.0),
+            scheduling=SchedulerConfig(
+                max_waiting=_MOST_WAITING, max_waiting_tokens=_MOST_TOKENS, target_step_seconds=0.0
+            ),
         )
         return cls(EngineCore(config, progress))
 

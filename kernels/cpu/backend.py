@@ -66,10 +66,10 @@ class CompiledBackend(Backend):
         super().__init__(options)
         self._library = library.load()
         self._torch = RowIndependentBackend(options) if options.deterministic else TorchBackend(options)
-        self._multiplies_pairs = self._library.isa == "avx512_bf16" and not torch_linear.multiplies_tiles()
+        self.multiplies_pairs = self._library.isa == "avx512_bf16" and not torch_linear.multiplies_tiles()
         # Products of bfloat16 rows by torch, where the processor has quicker ones than the kernels, want the weight as it is.
         self._multiplies_bfloat16 = (
-            options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self._multiplies_pairs
+            options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.multiplies_pairs
         )
         self._rounds_prompts = options.rounds_prompts and not options.deterministic
         if options.dtype not in linear.ACTIVATION_TYPES:
@@ -126,7 +126,7 @@ class CompiledBackend(Backend):
             most = sys.maxsize if self.deterministic else linear.MOST_ROWS
             return blocks.linear_blocks_widened(x, weight, bias, most_rows=most, out=out, library=self._library)
         if isinstance(weight, PanelWeight):
-            pairs = self._multiplies_pairs and x.dtype == weight.dtype == torch.bfloat16
+            pairs = self.multiplies_pairs and x.dtype == weight.dtype == torch.bfloat16
             if x.shape[0] > self._most_panel_rows and not pairs:
                 return panels.linear_panels_widened(x, weight, bias, library=self._library)
             out = None if x.dtype == torch.float16 else out

@@ -59,7 +59,13 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
     shared, free = _shared_weights(config, device), free_memory(device)
     if free is not None:  # what is shared is there already
         free += sum(kernels.SharedWeights(number).num_bytes for number in config.loading.shared_memory)
-    prepared = prepare_model(config, str(device), reads_narrow=kernels.reads_narrow_weights(device), free=free)
+    prepared = prepare_model(
+        config,
+        str(device),
+        reads_narrow=kernels.reads_narrow_weights(device),
+        multiplies_narrow=kernels.multiplies_narrow_rows(device),
+        free=free,
+    )
     spec, stored = prepared.model.spec, _TORCH_DTYPES[prepared.weight_dtype]
     try:
         backend = kernels.bind(

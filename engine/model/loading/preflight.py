@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
+from windlass.engine.api.config import EngineConfig, parse_dtype
 from windlass.engine.cache.budget import bytes_per_token, plan_cache
 from windlass.engine.cache.memory import available_memory, default_kv_budget, gib
 from windlass.engine.cache.persist.folder import check_folder, check_keeping
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
 from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.loading import dtypes
 from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import expect_device
 from windlass.engine.model.loading.draft_model import check_pair, draft_config, in_its_words
@@ -87,7 +88,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
     check_folder(config)
     if device == "cpu":
         # Without compiled kernels weights are wider; the loader, which knows, counts again.
-        prepared = prepare_model(config, device, reads_narrow=True, free=available_memory())
+        prepared = prepare_model(config, device, reads_narrow=True, multiplies_narrow=True, free=available_memory())
         spec = prepared.model.spec
         token_bytes = sum(bytes_per_token(group, prepared.cache_dtype) for group in spec.kv_groups)
         check_keeping(config, device, token_bytes, sees_whole_texts=spec.sees_whole_texts)
@@ -105,41 +106,48 @@ def check_start(config: EngineConfig) -> ModelDescription:
     return model
 
 
-def prepare_model(config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None) -> ModelToLoad:
+def prepare_model(
+    config: EngineConfig, device: str, *, reads_narrow: bool, multiplies_narrow: bool = False, free: int | None
+) -> ModelToLoad:
     """The model and the types it is loaded in. Raises LoadError for what cannot be loaded or plainly does not fit.
 
-    device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits. free: bytes before the
-    weights are there, None if nobody knows.
+    device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits; multiplies_narrow: and do
+    so natively in bfloat16. free: bytes before the weights are there, None if nobody knows.
     """
     check_quantization(config, device)
-    model, draft = describe_model(config), prepare_draft(config, device, reads_narrow=reads_narrow, free=free)
+    model, draft = describe_model(config), prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
     kind = device.partition(":")[0]
     beside = 0
     if draft is not None:
         check_pair(config, model.spec, draft.model.spec)
         free = None if free is None else max(0, free - plan_bytes(draft.model.spec, draft.plan))
         beside = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
-    dtype = compute_dtype(config, model.config, kind)
+    dtype = dtypes.compute_dtype(config, model.config, kind)
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     plan = storage_plan(config, model, stored, kind, reads_narrow=reads_narrow)
+    said: tuple[str, ...] = ()
+    if multiplies_narrow and dtypes.worth_rounding(config, model.spec, plan, stored):
+        dtype, said = "bfloat16", (dtypes.ROUNDED,)
     in_blocks = reads_narrow and kind == "cpu" and bool(block_storages(model.spec, plan))
     rounded = in_blocks and config.compute.activations == "int8"
-    cached = cache_dtype(config, dtype, rounded=rounded)
+    cached = dtypes.cache_dtype(config, dtype, rounded=rounded)
     check_cache_dtype(model.spec, cached)
     check_memory(config, model, plan, cached, stored, kind, free, beside)
     called = describe_storage(config, model, plan)
     rounds_prompts = rounded or dtype == "bfloat16"
-    notices = notices_of(model, plan, stored, device)
+    notices = said + notices_of(model, plan, stored, device)
     return ModelToLoad(model, dtype, stored, cached, rounds_prompts, plan, called, notices)
 
 
-def prepare_draft(config: EngineConfig, device: str, *, reads_narrow: bool, free: int | None) -> ModelToLoad | None:
+def prepare_draft(
+    config: EngineConfig, device: str, reads_narrow: bool, multiplies_narrow: bool, free: int | None
+) -> ModelToLoad | None:
     """As `prepare_model`, of the draft model; None where there is none."""
     draft = draft_config(config)
     if draft is None:
         return None
     try:
-        return prepare_model(draft, device, reads_narrow=reads_narrow, free=free)
+        return prepare_model(draft, device, reads_narrow=reads_narrow, multiplies_narrow=multiplies_narrow, free=free)
     except LoadError as error:
         raise in_its_words(error) from None
 
@@ -201,16 +209,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def compute_dtype(config: EngineConfig, hf_config: dict[str, Any], device: str) -> str:
-    """What the model computes in. auto: float32 on a CPU, whatever the checkpoint holds; on CUDA the checkpoint's own."""
-    name = parse_dtype(config.compute.dtype)
-    if name != "auto":
-        return name
-    if device == "cpu":
-        return "float32"
-    return parse_dtype(str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"))
-
-
 def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, device: str, *, reads_narrow: bool) -> str:
     """How matrices are stored: under `auto` on a CPU as the checkpoint has them, where the kernels read that.
 
@@ -227,18 +225,6 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
     others |= {one.name for weight in model.spec.weights() if weight.kind == "score" for one in weight.stored}
     found = matrix_types({name: header for name, header in model.headers.items() if name not in others})
     return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(found)), dtype) if len(found) == 1 else dtype
-
-
-def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
-    """What keys and values are cached in, where the model computes in `dtype`.
-
-    rounded: whether compiled kernels multiply rows of 8 bits by weights in blocks. What such products change of predictions
-    is ten thousand times what float16 does, and half the bytes are read (docs/benchmarks.md); so float16 is what `auto` means.
-    """
-    name = parse_cache_dtype(config.cache.dtype)
-    if name != "auto":
-        return name
-    return "float16" if rounded and dtype == "float32" else dtype
 
 
 def check_cache_dtype(spec: ModelSpec, cached: str) -> None:

@@ -18,6 +18,7 @@ from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
 from windlass.engine.offline.batch_scoring import BatchScorer, TextToScore
+from windlass.engine.scheduling.sequence import Sequence
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
 from windlass.server.startup import launch
@@ -314,3 +315,12 @@ def test_more_than_the_engine_gives_is_one_line(
     assert run(model, tmp_path, *arguments) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("error: ") and words in last, last
+
+
+def test_more_texts_are_taken_than_a_server_lets_wait(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All readings of a long document are in the engine at once, far more tokens than a server's queue may hold."""
+    scorer = BatchScorer.load(model, max_model_len=LENGTH)
+    with monkeypatch.context() as patched:
+        patched.setattr(Sequence, "num_tokens", property(lambda self: 100_000_000))
+        for number in range(3):
+            scorer._core.add(EngineRequest(str(number), list(range(5, 15)), SamplingParams(max_tokens=1)))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers.configs import engine_config
 from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file, save_file
 
+from windlass import kernels
 from windlass.engine.cache import memory
 from windlass.engine.cache.budget import bytes_per_token, plan_cache
 from windlass.engine.cache.layout import KVGroupSpec
@@ -20,6 +22,7 @@ from windlass.engine.cache.memory import available_memory
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading import dtypes
 from windlass.engine.model.loading.formats import describe_foreign
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import (
@@ -146,6 +149,48 @@ def test_quantized_models_cache_in_float16(options: dict[str, str], cached: str)
     for narrow in (True, False):  # without compiled kernels nothing is rounded to 8 bits
         prepared = prepare_model(engine_config(DEMO, **options), "cpu", reads_narrow=narrow, free=None)
         assert prepared.cache_dtype == (cached if narrow or cached != "float16" else "float32")
+
+
+@pytest.mark.parametrize(
+    ("options", "computed", "cached"),
+    [
+        ({}, "bfloat16", "bfloat16"),
+        ({"kv_cache_dtype": "int8"}, "bfloat16", "int8"),
+        ({"dtype": "float32"}, "float32", "float32"),
+        ({"deterministic": True}, "float32", "float32"),
+        ({"quantization": "int8"}, "float32", "float16"),
+    ],
+    ids=str,
+)
+def test_auto_computes_in_bfloat16_where_the_processor_does(
+    options: dict[str, Any], computed: str, cached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def types(multiplies_narrow: bool) -> tuple[str, str, bool]:
+        config = engine_config(DEMO, **options)
+        found = prepare_model(config, "cpu", reads_narrow=True, multiplies_narrow=multiplies_narrow, free=None)
+        return found.compute_dtype, found.cache_dtype, dtypes.ROUNDED in found.notices
+
+    assert types(True)[0] == "float32"  # small models gain nothing
+    monkeypatch.setattr(dtypes, "_LEAST_ROUNDED", 1 << 20)
+    assert types(True) == (computed, cached, computed == "bfloat16")
+    assert types(False)[0] == "float32"
+
+
+def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtypes, "_LEAST_ROUNDED", 1)
+    for family, dtype, expected in (
+        ("llama", torch.bfloat16, "bfloat16"),
+        ("llama", torch.float16, "float32"),  # its digits would be lost
+        ("mixtral", torch.bfloat16, "float32"),
+    ):
+        model = make_model(family, tmp_path / f"{family}-{dtype}")
+        weights = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
+        save_file(weights, model / "model.safetensors", {"format": "pt"})
+        prepared = prepare_model(engine_config(model), "cpu", reads_narrow=True, multiplies_narrow=True, free=None)
+        assert prepared.compute_dtype == expected
+    monkeypatch.setattr(kernels, "multiplies_narrow_rows", lambda device: True)
+    loaded = load_model(engine_config(tmp_path / "llama-torch.bfloat16"))
+    assert loaded.cache_dtype == torch.bfloat16 and dtypes.ROUNDED in loaded.notices
 
 
 def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:

@@ -1,0 +1,53 @@
+"""Which number types a model is loaded in: what it computes in and what is cached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes
+
+_LEAST_ROUNDED = 64 << 20  # bytes of weights; what is smaller is quick enough in float32
+ROUNDED = (
+    "computed in bfloat16, which this processor multiplies natively: `compute.dtype=float32` rounds nothing and takes twice as "
+    "long for prompts"
+)
+
+
+def compute_dtype(config: EngineConfig, hf_config: dict[str, Any], device: str) -> str:
+    """What the model computes in. auto: on CUDA the checkpoint's own; on a CPU float32, but see `worth_rounding`."""
+    name = parse_dtype(config.compute.dtype)
+    if name != "auto":
+        return name
+    if device == "cpu":
+        return "float32"
+    return parse_dtype(str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"))
+
+
+def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
+    """What keys and values are cached in, where the model computes in `dtype`.
+
+    rounded: whether compiled kernels multiply rows of 8 bits by weights in blocks. What such products change of predictions
+    is ten thousand times what float16 does, and half the bytes are read (docs/benchmarks.md); so float16 is what `auto` means.
+    """
+    name = parse_cache_dtype(config.cache.dtype)
+    if name != "auto":
+        return name
+    return "float16" if rounded and dtype == "float32" else dtype
+
+
+def worth_rounding(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, stored: str) -> bool:
+    """Whether `auto` means bfloat16 on a CPU whose kernels multiply that natively: prompts are read twice as quickly for 0.0005
+    nats (docs/benchmarks.md). Only for matrices that are bfloat16 already and lie in no blocks, not for experts, where it was not
+    measured, and not where tokens must not depend on how a text was cut.
+    """
+    return (
+        parse_dtype(config.compute.dtype) == "auto"
+        and stored == "bfloat16"
+        and not config.compute.deterministic
+        and not block_storages(spec, plan)
+        and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
+        and plan_bytes(spec, plan) >= _LEAST_ROUNDED
+    )
